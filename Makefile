@@ -1,0 +1,33 @@
+# Everything runs in a virtual environment this file makes itself; nothing else is needed
+# than Python 3.11+ and make. `make TORCH=torch==2.11.0 test` takes another PyTorch.
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+VENV ?= .venv
+BIN := $(VENV)/bin
+
+.PHONY: demo test lint format clean
+
+# torch goes first and alone: a looser requirement would be resolved to the newest CUDA build.
+$(VENV)/.installed: pyproject.toml Makefile
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[bio,dev]"
+	touch $@
+
+demo: $(VENV)/.installed  ## real text through every graph and layer
+	$(BIN)/graphattn demo
+
+test: $(VENV)/.installed  ## unit tests, docstring examples, README
+	$(BIN)/python -m pytest -q
+
+lint: $(VENV)/.installed  ## formatting, lint and types
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: $(VENV)/.installed
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,36 @@
+"""Readers and tokenisers: from a file on disk to the tokens of a graph.
+
+Text becomes characters, FASTA becomes residues or bases, a PDB or mmCIF file becomes the C-alpha
+trace of a chain. A file that cannot be read raises :class:`FileFormatError`, whose text is one line
+naming the file, the line where one is to blame, and the reason.
+
+FASTA and structures are parsed by biotite, an optional dependency:
+``pip install 'graphattn[bio]'``.
+"""
+
+from graphattn.data.fasta import (
+    FastaRecord,
+    NucleotideTokenizer,
+    ProteinTokenizer,
+    read_fasta,
+    tokenizer_for_sequence,
+)
+from graphattn.data.files import FileFormat, FileFormatError, read_bytes, read_text, sniff_format
+from graphattn.data.structures import Structure, read_structure
+from graphattn.data.text import CharacterTokenizer
+
+__all__ = [
+    "CharacterTokenizer",
+    "FastaRecord",
+    "FileFormat",
+    "FileFormatError",
+    "NucleotideTokenizer",
+    "ProteinTokenizer",
+    "Structure",
+    "read_bytes",
+    "read_fasta",
+    "read_structure",
+    "read_text",
+    "sniff_format",
+    "tokenizer_for_sequence",
+]

@@ -1,0 +1,215 @@
+"""FASTA files, and tokens for proteins and nucleic acids."""
+
+import io
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from graphattn.data.files import FileFormatError, read_text
+from graphattn.data.text import CharacterTokenizer
+
+_NOT_SEQUENCE = re.compile(r"[^A-Za-z*\-]")
+
+
+@dataclass(frozen=True)
+class FastaRecord:
+    """One entry of a FASTA file.
+
+    Attributes:
+        header: the line after ``>``, without the spaces around it.
+        sequence: upper-case letters, ``*`` (stop) and ``-`` (gap), all lines joined.
+    """
+
+    header: str
+    sequence: str
+
+
+def read_fasta(path: str | os.PathLike[str]) -> list[FastaRecord]:
+    """The records of a FASTA file (gzipped or not), in their order; equal headers are all kept.
+
+    Blank lines and ``;`` comments are skipped. Lower case (soft masking) becomes upper case.
+
+    Raises:
+        FileFormatError: the file cannot be read (see :func:`~graphattn.data.read_text`) or is
+            malformed: sequence before the first ``>``, an empty header, a header without sequence,
+            a character that is not a letter, ``*`` or ``-``. It names the line.
+        ImportError: biotite is not installed.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = pathlib.Path(folder, "two.fasta")
+        ...     _ = path.write_text(">first\\nMKV\\nLTA\\n>second\\nacgt\\n")
+        ...     for record in read_fasta(path):
+        ...         print(record)
+        FastaRecord(header='first', sequence='MKVLTA')
+        FastaRecord(header='second', sequence='ACGT')
+    """
+    try:
+        from biotite.sequence.io.fasta import FastaFile
+    except ImportError as error:
+        raise ImportError("reading FASTA needs biotite: pip install 'graphattn[bio]'") from error
+
+    text = read_text(path)
+    _check_fasta(path, text)
+    # `FastaFile.read` is a dictionary by header: of two equal headers it keeps the last record.
+    return [
+        FastaRecord(header.strip(), sequence.upper())
+        for header, sequence in FastaFile.read_iter(io.StringIO(text))
+    ]
+
+
+def _check_fasta(path: str | os.PathLike[str], text: str) -> None:
+    """Raise for the first malformed line: biotite reads on over most of what can be wrong."""
+    header_line: int | None = None
+    has_sequence = True
+    for number, raw_line in enumerate(text.split("\n"), start=1):
+        line = raw_line.strip()
+        if not line or line.startswith(";"):
+            continue
+        if line.startswith(">"):
+            if not has_sequence:
+                raise FileFormatError(path, "no sequence after this header", line=header_line)
+            if not line[1:].strip():
+                raise FileFormatError(path, "empty header: nothing after '>'", line=number)
+            header_line, has_sequence = number, False
+        elif header_line is None:
+            raise FileFormatError(path, "not FASTA: text before the first '>'", line=number)
+        else:
+            wrong = _NOT_SEQUENCE.search(line)
+            if wrong is not None:
+                reason = f"{wrong[0]!a} in a sequence is not a letter, '*' or '-'"
+                raise FileFormatError(path, reason, line=number)
+            has_sequence = True
+    if header_line is None:
+        raise FileFormatError(path, "not FASTA: no line starts with '>'")
+    if not has_sequence:
+        raise FileFormatError(path, "no sequence after this header", line=header_line)
+
+
+class _SequenceTokenizer:
+    """What the two tokenizers below share: a fixed vocabulary and the letters that map to it."""
+
+    vocabulary: ClassVar[str]
+    _kind: ClassVar[str]
+    _letter_of: ClassVar[dict[str, str]]  # every upper-case letter allowed -> its vocabulary letter
+
+    def __init__(self) -> None:
+        self._characters = CharacterTokenizer(self.vocabulary)
+        both_cases = self._letter_of | {c.lower(): to for c, to in self._letter_of.items()}
+        self._spelling = str.maketrans(both_cases | {"-": ""})
+        self._unknown = re.compile(f"[^{re.escape(''.join(both_cases))}-]")
+
+    @property
+    def vocab_size(self) -> int:
+        """The number of tokens."""
+        return len(self.vocabulary)
+
+    def encode(self, sequence: str) -> Tensor:
+        """The tokens of `sequence`: a LongTensor [N], N = the letters that are not ``-``.
+
+        Raises:
+            ValueError: `sequence` holds a character this tokenizer does not know.
+        """
+        unknown = self._unknown.search(sequence)
+        if unknown is not None:
+            raise ValueError(
+                f"sequence must hold {self._kind} letters, got {unknown[0]!a} "
+                f"at position {unknown.start()}"
+            )
+        return self._characters.encode(sequence.translate(self._spelling))
+
+    def decode(self, tokens: Tensor | Sequence[int]) -> str:
+        """The letters of `tokens`: integers [N] in ``0..vocab_size - 1``.
+
+        Raises:
+            ValueError: as :meth:`CharacterTokenizer.decode <graphattn.data.CharacterTokenizer>`.
+        """
+        return self._characters.decode(tokens)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"
+
+
+class ProteinTokenizer(_SequenceTokenizer):
+    """One token per residue: the 20 amino acids in alphabetical order, then X for any other.
+
+    Lower case counts as upper case. The other letters (B, Z, J: ambiguous; U, O: selenocysteine and
+    pyrrolysine) and the stop ``*`` become X. A gap ``-`` is dropped: it belongs to an alignment,
+    not to the molecule, so N counts residues.
+
+    Example:
+        >>> tokenizer = ProteinTokenizer()
+        >>> tokenizer.vocabulary, tokenizer.vocab_size
+        ('ACDEFGHIKLMNPQRSTVWYX', 21)
+        >>> tokenizer.encode("MK-vU*")
+        tensor([10,  8, 17, 20, 20])
+        >>> tokenizer.decode(tokenizer.encode("MK-vU*"))
+        'MKVXX'
+    """
+
+    vocabulary = "ACDEFGHIKLMNPQRSTVWYX"
+    _kind = "amino acid"
+    _letter_of: ClassVar = {c: c for c in vocabulary} | dict.fromkeys("BJOUZ*", "X")
+
+
+class NucleotideTokenizer(_SequenceTokenizer):
+    """One token per base: A, C, G, T, and N for an ambiguous one.
+
+    Lower case counts as upper case and U as T, so DNA and RNA share their tokens. The other IUPAC
+    codes (R, Y, S, W, K, M, B, D, H, V) and X (masked) become N. A gap ``-`` is dropped, as in
+    :class:`ProteinTokenizer`. A letter that codes no base (E, F, I, ...) raises.
+
+    Example:
+        >>> tokenizer = NucleotideTokenizer()
+        >>> tokenizer.vocabulary, tokenizer.vocab_size
+        ('ACGTN', 5)
+        >>> tokenizer.encode("gAU-RC")
+        tensor([2, 0, 3, 4, 1])
+        >>> tokenizer.decode(tokenizer.encode("gAU-RC"))
+        'GATNC'
+    """
+
+    vocabulary = "ACGTN"
+    _kind = "IUPAC nucleotide"
+    _letter_of: ClassVar = (
+        {c: c for c in vocabulary} | {"U": "T"} | dict.fromkeys("RYSWKMBDHVX", "N")
+    )
+
+
+_MIN_BASE_SHARE = 0.95  # leaves room for a few ambiguity codes, as assemblies have them
+
+
+def tokenizer_for_sequence(sequence: str) -> ProteinTokenizer | NucleotideTokenizer:
+    """The tokenizer for a sequence of unknown kind; one that can encode it.
+
+    It is taken as nucleotides when at least 95 % of its letters (gaps do not count) are A, C, G, T,
+    U or N and all others are ambiguity codes, and else as protein. Below 20 letters that means: no
+    ambiguity code at all.
+
+    A, C, G, T and N are amino acids too and make up about a quarter of an average protein, so a
+    protein of n residues is mistaken with a chance near 0.26^n: one in 700 thousand at 10
+    residues, but one in 200 at 4. For peptides, name the tokenizer yourself.
+
+    Raises:
+        ValueError: `sequence` holds no letter, or a character that is in neither alphabet.
+
+    Example:
+        >>> tokenizer_for_sequence("GATTACANNNGATTACA")
+        NucleotideTokenizer()
+        >>> tokenizer_for_sequence("MKVLTAGNATC")
+        ProteinTokenizer()
+    """
+    letters = sequence.upper().replace("-", "")
+    if not letters:
+        raise ValueError(f"sequence must hold at least one letter, got {sequence[:20]!a}")
+    nucleotide, protein = NucleotideTokenizer(), ProteinTokenizer()
+    bases = sum(letters.count(base) for base in "ACGTUN")
+    if bases >= _MIN_BASE_SHARE * len(letters) and nucleotide._unknown.search(sequence) is None:
+        return nucleotide
+    protein.encode(sequence)  # raises for what is no sequence at all
+    return protein

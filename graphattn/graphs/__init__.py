@@ -1,0 +1,52 @@
+"""Who talks to whom: the token graph, what is known of its structure, and its builders."""
+
+from graphattn.graphs.combine import batch, union
+from graphattn.graphs.convert import (
+    from_edge_index,
+    from_mask,
+    from_networkx,
+    from_pyg,
+    from_scipy,
+)
+from graphattn.graphs.grids import grid_window_graph
+from graphattn.graphs.knn import knn
+from graphattn.graphs.long_range import bigbird_graph, longformer_graph
+from graphattn.graphs.neighbors import knn_graph, radius_graph
+from graphattn.graphs.token_graph import TokenGraph
+from graphattn.graphs.windows import (
+    bipartite_complete_graph,
+    bipartite_window_graph,
+    block_window_graph,
+    causal_graph,
+    causal_window_graph,
+    complete_graph,
+    dilated_window_graph,
+    window_cycle_graph,
+    window_path_graph,
+)
+
+__all__ = [
+    "TokenGraph",
+    "batch",
+    "bigbird_graph",
+    "bipartite_complete_graph",
+    "bipartite_window_graph",
+    "block_window_graph",
+    "causal_graph",
+    "causal_window_graph",
+    "complete_graph",
+    "dilated_window_graph",
+    "from_edge_index",
+    "from_mask",
+    "from_networkx",
+    "from_pyg",
+    "from_scipy",
+    "grid_window_graph",
+    "knn",
+    "knn_graph",
+    "longformer_graph",
+    "radius_graph",
+    "union",
+    "window_cycle_graph",
+    "window_path_graph",
+]

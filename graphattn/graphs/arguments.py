@@ -1,0 +1,69 @@
+"""Checks of arguments: every message names the argument, its value and what is allowed."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def as_int(name: str, value: Any, minimum: int) -> int:
+    """`value` as an int of at least `minimum`; booleans and floats are refused."""
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        number = operator.index(value)
+    except TypeError:
+        raise ValueError(f"{name} must be an integer >= {minimum}, got {value!r}") from None
+    if number < minimum:
+        raise ValueError(f"{name} must be >= {minimum}, got {number}")
+    return number
+
+
+def as_float(name: str, value: Any, *, positive: bool) -> float:
+    """`value` as a finite float, > 0 or >= 0."""
+    allowed = "a finite number > 0" if positive else "a finite number >= 0"
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        raise ValueError(f"{name} must be {allowed}, got {value!r}") from None
+    if not number < float("inf") or number < 0 or (positive and number == 0):
+        raise ValueError(f"{name} must be {allowed}, got {number}")
+    return number
+
+
+def as_choice(name: str, value: Any, allowed: tuple[Any, ...]) -> Any:
+    """`value` if it is one of `allowed`."""
+    if value not in allowed:
+        names = ", ".join(repr(a) for a in allowed)
+        raise ValueError(f"{name} must be one of {names}, got {value!r}")
+    return value
+
+
+def as_points(name: str, x: Any) -> Tensor:
+    """`x` as a floating-point matrix [N, C]."""
+    if not isinstance(x, Tensor):
+        raise ValueError(f"{name} must be a tensor of shape [N, C], got {type(x).__name__}")
+    if x.dim() != 2 or not x.is_floating_point():
+        raise ValueError(
+            f"{name} must be a floating-point tensor of shape [N, C], "
+            f"got {x.dtype} of shape {list(x.shape)}"
+        )
+    return x
+
+
+def as_edge_index(edge_index: Any) -> Tensor:
+    """A plain int64 tensor [2, E] from a tensor or PyG EdgeIndex."""
+    if not isinstance(edge_index, Tensor):
+        raise ValueError(
+            f"edge_index must be a tensor of shape [2, E], got {type(edge_index).__name__}"
+        )
+    if hasattr(edge_index, "as_tensor"):  # a PyG EdgeIndex is a tensor subclass
+        edge_index = edge_index.as_tensor()
+    if edge_index.dim() != 2 or edge_index.shape[0] != 2:
+        raise ValueError(f"edge_index must have shape [2, E], got {list(edge_index.shape)}")
+    if edge_index.dtype not in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8):
+        raise ValueError(f"edge_index must hold integers, got {edge_index.dtype}")
+    return edge_index.long()

@@ -1,0 +1,111 @@
+"""Graphs made of graphs: unions of edges, and batches of sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from graphattn.graphs.structure import Parts, Union
+from graphattn.graphs.token_graph import TokenGraph
+
+
+def union(a: TokenGraph, b: TokenGraph) -> TokenGraph:
+    """All edges of `a` and all of `b`, each once, over the same tokens.
+
+    Structured graphs give a structured graph; no edge is listed.
+
+    Raises:
+        ValueError: if sizes, positions or devices differ.
+
+    Example:
+        >>> import graphattn as ga
+        >>> near, far = ga.window_path_graph(9, 1), ga.dilated_window_graph(9, 2, dilation=4)
+        >>> ga.union(near, far).edge_index[0, :4]  # what token 0 sees
+        tensor([0, 1, 4, 8])
+    """
+    for name, graph in (("a", a), ("b", b)):
+        if not isinstance(graph, TokenGraph):
+            raise ValueError(f"{name} must be a TokenGraph, got {type(graph).__name__}")
+    if (a.num_targets, a.num_sources) != (b.num_targets, b.num_sources):
+        raise ValueError(
+            f"a and b must have the same tokens: a has {a.num_targets} targets and "
+            f"{a.num_sources} sources, b has {b.num_targets} and {b.num_sources}"
+        )
+    if a.device != b.device:
+        raise ValueError(f"a and b must be on one device, got {a.device} and {b.device}")
+    if a.sizes != b.sizes:
+        raise ValueError("a and b must be batches of the same sizes: positions would differ")
+    if a.structure is not None and b.structure is not None:
+        parts: list = []
+        for structure in (a.structure, b.structure):
+            inner = structure.parts if isinstance(structure, Union) else (structure,)
+            parts.extend(part for part in inner if part not in parts)
+        structure = parts[0] if len(parts) == 1 else Union(tuple(parts))
+        edge_index = None
+    else:
+        structure = None
+        key = torch.cat(
+            [graph.edge_index[1] * a.num_sources + graph.edge_index[0] for graph in (a, b)]
+        ).unique()
+        edge_index = torch.stack([key % max(a.num_sources, 1), key // max(a.num_sources, 1)])
+    return TokenGraph(
+        structure=structure,
+        edge_index=edge_index,
+        num_targets=a.num_targets,
+        num_sources=a.num_sources,
+        sizes=a.sizes,
+        is_causal=a.is_causal and b.is_causal,
+        device=a.device,
+    )
+
+
+def batch(graphs: Iterable[TokenGraph]) -> TokenGraph:
+    """Graphs side by side, as one graph over the concatenated tokens: packed sequences.
+
+    No edge joins two of them, and positions restart in each. Structured graphs give a structured
+    batch; no edge is listed. Features follow as ``torch.cat([x_0, x_1, ...])``, [N_total, C].
+
+    Raises:
+        ValueError: if `graphs` is empty or the devices differ.
+
+    Example:
+        >>> import graphattn as ga
+        >>> packed = ga.batch([ga.causal_graph(2), ga.causal_graph(3)])
+        >>> packed.positions
+        tensor([0, 1, 0, 1, 2])
+        >>> packed.num_edges
+        9
+    """
+    graphs = list(graphs)
+    if not graphs:
+        raise ValueError("graphs must hold at least one TokenGraph, got none")
+    for graph in graphs:
+        if not isinstance(graph, TokenGraph):
+            raise ValueError(f"graphs must hold TokenGraphs, got {type(graph).__name__}")
+    devices = {graph.device for graph in graphs}
+    if len(devices) > 1:
+        raise ValueError(f"graphs must be on one device, got {sorted(map(str, devices))}")
+    structure = edge_index = None
+    if all(graph.structure is not None for graph in graphs):
+        parts: list = []
+        for graph in graphs:
+            inner = graph.structure
+            parts.extend(inner.parts if isinstance(inner, Parts) else (inner,))
+        structure = Parts(tuple(parts))
+    else:
+        shift = torch.zeros((2, 1), dtype=torch.int64, device=graphs[0].device)
+        shifted = []
+        for graph in graphs:
+            shifted.append(graph.edge_index + shift)
+            shift = shift + shift.new_tensor([[graph.num_sources], [graph.num_targets]])
+        edge_index = torch.cat(shifted, dim=1)
+    return TokenGraph(
+        structure=structure,
+        edge_index=edge_index,
+        num_targets=sum(graph.num_targets for graph in graphs),
+        num_sources=sum(graph.num_sources for graph in graphs),
+        sizes=tuple(size for graph in graphs for size in graph.sizes),
+        is_causal=all(graph.is_causal for graph in graphs),
+        device=graphs[0].device,
+    )

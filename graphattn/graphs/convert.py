@@ -1,0 +1,176 @@
+"""Graphs from the ecosystem's own types. (The way back: ``TokenGraph.to_*``.)"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal, overload
+
+import torch
+from torch import Tensor
+
+from graphattn.graphs.token_graph import TokenGraph, sorted_edge_list
+
+if TYPE_CHECKING:
+    import networkx
+
+
+@overload
+def from_edge_index(
+    edge_index: Tensor,
+    num_targets: int,
+    num_sources: int | None = None,
+    *,
+    return_permutation: Literal[False] = False,
+) -> TokenGraph: ...
+
+
+@overload
+def from_edge_index(
+    edge_index: Tensor,
+    num_targets: int,
+    num_sources: int | None = None,
+    *,
+    return_permutation: Literal[True],
+) -> tuple[TokenGraph, Tensor]: ...
+
+
+def from_edge_index(
+    edge_index: Tensor,
+    num_targets: int,
+    num_sources: int | None = None,
+    *,
+    return_permutation: bool = False,
+) -> TokenGraph | tuple[TokenGraph, Tensor]:
+    """A graph of an edge list in PyG's order: row 0 = source j, row 1 = target i.
+
+    Edges are sorted by target, then source. With ``return_permutation=True`` the permutation that
+    does so comes too: ``graph.edge_index == edge_index[:, permutation]``, and per-edge values of
+    the caller follow as ``edge_weight[permutation]``.
+
+    Args:
+        edge_index: integer tensor [2, E], or a PyG EdgeIndex.
+        num_targets: N.
+        num_sources: M; N if None.
+        return_permutation: also return the LongTensor [E] described above.
+
+    Raises:
+        ValueError: if an edge is out of range or stands there twice, or the shape is not [2, E].
+
+    Example:
+        >>> import torch, graphattn as ga
+        >>> graph, permutation = ga.from_edge_index(
+        ...     torch.tensor([[0, 2, 1], [2, 0, 0]]), num_targets=3, return_permutation=True
+        ... )
+        >>> graph.edge_index
+        tensor([[1, 2, 0],
+                [0, 0, 2]])
+        >>> permutation
+        tensor([2, 1, 0])
+    """
+    if num_sources is None:
+        num_sources = num_targets
+    edges, permutation = sorted_edge_list(edge_index, num_targets, num_sources)
+    graph = TokenGraph(edge_index=edges, num_targets=int(num_targets), num_sources=int(num_sources))
+    return (graph, permutation) if return_permutation else graph
+
+
+def from_mask(mask: Tensor) -> TokenGraph:
+    """A graph of a boolean mask [N, M]: True where target i sees source j (SDPA's reading).
+
+    Raises:
+        ValueError: if `mask` is not a boolean matrix (additive masks hold floats: use ``mask == 0``
+            or ``mask > -inf``).
+
+    Example:
+        >>> import torch, graphattn as ga
+        >>> ga.from_mask(torch.ones(3, 3).tril().bool()) == ga.causal_graph(3)
+        True
+    """
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.dim() != 2:
+        got = f"{mask.dtype} of shape {list(mask.shape)}" if isinstance(mask, Tensor) else mask
+        raise ValueError(f"mask must be a bool tensor of shape [N, M], got {got}")
+    target, source = mask.nonzero().T
+    return TokenGraph(
+        edge_index=torch.stack([source, target]),
+        num_targets=mask.shape[0],
+        num_sources=mask.shape[1],
+    )
+
+
+def from_networkx(graph: networkx.Graph) -> TokenGraph:
+    """A graph of a networkx graph; an edge a -> b makes a the source and b the target.
+
+    An undirected edge gives both directions. Tokens are the nodes in iteration order.
+
+    Raises:
+        ValueError: if a multigraph holds an edge twice.
+
+    Example:
+        >>> import networkx, graphattn as ga
+        >>> ga.from_networkx(networkx.path_graph(5)) == ga.window_path_graph(5, window=1)
+        True
+    """
+    token = {node: i for i, node in enumerate(graph.nodes)}
+    pairs = [(token[a], token[b]) for a, b in graph.edges()]
+    if not graph.is_directed():
+        pairs += [(j, i) for i, j in pairs if i != j]
+    edge_index = torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2).T
+    return from_edge_index(edge_index, len(token))
+
+
+def from_scipy(matrix: Any) -> TokenGraph:
+    """A graph of the non-zeros of a sparse matrix ``A[source, target]``, shape [M, N].
+
+    Stored zeros are not edges.
+
+    Raises:
+        ValueError: if `matrix` is not sparse, or a COO matrix stores an entry twice.
+
+    Example:
+        >>> import scipy.sparse, graphattn as ga
+        >>> ga.from_scipy(scipy.sparse.eye_array(4, k=1)).edge_index  # A[j, j + 1] = 1
+        tensor([[0, 1, 2],
+                [1, 2, 3]])
+    """
+    if not hasattr(matrix, "tocoo"):
+        raise ValueError(f"matrix must be a scipy.sparse matrix, got {type(matrix).__name__}")
+    coo = matrix.tocoo()
+    edge = coo.data != 0
+    rows = torch.from_numpy(coo.row[edge].astype("int64"))
+    columns = torch.from_numpy(coo.col[edge].astype("int64"))
+    num_sources, num_targets = coo.shape
+    return from_edge_index(torch.stack([rows, columns]), num_targets, num_sources)
+
+
+def from_pyg(data: Any) -> TokenGraph:
+    """A graph of a PyG ``Data`` or ``EdgeIndex``.
+
+    Sizes are read from it: a Data's ``num_nodes``, an EdgeIndex's ``sparse_size``.
+
+    Raises:
+        ValueError: if it has no edges attribute or does not know its number of nodes.
+
+    Example:
+        >>> import torch, graphattn as ga
+        >>> from torch_geometric.data import Data
+        >>> edge_index = torch.tensor([[0, 1], [1, 2]])
+        >>> ga.from_pyg(Data(edge_index=edge_index, num_nodes=4))
+        TokenGraph(num_tokens=4, num_edges=2)
+    """
+    if isinstance(data, Tensor) and hasattr(data, "sparse_size"):  # an EdgeIndex
+        num_sources, num_targets = data.sparse_size()
+        if num_sources is None or num_targets is None:
+            raise ValueError(
+                "data is an EdgeIndex that does not know its sparse_size: "
+                "use from_edge_index(edge_index, num_targets, num_sources)"
+            )
+        return from_edge_index(data, num_targets, num_sources)
+    edge_index = getattr(data, "edge_index", None)
+    if edge_index is None:
+        raise ValueError(
+            "data must be a PyG Data with an edge_index, or an EdgeIndex, "
+            f"got {type(data).__name__}"
+        )
+    if "num_nodes" not in data and "x" not in data and "pos" not in data:
+        # PyG would guess from the largest index and lose isolated tokens at the end.
+        raise ValueError("data must have num_nodes (or x, or pos): edges do not tell it")
+    return from_edge_index(edge_index, data.num_nodes)

@@ -1,0 +1,385 @@
+"""TokenGraph: who talks to whom. The one data structure that passes between the parts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor
+
+from graphattn.graphs.arguments import as_edge_index, as_int
+from graphattn.graphs.structure import Device, Parts, Structure
+
+if TYPE_CHECKING:
+    import networkx
+    import scipy.sparse
+
+
+class TokenGraph:
+    """Directed edges from source tokens j to target tokens i: target i looks at source j.
+
+    Made by the builders (:func:`~graphattn.window_path_graph`, :func:`~graphattn.from_edge_index`,
+    ...), never by hand. Papers write an edge as a pair (i, j), the token that updates first; here
+    that pair is the column ``(j, i)`` of :attr:`edge_index`, PyG's ``source_to_target``.
+
+    A graph that is known in closed form (:attr:`structure`) costs O(1) to build: its edges are
+    listed when somebody first asks for them, and kept. Edges are a set, sorted by target, then
+    source; every per-edge value follows that order. Graphs are immutable, pickle, copy and compare
+    (``==``: the same sizes, edges and positions).
+
+    Example:
+        >>> import graphattn as ga
+        >>> graph = ga.window_path_graph(num_tokens=4, window=1)
+        >>> graph
+        TokenGraph(num_tokens=4, num_edges=6, structure=Band)
+        >>> graph.edge_index
+        tensor([[1, 0, 2, 1, 3, 2],
+                [0, 1, 1, 2, 2, 3]])
+    """
+
+    def __init__(
+        self,
+        *,
+        structure: Structure | None = None,
+        edge_index: Tensor | None = None,
+        num_targets: int | None = None,
+        num_sources: int | None = None,
+        sizes: tuple[tuple[int, int], ...] | None = None,
+        is_causal: bool = False,
+        device: Device = None,
+    ) -> None:
+        if structure is not None:
+            num_targets, num_sources = structure.num_targets, structure.num_sources
+            is_causal = structure.is_causal
+        elif edge_index is None or num_targets is None or num_sources is None:
+            raise ValueError("a TokenGraph is made by a builder, such as graphattn.from_edge_index")
+        else:
+            device = edge_index.device
+        assert num_targets is not None
+        assert num_sources is not None
+        self._num_targets = num_targets
+        self._num_sources = num_sources
+        self._structure = structure
+        self._is_causal = is_causal
+        self._device = torch.device("cpu" if device is None else device)
+        self._sizes = sizes or ((num_targets, num_sources),)
+        self._edge_index = edge_index
+        self._forget()
+
+    def _forget(self) -> None:
+        """Drop everything that can be derived again."""
+        if self._structure is not None:
+            self._edge_index = None
+        self._rowptr: Tensor | None = None
+        self._points_backward: bool | None = None
+        self._positions: Tensor | None = None
+        self._source_positions: Tensor | None = None
+        self._transposed: TokenGraph | None = None
+        self._transpose_permutation: Tensor | None = None
+
+    # Sizes and facts.
+
+    @property
+    def num_targets(self) -> int:
+        """N, the number of tokens that update."""
+        return self._num_targets
+
+    @property
+    def num_sources(self) -> int:
+        """M, the number of tokens that are looked at; N unless the graph is bipartite."""
+        return self._num_sources
+
+    @property
+    def num_edges(self) -> int:
+        """E, counted without listing the edges of a structured graph."""
+        if self._edge_index is not None:
+            return self._edge_index.shape[1]
+        return cast(Structure, self._structure).num_edges()
+
+    @property
+    def structure(self) -> Structure | None:
+        """What is known of the graph in closed form; None for a plain edge list."""
+        return self._structure
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether the graph is causal by construction: no target sees a source after it.
+
+        Known from the structure. A foreign edge list is never causal by itself, even where all
+        its edges happen to point backward: "after" is then a matter of reading.
+        """
+        return self._is_causal
+
+    @property
+    def points_backward(self) -> bool:
+        """Whether a graph that is not causal by construction still has only edges j <= i, some <.
+
+        Counted once, for plain edge lists only.
+        """
+        if self._points_backward is None:
+            gap = torch.zeros(0) if self._structure is not None else self.edge_index.diff(dim=0)
+            self._points_backward = bool((gap >= 0).all() and (gap > 0).any())
+        return self._points_backward
+
+    @property
+    def sizes(self) -> tuple[tuple[int, int], ...]:
+        """(targets, sources) of every graph in a :func:`~graphattn.batch`; one pair otherwise."""
+        return self._sizes
+
+    @property
+    def device(self) -> torch.device:
+        """Where the edges and positions lie, or will lie once they are asked for."""
+        return self._device
+
+    # Edges.
+
+    @property
+    def edge_index(self) -> Tensor:
+        """LongTensor [2, E]: row 0 = source j, row 1 = target i; sorted by target, then source."""
+        if self._edge_index is None:
+            self._edge_index = cast(Structure, self._structure).edges(self._device)
+        return self._edge_index
+
+    def csr(self) -> tuple[Tensor, Tensor]:
+        """``(rowptr [N + 1], source [E])``: target i sees ``source[rowptr[i]:rowptr[i + 1]]``."""
+        return self.rowptr, self.edge_index[0]
+
+    @property
+    def rowptr(self) -> Tensor:
+        """LongTensor [N + 1]: where the edges of every target begin."""
+        if self._rowptr is None:
+            degree = self.in_degree()
+            self._rowptr = torch.cat([degree.new_zeros(1), degree.cumsum(0)])
+        return self._rowptr
+
+    def in_degree(self) -> Tensor:
+        """LongTensor [N]: how many sources every target sees."""
+        if self._structure is not None and self._edge_index is None:
+            return self._structure.in_degree(self._device)
+        return torch.bincount(self.edge_index[1], minlength=self._num_targets)
+
+    def transpose(self) -> TokenGraph:
+        """The graph with sources and targets exchanged; see :meth:`transpose_permutation`."""
+        if self._transposed is None:
+            flipped = None if self._structure is None else self._structure.transpose()
+            edge_index = None
+            if flipped is None:
+                edge_index = self.edge_index.flip(0)[:, self.transpose_permutation()]
+            self._transposed = TokenGraph(
+                structure=flipped,
+                edge_index=edge_index,
+                num_targets=self._num_sources,
+                num_sources=self._num_targets,
+                sizes=tuple((sources, targets) for targets, sources in self._sizes),
+                device=self._device,
+            )
+        return self._transposed
+
+    def transpose_permutation(self) -> Tensor:
+        """LongTensor [E]: edge e of ``transpose()`` is edge ``permutation[e]`` of this graph.
+
+        Per-edge values follow: ``weights[graph.transpose_permutation()]`` belongs to
+        ``graph.transpose().edge_index``.
+        """
+        if self._transpose_permutation is None:
+            # Already sorted by target, so a stable sort by source is all that is missing.
+            self._transpose_permutation = self.edge_index[0].argsort(stable=True)
+        return self._transpose_permutation
+
+    # Positions.
+
+    @property
+    def positions(self) -> Tensor:
+        """LongTensor [N]: the place of every target in its own sequence; rotary layers read it."""
+        if self._positions is None:
+            self._positions = _count_up([targets for targets, _ in self._sizes], self._device)
+        return self._positions
+
+    @property
+    def source_positions(self) -> Tensor:
+        """LongTensor [M]: the same for the sources; `positions` unless the graph is bipartite."""
+        if all(targets == sources for targets, sources in self._sizes):
+            return self.positions
+        if self._source_positions is None:
+            self._source_positions = _count_up([n for _, n in self._sizes], self._device)
+        return self._source_positions
+
+    # Devices, comparison, pickling.
+
+    def to(self, device: torch.device | str) -> TokenGraph:
+        """The same graph on another device (itself where it is there already)."""
+        device = torch.empty(0, device=device).device  # "cuda" means the current one
+        if device == self._device:
+            return self
+        moved = object.__new__(TokenGraph)
+        moved.__dict__.update(self.__dict__)
+        moved._device = device
+        moved._transposed = None
+        for name, value in vars(moved).items():
+            if isinstance(value, Tensor):
+                setattr(moved, name, value.to(device))
+        return moved
+
+    def __getstate__(self) -> dict[str, Any]:
+        small = object.__new__(TokenGraph)
+        small.__dict__.update(self.__dict__)
+        small._forget()
+        return small.__dict__
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, TokenGraph):
+            return NotImplemented
+        if self is other:
+            return True
+        if (self._num_targets, self._num_sources, self.num_edges, self._sizes) != (
+            other._num_targets,
+            other._num_sources,
+            other.num_edges,
+            other._sizes,
+        ):
+            return False
+        other = other.to(self._device)
+        if self._structure is not None and self._structure == other._structure:
+            return True
+        return torch.equal(self.edge_index, other.edge_index)
+
+    def __hash__(self) -> int:
+        return hash((self._num_targets, self._num_sources, self.num_edges, self._sizes))
+
+    def __repr__(self) -> str:
+        if self._num_targets == self._num_sources:
+            facts = [f"num_tokens={self._num_targets}"]
+        else:
+            facts = [f"num_targets={self._num_targets}", f"num_sources={self._num_sources}"]
+        facts.append(f"num_edges={self.num_edges}")
+        if self._structure is not None:
+            facts.append(f"structure={_structure_name(self._structure)}")
+        if self._device.type != "cpu":
+            facts.append(f"device={str(self._device)!r}")
+        return f"TokenGraph({', '.join(facts)})"
+
+    # The ecosystem's own types.
+
+    def to_mask(self) -> Tensor:
+        """Bool tensor [N, M], True where target i sees source j (SDPA's ``attn_mask``)."""
+        mask = torch.zeros(
+            (self._num_targets, self._num_sources), dtype=torch.bool, device=self._device
+        )
+        mask[self.edge_index[1], self.edge_index[0]] = True
+        return mask
+
+    def to_pyg(self) -> Tensor:
+        """PyG's ``EdgeIndex``, ``sort_order="col"``; any PyG layer takes it as `edge_index`."""
+        from torch_geometric import EdgeIndex
+
+        return EdgeIndex(
+            self.edge_index,
+            sparse_size=(self._num_sources, self._num_targets),
+            sort_order="col",
+        )
+
+    def to_networkx(self) -> networkx.DiGraph:
+        """A networkx ``DiGraph`` with an edge j -> i for every source j of target i.
+
+        The tokens of a square graph are nodes 0 .. N-1. A bipartite graph (N != M) has nodes
+        ``("target", i)`` and ``("source", j)`` instead.
+        """
+        import networkx
+
+        graph = networkx.DiGraph()
+        sources, targets = self.edge_index.tolist()
+        if self._num_targets == self._num_sources:
+            graph.add_nodes_from(range(self._num_targets))
+            graph.add_edges_from(zip(sources, targets, strict=True))
+        else:
+            graph.add_nodes_from((("target", i) for i in range(self._num_targets)), bipartite=0)
+            graph.add_nodes_from((("source", j) for j in range(self._num_sources)), bipartite=1)
+            graph.add_edges_from(
+                (("source", j), ("target", i)) for j, i in zip(sources, targets, strict=True)
+            )
+        return graph
+
+    def to_scipy(self, edge_weight: Tensor | None = None) -> scipy.sparse.csr_array:
+        """Sparse ``A[source, target]`` [M, N] of ones, or of `edge_weight` [E]."""
+        import numpy as np
+        import scipy.sparse
+
+        source, target = self.edge_index.cpu().numpy()
+        if edge_weight is None:
+            values = np.ones(len(source))
+        else:
+            if edge_weight.shape != (self.num_edges,):
+                raise ValueError(
+                    f"edge_weight must have shape [{self.num_edges}] (one per edge), "
+                    f"got {list(edge_weight.shape)}"
+                )
+            values = edge_weight.detach().cpu().numpy()
+        shape = (self._num_sources, self._num_targets)
+        return scipy.sparse.coo_array((values, (source, target)), shape=shape).tocsr()
+
+
+def _count_up(sizes: list[int], device: torch.device) -> Tensor:
+    """0 .. size-1 for every size in turn."""
+    return torch.cat([torch.arange(size, device=device) for size in sizes])
+
+
+def _structure_name(structure: Structure) -> str:
+    if isinstance(structure, Parts) and len(structure.parts) > 3:
+        return f"Parts of {len(structure.parts)}"
+    parts = getattr(structure, "parts", ())
+    inner = ", ".join(_structure_name(part) for part in parts)
+    name = type(structure).__name__
+    return f"{name}({inner})" if inner else name
+
+
+def as_token_graph(graph: Any, num_targets: int, num_sources: int) -> TokenGraph:
+    """`graph` itself, or a TokenGraph of a raw edge_index / PyG EdgeIndex; sizes must agree."""
+    if isinstance(graph, TokenGraph):
+        if (graph.num_targets, graph.num_sources) != (num_targets, num_sources):
+            raise ValueError(
+                f"graph has {graph.num_targets} targets and {graph.num_sources} sources, "
+                f"but the tensors have {num_targets} and {num_sources}"
+            )
+        return graph
+    if isinstance(graph, Tensor):
+        from graphattn.graphs.convert import from_edge_index
+
+        return from_edge_index(graph, num_targets, num_sources)
+    raise ValueError(
+        "graph must be a TokenGraph, an edge_index tensor [2, E] or a PyG EdgeIndex, "
+        f"got {type(graph).__name__}"
+    )
+
+
+def is_sorted(edge_index: Tensor, num_sources: int) -> bool:
+    """Whether edges stand in a TokenGraph's order: by target, then source, without repeats."""
+    key = edge_index[1] * num_sources + edge_index[0]
+    return bool((key[1:] > key[:-1]).all())
+
+
+def sorted_edge_list(edge_index: Any, num_targets: int, num_sources: int) -> tuple[Tensor, Tensor]:
+    """A checked edge list in sorted order, and the permutation that sorts the caller's edges."""
+    edge_index = as_edge_index(edge_index)
+    num_targets = as_int("num_targets", num_targets, 0)
+    num_sources = as_int("num_sources", num_sources, 0)
+    for row, name, count in ((0, "source", num_sources), (1, "target", num_targets)):
+        bad = (edge_index[row] < 0) | (edge_index[row] >= count)
+        if bad.any():
+            e = int(bad.nonzero()[0])
+            raise ValueError(
+                f"edge_index[{row}, {e}] = {int(edge_index[row, e])} is not a {name}: "
+                f"allowed are 0 .. {count - 1}"
+                if count
+                else f"edge_index has edges, but there are no {name}s"
+            )
+    key = edge_index[1] * num_sources + edge_index[0]
+    key, permutation = key.sort(stable=True)
+    repeated = key[1:] == key[:-1]
+    if repeated.any():
+        e = permutation[int(repeated.nonzero()[0])]
+        j, i = edge_index[:, e].tolist()
+        raise ValueError(
+            f"edge_index holds the edge (source {j}, target {i}) more than once: "
+            "edges are a set (torch_geometric.utils.coalesce merges duplicates)"
+        )
+    return edge_index[:, permutation], permutation

@@ -1,0 +1,16 @@
+"""Layers over a token graph, in PyTorch Geometric's style."""
+
+from graphattn.nn.consensus import CrossConsensus, SelfConsensus
+from graphattn.nn.dot_product import DotProductAttention
+from graphattn.nn.gaussian import GaussianKernelAttention
+from graphattn.nn.krause import KrauseAttention
+from graphattn.nn.rotary import RotaryEmbedding
+
+__all__ = [
+    "CrossConsensus",
+    "DotProductAttention",
+    "GaussianKernelAttention",
+    "KrauseAttention",
+    "RotaryEmbedding",
+    "SelfConsensus",
+]

@@ -1,0 +1,186 @@
+"""What the three attention layers share: project, weigh the edges, average, project."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from graphattn.graphs.arguments import as_float, as_int
+from graphattn.graphs.token_graph import TokenGraph
+from graphattn.nn.graph_layer import GraphLayer, Positions, edge_mask, rows_of_valid
+from graphattn.nn.rotary import RotaryEmbedding
+from graphattn.ops.attention.api import attention_weights, rbf_attention
+from graphattn.ops.attention.reference import repeat_heads
+from graphattn.ops.inputs import Valid, ValidPair
+from graphattn.ops.segments import segment_softmax, segment_top_k
+
+
+class GraphAttention(GraphLayer):
+    """Averages over the edges of a graph; subclasses say how alike two tokens are."""
+
+    eps: float = 0.0
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        *,
+        kv_heads: int | None = None,
+        top_k: int | None = None,
+        rope: bool | RotaryEmbedding = False,
+        backend: str = "auto",
+    ) -> None:
+        super().__init__(dim, heads, rope=rope, backend=backend)
+        self.kv_heads = self.heads if kv_heads is None else as_int("kv_heads", kv_heads, 1)
+        if self.heads % self.kv_heads:
+            raise ValueError(f"kv_heads must divide heads = {heads}, got {kv_heads}")
+        self.top_k = None if top_k is None else as_int("top_k", top_k, 1)
+
+    def add_projections(self, context_dim: int, *, value_projection: bool, bias: bool) -> None:
+        """The four linear maps of attention (without `value_proj` in a Value-Less Transformer)."""
+        kv_dim = self.kv_heads * self.head_dim
+        self.query_proj = nn.Linear(self.dim, self.dim, bias=bias)
+        self.key_proj = nn.Linear(context_dim, kv_dim, bias=bias)
+        self.value_proj = nn.Linear(context_dim, kv_dim, bias=bias) if value_projection else None
+        self.output_proj = nn.Linear(self.dim, self.dim, bias=bias)
+
+    def reset_parameters(self) -> None:
+        """Draw every projection anew."""
+        super().reset_parameters()
+        for projection in self.children():
+            if isinstance(projection, nn.Linear):
+                projection.reset_parameters()
+
+    # What a subclass states.
+
+    def log_affinity(self, query_i: Tensor, key_j: Tensor) -> Tensor:
+        """How alike the two tokens of every edge are, [*, E, H]."""
+        raise NotImplementedError
+
+    def fused(
+        self, query: Tensor, key: Tensor, value: Tensor, graph: TokenGraph, valid: ValidPair
+    ) -> Tensor:
+        """The operation that gives the same as `propagate`, [*, N, H, D]."""
+        raise NotImplementedError
+
+    def edge_weights(
+        self, query: Tensor, key: Tensor, graph: TokenGraph, valid: ValidPair
+    ) -> Tensor:
+        """The weights of the operation, [*, E, H]."""
+        raise NotImplementedError
+
+    # What they share.
+
+    def project(
+        self, x: Tensor, context: Tensor, graph: TokenGraph, positions: Positions
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Query [*, N, H, D], key and value [*, M, Hk, D]; queries and keys rotated."""
+        query = self.split(self.query_proj(x), self.heads)
+        key = self.split(self.key_proj(context), self.kv_heads)
+        value = context if self.value_proj is None else self.value_proj(context)
+        query, key = self.rotate(query, key, graph, positions)
+        return query, key, self.split(value, self.kv_heads)
+
+    def message(
+        self,
+        query_i: Tensor,
+        key_j: Tensor,
+        value_j: Tensor,
+        valid_i: Tensor | None,
+        valid_j: Tensor | None,
+        index: Tensor,
+        rowptr: Tensor,
+        size_i: int,
+    ) -> Tensor:
+        """weight_ij * v_j, with weights that sum to 1 over the edges of target i."""
+        logits = self.log_affinity(query_i, key_j)
+        keep = edge_mask(valid_i, valid_j)
+        if keep is not None:
+            logits = logits.masked_fill(~keep, -torch.inf)
+        if self.top_k is not None:
+            best = segment_top_k(logits, index, rowptr, self.top_k)
+            keep = best if keep is None else best & keep
+        weights, lse = segment_softmax(logits, index, size_i, keep)
+        if self.eps > 0:
+            share = torch.sigmoid(lse - math.log(self.eps))
+            weights = weights * share.index_select(-2, index)
+        if keep is not None:  # 0 * NaN is NaN
+            value_j = value_j.masked_fill(~keep[..., None], 0)
+        return weights[..., None] * value_j
+
+    def attend(
+        self,
+        x: Tensor,
+        context: Tensor,
+        context_dim: int,
+        graph: Any,
+        valid: Valid,
+        positions: Positions,
+        return_attention_weights: bool,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """The forward pass of every attention layer."""
+        x, context, graph, pair = self.prepare(x, context, context_dim, graph, valid)
+        query, key, value = self.project(x, context, graph, positions)
+        if self.uses_propagate():
+            mixed = self.propagate(
+                graph.edge_index,
+                size=(graph.num_sources, graph.num_targets),
+                query=query,
+                key=repeat_heads(key, self.heads),
+                value=repeat_heads(value, self.heads),
+                valid=rows_of_valid(pair),
+                rowptr=graph.rowptr,
+            )
+        else:
+            mixed = self.fused(query, key, value, graph, pair)
+        out = self.output_proj(mixed.flatten(-2))
+        if not return_attention_weights:
+            return out
+        return out, self.edge_weights(query, key, graph, pair)
+
+
+class DistanceAttention(GraphAttention):
+    """Attention whose affinity is a Gaussian of the distance, with learned bandwidths sigma."""
+
+    def add_bandwidths(self, init_sigma: float | None, count: int) -> None:
+        """`log_sigma` [count], starting at `init_sigma`, or sqrt(D)."""
+        if init_sigma is None:
+            self.init_sigma = math.sqrt(self.head_dim)
+        else:
+            self.init_sigma = as_float("init_sigma", init_sigma, positive=True)
+        self.log_sigma = nn.Parameter(torch.full((count,), math.log(self.init_sigma)))
+
+    def reset_parameters(self) -> None:
+        """Draw every projection anew and return to the initial bandwidth."""
+        super().reset_parameters()
+        nn.init.constant_(self.log_sigma, math.log(self.init_sigma))
+
+    def log_affinity(self, query_i: Tensor, key_j: Tensor) -> Tensor:
+        distance = (query_i - key_j).square().sum(-1)
+        return -distance / (2 * (2 * self.log_sigma).exp())
+
+    def fused(
+        self, query: Tensor, key: Tensor, value: Tensor, graph: TokenGraph, valid: ValidPair
+    ) -> Tensor:
+        return rbf_attention(
+            query,
+            key,
+            value,
+            graph,
+            self.log_sigma.exp(),
+            top_k=self.top_k,
+            eps=self.eps,
+            valid=valid,
+            backend=self.backend,
+        )
+
+    def edge_weights(
+        self, query: Tensor, key: Tensor, graph: TokenGraph, valid: ValidPair
+    ) -> Tensor:
+        sigma = self.log_sigma.exp()
+        return attention_weights(
+            query, key, graph, sigma=sigma, top_k=self.top_k, eps=self.eps, valid=valid
+        )

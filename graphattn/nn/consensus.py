@@ -1,0 +1,412 @@
+"""Consensus layers: one step towards agreement along the edges of a graph."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from graphattn.graphs.arguments import as_choice, as_float, as_int
+from graphattn.graphs.token_graph import TokenGraph
+from graphattn.nn.edge_network import EdgeNetwork
+from graphattn.nn.graph_layer import GraphLayer, Positions, edge_mask, rows_of_valid
+from graphattn.nn.rotary import RotaryEmbedding
+from graphattn.ops.consensus.api import check_energy_graph, consensus_update
+from graphattn.ops.consensus.reference import automatic_step, edge_matrix
+from graphattn.ops.inputs import Valid, ValidPair
+
+StepSize = float | Literal["learned", "auto"]
+Rope = bool | Literal["isometric"] | RotaryEmbedding
+
+
+class _Consensus(GraphLayer):
+    """What self- and cross-consensus share; `update_rule` says which ends of an edge move."""
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        context_dim: int,
+        *,
+        rank: int,
+        edge_hidden: int,
+        step_size: StepSize,
+        rope: Rope,
+        edge_input: str,
+        trunk: str,
+        update: str,
+        bias: bool,
+        backend: str,
+    ) -> None:
+        self_isometric = isinstance(rope, str) and as_choice("rope", rope, ("isometric",)) == rope
+        super().__init__(dim, heads, rope=True if isinstance(rope, str) else rope, backend=backend)
+        self.isometric = self_isometric
+        self.rank, self.edge_hidden = as_int("rank", rank, 1), as_int("edge_hidden", edge_hidden, 1)
+        self.edge_input = as_choice("edge_input", edge_input, ("head", "full"))
+        self.trunk = as_choice("trunk", trunk, ("shared", "separate"))
+        self.update_rule = as_choice("update", update, ("energy", "target"))
+        self.context_dim = as_int("context_dim", context_dim, 1)
+        if edge_input == "head" and self.context_dim % self.heads:
+            raise ValueError(
+                f"context_dim must be a multiple of heads = {heads} with edge_input='head' "
+                f"(each head sees its slice), got {context_dim}; or use edge_input='full'"
+            )
+        self.source_proj = nn.Linear(self.dim, self.dim, bias=bias)
+        self.edge_net = EdgeNetwork(
+            self.heads,
+            self.head_dim,
+            self.dim,
+            self.context_dim,
+            rank=self.rank,
+            hidden=self.edge_hidden,
+            edge_input=edge_input,
+            trunk=trunk,
+        )
+        self.step_size: StepSize
+        if step_size == "learned":
+            self.step_size = "learned"
+            # softplus(raw) = 0.1
+            self.raw_step_size = nn.Parameter(torch.full((self.heads,), math.log(math.expm1(0.1))))
+        elif step_size == "auto":
+            if self.rotary is not None and not self.isometric:
+                raise ValueError(
+                    "step_size='auto' needs rope=False or rope='isometric': with rope=True "
+                    "(Eq. 42) the update is no gradient step and no bound on R makes it safe"
+                )
+            self.step_size = "auto"
+        elif isinstance(step_size, str):
+            raise ValueError(
+                f"step_size must be a number > 0, 'learned' or 'auto', got {step_size!r}"
+            )
+        else:
+            self.step_size = as_float("step_size", step_size, positive=True)
+
+    def reset_parameters(self) -> None:
+        """Draw every parameter anew."""
+        super().reset_parameters()
+        for part in self.children():
+            if isinstance(part, nn.Linear | EdgeNetwork):
+                part.reset_parameters()
+        if self.step_size == "learned":
+            nn.init.constant_(self.raw_step_size, math.log(math.expm1(0.1)))
+
+    def message(
+        self,
+        u_i: Tensor,
+        u_j: Tensor,
+        hidden_i: Tensor,
+        hidden_j: Tensor,
+        valid_i: Tensor | None,
+        valid_j: Tensor | None,
+    ) -> Tensor:
+        """R_ij (u_i - u_j), R_ij from the edge network's hidden vector of the two tokens."""
+        R = edge_matrix(hidden_i + hidden_j, self.edge_net.second_layer())
+        pull = R.apply(u_i - u_j)
+        keep = edge_mask(valid_i, valid_j)
+        return pull if keep is None else pull.masked_fill(~keep[..., None], 0)
+
+    def step(
+        self,
+        x: Tensor,
+        context: Tensor,
+        v: Tensor | None,
+        graph: TokenGraph,
+        pair: ValidPair,
+        positions: Positions,
+    ) -> Tensor:
+        """W_o u' + b_o with u' one consensus step from u = W_s x + b_s; v = None: u itself."""
+        u = self.split(self.source_proj(x), self.heads)
+        v = u if v is None else v
+        rotated_u, rotated_v = self.rotate(u, v, graph, positions)
+        hidden = (self.edge_net.target_hidden(x), self.edge_net.source_hidden(context))
+        run = self.propagated if self.uses_propagate() else self.fused
+        if self.isometric:  # step in the rotated frame, and back
+            places = self.places(graph, positions)[0]
+            moved = run(rotated_u, rotated_v, rotated_u, rotated_v, hidden, graph, pair)
+            assert self.rotary is not None
+            moved = self.rotary(moved, places, back=True)
+        else:
+            moved = run(u, v, rotated_u, rotated_v, hidden, graph, pair)
+        return self.output_proj(moved.flatten(-2))
+
+    def step_tensor(self) -> Any:
+        """The step size as the operation takes it."""
+        if self.step_size == "learned":
+            return functional.softplus(self.raw_step_size)
+        return self.step_size
+
+    def fused(
+        self,
+        u: Tensor,
+        v: Tensor,
+        rotated_u: Tensor,
+        rotated_v: Tensor,
+        hidden: tuple[Tensor, Tensor],
+        graph: TokenGraph,
+        pair: ValidPair,
+    ) -> Tensor:
+        """The operation that gives the same as `propagated`."""
+        return consensus_update(
+            u,
+            v,
+            hidden[0],
+            hidden[1],
+            self.edge_net.second_layer(),
+            graph,
+            self.step_tensor(),
+            update=self.update_rule,
+            disagreement=(rotated_u, rotated_v),
+            valid=pair,
+            backend=self.backend,
+        )
+
+    def propagated(
+        self,
+        u: Tensor,
+        v: Tensor,
+        rotated_u: Tensor,
+        rotated_v: Tensor,
+        hidden: tuple[Tensor, Tensor],
+        graph: TokenGraph,
+        pair: ValidPair,
+    ) -> Tensor:
+        """Messages to the target of every edge, and for "energy" to its source as well."""
+        edge_index, (of_source, of_target) = graph.edge_index, rows_of_valid(pair)
+        sizes = (graph.num_sources, graph.num_targets)
+        gradient = self.propagate(
+            edge_index,
+            size=sizes,
+            u=(rotated_v, rotated_u),
+            hidden=(hidden[1], hidden[0]),
+            valid=(of_source, of_target),
+        )
+        if self.update_rule == "energy":
+            check_energy_graph(graph)
+            gradient = gradient + self.propagate(
+                edge_index.flip(0),
+                size=sizes[::-1],
+                u=(rotated_u, rotated_v),
+                hidden=hidden,
+                valid=(of_target, of_source),
+            )
+        eta = self.step_tensor()
+        if eta == "auto":
+            eta = self.edge_updater(
+                edge_index, size=sizes, hidden=(hidden[1], hidden[0]), valid=(of_source, of_target)
+            )
+            eta = automatic_step(eta, graph, self.update_rule)[..., None]
+        elif isinstance(eta, Tensor):
+            eta = eta[:, None]
+        return u - eta * gradient
+
+    def edge_update(
+        self,
+        hidden_i: Tensor,
+        hidden_j: Tensor,
+        valid_i: Tensor | None,
+        valid_j: Tensor | None,
+    ) -> Tensor:
+        """alpha + beta, an upper bound on the norm of R_ij, [*, E, H]."""
+        R = edge_matrix(hidden_i + hidden_j, self.edge_net.second_layer())
+        keep = edge_mask(valid_i, valid_j)
+        bound = R.alpha + R.beta
+        return bound if keep is None else bound.masked_fill(~keep, 0)
+
+    def __repr__(self) -> str:
+        options = {
+            "rank": (self.rank, 4),
+            "edge_hidden": (self.edge_hidden, 256),
+            "step_size": (self.step_size, 0.1),
+            "rope": ("isometric" if self.isometric else self.rotary is not None, False),
+            "edge_input": (self.edge_input, "head"),
+            "trunk": (self.trunk, "shared"),
+        }
+        if isinstance(self, CrossConsensus):
+            options["context_dim"] = (self.context_dim, self.dim)
+        else:
+            options["update"] = (self.update_rule, "energy")
+        return self.one_line(options)
+
+
+class SelfConsensus(_Consensus):
+    r"""Every token takes a step towards the tokens it shares an edge with.
+
+    .. math::
+        u = W_s y + b_s, \qquad
+        u_i' = u_i - \eta \Big[ \sum_{j: (i,j) \in E} R_{ij} (u_i - u_j)
+             + \sum_{k: (k,i) \in E} R_{ki} (u_i - u_k) \Big], \qquad
+        y_i' = W_o u_i' + b_o
+
+    with a positive definite matrix :math:`R_{ij} = \alpha I + \beta \Lambda^\top \Lambda` per edge
+    and head, made by a small network from [y_i; y_j] (Stabilizing Transformer Training Through
+    Consensus, Algorithms 1, 2 and 5). The step is an exact gradient step on the energy
+    :math:`\frac12 \sum_{(i,j)} (u_i - u_j)^\top R_{ij} (u_i - u_j)`: a low-pass filter on the
+    graph. ``update="target"`` moves only the target of every edge; a causal graph needs it, because
+    the gradient step would also move j by what a later i knows.
+
+    Args:
+        dim: width of `x` and of the output.
+        heads: H, divides `dim`; D = dim / H.
+        rank: r, rows of Lambda.
+        edge_hidden: xi, hidden width of the edge network.
+        step_size: eta: a number > 0; "learned" (one per head, softplus, starts at 0.1); or "auto",
+            the largest step the edge weights allow for certain. For "energy": with d_i the sum of
+            alpha + beta over the in- and out-edges of i, lambda_max(R_ij) <= alpha + beta and
+            Gershgorin give lambda_max(L_sym) <= max_i d_i, and eta = 1 / (2 max_i d_i) never
+            oscillates (per head, over one sequence's valid tokens). For "target":
+            eta_i = 1 / sum_j (alpha + beta)_ij per row. "auto" makes the layer blind to the
+            overall scale of R.
+        rope: rotate the disagreements by position: True or a :class:`RotaryEmbedding` (Eq. 42 of
+            the paper; no gradient step any more: constants move and a safe step can amplify), or
+            "isometric" (the step is rotated back, which restores every guarantee).
+        edge_input: "head" (each head's network sees its slice of y) or "full".
+        trunk: "shared" or "separate" first layers for alpha, beta and Lambda.
+        update: "energy" or "target".
+        bias: whether the two projections have biases (without RoPE, b_s has no effect on
+            disagreements and is absorbed by b_o).
+        backend: "auto" or "reference" (`message()` through PyG's `propagate`).
+
+    Shapes:
+        - **x**: [*, N, dim]
+        - **graph**: TokenGraph, edge_index [2, E] or PyG EdgeIndex, square
+        - **valid**: bool [*, N] (keyword)
+        - **positions**: [*, N] (keyword)
+        - **output**: [*, N, dim]
+
+    Raises:
+        ValueError: for update="energy" on a causal graph, and for arguments out of range.
+
+    Example:
+        >>> import torch, graphattn as ga
+        >>> layer = ga.nn.SelfConsensus(16, heads=4, rank=2, edge_hidden=32, rope=True)
+        >>> layer(torch.randn(2, 10, 16), ga.window_path_graph(10, window=2)).shape
+        torch.Size([2, 10, 16])
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        *,
+        rank: int = 4,
+        edge_hidden: int = 256,
+        step_size: StepSize = 0.1,
+        rope: Rope = False,
+        edge_input: Literal["head", "full"] = "head",
+        trunk: Literal["shared", "separate"] = "shared",
+        update: Literal["energy", "target"] = "energy",
+        bias: bool = True,
+        backend: str = "auto",
+    ) -> None:
+        super().__init__(
+            dim,
+            heads,
+            dim,
+            rank=rank,
+            edge_hidden=edge_hidden,
+            step_size=step_size,
+            rope=rope,
+            edge_input=edge_input,
+            trunk=trunk,
+            update=update,
+            bias=bias,
+            backend=backend,
+        )
+        self.output_proj = nn.Linear(self.dim, self.dim, bias=bias)
+
+    def forward(
+        self,
+        x: Tensor,
+        graph: TokenGraph | Tensor,
+        *,
+        valid: Valid = None,
+        positions: Positions = None,
+    ) -> Tensor:
+        """One consensus step of the tokens of `x` among themselves."""
+        x, _, graph, pair = self.prepare(x, x, self.dim, graph, valid)
+        return self.step(x, x, None, graph, pair, positions)
+
+
+class CrossConsensus(_Consensus):
+    r"""Every token takes a step towards the tokens of another track.
+
+    .. math::
+        u = W_s y + b_s, \quad v = W_c c + b_c, \qquad
+        u_i' = u_i - \eta \sum_{j: (i,j) \in E_+} R_{ij} (u_i - v_j), \qquad
+        y_i' = W_o u_i' + b_o
+
+    on a bipartite graph, R_ij from [y_i; c_j] (Algorithms 3, 4 and 6 of the consensus paper, whose
+    b_Lambda has r d entries). The context does not move, so the update is always "target".
+
+    Args:
+        context_dim: width of `context`; `dim` if None. With ``edge_input="head"`` it is sliced
+            into context_dim / heads.
+        dim, heads, rank, edge_hidden, step_size, rope, edge_input, trunk, bias, backend: as in
+            :class:`SelfConsensus`.
+        update: "target".
+
+    Shapes:
+        - **x**: [*, N, dim]
+        - **graph**: TokenGraph, edge_index [2, E] or PyG EdgeIndex; N targets, M sources
+        - **context**: [*, M, context_dim]
+        - **valid**: bool [*, N], or a pair for targets and sources (keyword)
+        - **positions**: [*, N], or a pair (keyword)
+        - **output**: [*, N, dim]
+
+    Example:
+        >>> import torch, graphattn as ga
+        >>> layer = ga.nn.CrossConsensus(16, heads=4, edge_hidden=32, context_dim=8)
+        >>> graph = ga.bipartite_window_graph(10, window=2)
+        >>> layer(torch.randn(2, 10, 16), graph, torch.randn(2, 10, 8)).shape
+        torch.Size([2, 10, 16])
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        *,
+        context_dim: int | None = None,
+        rank: int = 4,
+        edge_hidden: int = 256,
+        step_size: StepSize = 0.1,
+        rope: Rope = False,
+        edge_input: Literal["head", "full"] = "head",
+        trunk: Literal["shared", "separate"] = "shared",
+        update: Literal["target"] = "target",
+        bias: bool = True,
+        backend: str = "auto",
+    ) -> None:
+        super().__init__(
+            dim,
+            heads,
+            dim if context_dim is None else context_dim,
+            rank=rank,
+            edge_hidden=edge_hidden,
+            step_size=step_size,
+            rope=rope,
+            edge_input=edge_input,
+            trunk=trunk,
+            update=as_choice("update", update, ("target",)),
+            bias=bias,
+            backend=backend,
+        )
+        self.context_proj = nn.Linear(self.context_dim, self.dim, bias=bias)
+        self.output_proj = nn.Linear(self.dim, self.dim, bias=bias)
+
+    def forward(
+        self,
+        x: Tensor,
+        graph: TokenGraph | Tensor,
+        context: Tensor,
+        *,
+        valid: Valid = None,
+        positions: Positions = None,
+    ) -> Tensor:
+        """One consensus step of the tokens of `x` towards those of `context`."""
+        x, context, graph, pair = self.prepare(x, context, self.context_dim, graph, valid)
+        v = self.split(self.context_proj(context), self.heads)
+        return self.step(x, context, v, graph, pair, positions)

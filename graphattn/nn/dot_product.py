@@ -1,0 +1,128 @@
+"""Dot-product attention over a token graph."""
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor
+
+from graphattn.graphs.arguments import as_int
+from graphattn.graphs.token_graph import TokenGraph
+from graphattn.nn.attention import GraphAttention
+from graphattn.nn.graph_layer import Positions
+from graphattn.nn.rotary import RotaryEmbedding
+from graphattn.ops.attention.api import attention_weights, dot_product_attention
+from graphattn.ops.inputs import Valid, ValidPair
+
+
+class DotProductAttention(GraphAttention):
+    r"""Multi-head softmax attention along the edges of a graph.
+
+    .. math::
+        y_i = W_O \, \Big\Vert_h \sum_{j \in N(i)}
+              \operatorname{softmax}_j \big( q_i^h \cdot k_j^h / \sqrt{D} \big) \, v_j^h
+
+    The graph makes the variant: ``complete_graph`` gives global attention (SA),
+    ``window_path_graph(N, w, self_loops=True)`` sliding windows (SW), ``causal_graph`` a decoder,
+    ``longformer_graph`` Longformer, a bipartite graph cross-attention (Vaswani et al., 2017).
+    ``value_projection=False`` is the Value-Less Transformer (Projection-Free Transformers,
+    Table 5): values are the input features themselves.
+
+    Args:
+        dim: width of `x` and of the output.
+        heads: H, divides `dim`; D = dim / H.
+        value_projection: whether values are projected.
+        kv_heads: key and value heads, divides `heads` (grouped-query attention); `heads` if None.
+        context_dim: width of `context` in cross-attention; `dim` if None.
+        rope: rotate queries and keys by their positions: True, or a :class:`RotaryEmbedding`.
+        top_k: sources kept per target and head, the largest logits; all if None.
+        bias: whether the projections have biases.
+        backend: "auto" or "reference" (`message()` through PyG's `propagate`).
+
+    Shapes:
+        - **x**: [*, N, dim]
+        - **graph**: TokenGraph, edge_index [2, E] or PyG EdgeIndex; N targets, M sources
+        - **context**: [*, M, context_dim]; `x` itself if None
+        - **valid**: bool [*, N], or a pair for targets and sources (keyword)
+        - **positions**: [*, N], or a pair (keyword)
+        - **output**: [*, N, dim]; with ``return_attention_weights=True`` also [*, E, heads]
+
+    Example:
+        >>> import torch, graphattn as ga
+        >>> layer = ga.nn.DotProductAttention(16, heads=4, rope=True)
+        >>> layer(torch.randn(2, 10, 16), ga.causal_graph(10)).shape
+        torch.Size([2, 10, 16])
+        >>> cross = ga.nn.DotProductAttention(16, heads=4, context_dim=8)
+        >>> graph = ga.bipartite_complete_graph(10, 5)
+        >>> cross(torch.randn(2, 10, 16), graph, torch.randn(2, 5, 8)).shape
+        torch.Size([2, 10, 16])
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        *,
+        value_projection: bool = True,
+        kv_heads: int | None = None,
+        context_dim: int | None = None,
+        rope: bool | RotaryEmbedding = False,
+        top_k: int | None = None,
+        bias: bool = True,
+        backend: str = "auto",
+    ) -> None:
+        super().__init__(dim, heads, kv_heads=kv_heads, top_k=top_k, rope=rope, backend=backend)
+        self.context_dim = (
+            self.dim if context_dim is None else as_int("context_dim", context_dim, 1)
+        )
+        if not value_projection and kv_heads is not None:
+            raise ValueError(
+                f"kv_heads must be None without value_projection, got {kv_heads}: values are then "
+                "the heads of the input itself"
+            )
+        if not value_projection and self.context_dim != self.dim:
+            raise ValueError(
+                f"context_dim must be {dim} (dim) without value_projection, got {context_dim}"
+            )
+        self.add_projections(self.context_dim, value_projection=bool(value_projection), bias=bias)
+
+    def forward(
+        self,
+        x: Tensor,
+        graph: TokenGraph | Tensor,
+        context: Tensor | None = None,
+        *,
+        valid: Valid = None,
+        positions: Positions = None,
+        return_attention_weights: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Average the values of the sources of every target."""
+        context = x if context is None else context
+        return self.attend(
+            x, context, self.context_dim, graph, valid, positions, return_attention_weights
+        )
+
+    def log_affinity(self, query_i: Tensor, key_j: Tensor) -> Tensor:
+        return (query_i * key_j).sum(-1) / math.sqrt(self.head_dim)
+
+    def fused(
+        self, query: Tensor, key: Tensor, value: Tensor, graph: TokenGraph, valid: ValidPair
+    ) -> Tensor:
+        return dot_product_attention(
+            query, key, value, graph, top_k=self.top_k, valid=valid, backend=self.backend
+        )
+
+    def edge_weights(
+        self, query: Tensor, key: Tensor, graph: TokenGraph, valid: ValidPair
+    ) -> Tensor:
+        return attention_weights(query, key, graph, top_k=self.top_k, valid=valid)
+
+    def __repr__(self) -> str:
+        options = {
+            "value_projection": (self.value_proj is not None, True),
+            "kv_heads": (self.kv_heads, self.heads),
+            "context_dim": (self.context_dim, self.dim),
+            "rope": (self.rotary is not None, False),
+            "top_k": (self.top_k, None),
+        }
+        return self.one_line(options)

@@ -1,0 +1,97 @@
+"""The network that makes an edge's matrix from the features of its two tokens."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from graphattn.ops.consensus.parameters import EdgeNetworkParameters
+
+
+class GroupedLinear(nn.Module):
+    """One linear map per group: x [*, N, G, in] -> [*, N, G, out], weight [G, out, in]."""
+
+    def __init__(self, groups: int, inputs: int, outputs: int, *, bias: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(groups, outputs, inputs))
+        self.bias = nn.Parameter(torch.empty(groups, outputs)) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.einsum("...gi,goi->...go", x, self.weight)
+        return y if self.bias is None else y + self.bias
+
+    def __repr__(self) -> str:
+        groups, outputs, inputs = self.weight.shape
+        return f"GroupedLinear(groups={groups}, {inputs} -> {outputs})"
+
+
+class EdgeNetwork(nn.Module):
+    r"""alpha, beta and Lambda of every edge from [y_i; y_j] (Algorithms 2 and 3).
+
+    The first layer acts on the concatenation, so it is two maps, `target` on y_i (with the bias)
+    and `source` on y_j, each computed once per token; their sum passes through GELU on the edge.
+    The second layer is :class:`~graphattn.EdgeNetworkParameters`.
+
+    With ``edge_input="head"`` each head's network sees its own slice of y, with "full" one network
+    sees all of it. ``trunk="shared"``: one hidden vector feeds alpha, beta and Lambda, which
+    reproduces every count of Table 9; "separate": one each, Algorithm 2 to the letter.
+    """
+
+    def __init__(
+        self,
+        heads: int,
+        head_dim: int,
+        target_dim: int,
+        source_dim: int,
+        *,
+        rank: int,
+        hidden: int,
+        edge_input: str,
+        trunk: str,
+    ) -> None:
+        super().__init__()
+        self.groups = heads if edge_input == "head" else 1
+        trunks = 1 if trunk == "shared" else 3
+        target_in, source_in = target_dim // self.groups, source_dim // self.groups
+        self.target = GroupedLinear(self.groups, target_in, trunks * hidden, bias=True)
+        self.source = GroupedLinear(self.groups, source_in, trunks * hidden, bias=False)
+        self.alpha = nn.Parameter(torch.empty(heads, hidden))
+        self.alpha_bias = nn.Parameter(torch.empty(heads))
+        self.beta = nn.Parameter(torch.empty(heads, hidden))
+        self.beta_bias = nn.Parameter(torch.empty(heads))
+        self.shear = nn.Parameter(torch.empty(heads, rank, head_dim, hidden))
+        self.shear_bias = nn.Parameter(torch.empty(heads, rank, head_dim))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """As torch's Linear: uniform in +-1/sqrt(fan_in).
+
+        Lambda's rows thus start away from zero, where R has no gradient with respect to them.
+        """
+        fan_in = self.target.weight.shape[-1] + self.source.weight.shape[-1]
+        for parameter in (*self.target.parameters(), *self.source.parameters()):
+            nn.init.uniform_(parameter, -1 / math.sqrt(fan_in), 1 / math.sqrt(fan_in))
+        bound = 1 / math.sqrt(self.alpha.shape[-1])
+        for weight in self.second_layer():
+            nn.init.uniform_(weight, -bound, bound)
+
+    def second_layer(self) -> EdgeNetworkParameters:
+        """The parameters after the GELU."""
+        return EdgeNetworkParameters(
+            self.alpha,
+            self.alpha_bias,
+            self.beta,
+            self.beta_bias,
+            self.shear,
+            self.shear_bias,
+        )
+
+    def target_hidden(self, y: Tensor) -> Tensor:
+        """First layer on the targets: [*, N, dim] -> [*, N, G, xi]."""
+        return self.target(y.unflatten(-1, (self.groups, -1)))
+
+    def source_hidden(self, y: Tensor) -> Tensor:
+        """First layer on the sources: [*, M, dim] -> [*, M, G, xi]."""
+        return self.source(y.unflatten(-1, (self.groups, -1)))

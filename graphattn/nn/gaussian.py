@@ -1,0 +1,106 @@
+"""Gaussian kernel attention."""
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor, nn
+from torch.nn import functional
+
+from graphattn.graphs.arguments import as_float
+from graphattn.graphs.token_graph import TokenGraph
+from graphattn.nn.attention import DistanceAttention
+from graphattn.nn.graph_layer import Positions
+from graphattn.nn.rotary import RotaryEmbedding
+from graphattn.ops.inputs import Valid
+
+
+class GaussianKernelAttention(DistanceAttention):
+    r"""Projection-free attention: every token averages the tokens with similar features.
+
+    .. math::
+        K_{ij} = \exp\Big( -\frac{\lVert x_i - x_j \rVert^2}{2 \sigma_h^2} \Big), \qquad
+        y_i = W_O \, \Big\Vert_h \sum_{j \in N(i)}
+              \frac{K_{ij}}{\varepsilon + \sum_{j'} K_{ij'}} \, x_j^h
+
+    Query, key and value are one tensor, the heads of the (already normalised) input; learned are
+    one bandwidth per head and the output projection, a quarter of attention's parameters
+    (Projection-Free Transformers via Gaussian Kernel Attention, Eq. 3-5). ``rope=True`` and
+    ``normalize=True`` give the language-model variant (Section 5.1): values are the rotated and
+    normalised features too, as Eq. 11 writes them.
+
+    Args:
+        dim: width of `x` and of the output.
+        heads: H, divides `dim`; D = dim / H.
+        init_sigma: bandwidth at the start; sqrt(D) if None. Squared distances between normalised
+            tokens are about 2 D, so sigma = 1 gives off-diagonal weights of about e^-D (e^-64 for
+            64 features): the identity, with vanishing gradients.
+        rope: rotate the features by their positions: True, or a :class:`RotaryEmbedding`.
+        normalize: parameter-free RMS norm per head, after the rotation.
+        eps: >= 0, added to the normaliser (Eq. 4).
+        bias: whether the output projection has a bias.
+        backend: "auto" or "reference" (`message()` through PyG's `propagate`).
+
+    Shapes:
+        - **x**: [*, N, dim]
+        - **graph**: TokenGraph, edge_index [2, E] or PyG EdgeIndex, square
+        - **valid**: bool [*, N] (keyword)
+        - **positions**: [*, N] (keyword)
+        - **output**: [*, N, dim]; with ``return_attention_weights=True`` also [*, E, heads]
+
+    Example:
+        >>> import torch, graphattn as ga
+        >>> layer = ga.nn.GaussianKernelAttention(192, heads=3)
+        >>> sum(p.numel() for p in layer.parameters())  # 192 * 192 + 192 + 3
+        37059
+        >>> layer(torch.randn(2, 197, 192), ga.complete_graph(197)).shape
+        torch.Size([2, 197, 192])
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        *,
+        init_sigma: float | None = None,
+        rope: bool | RotaryEmbedding = False,
+        normalize: bool = False,
+        eps: float = 0.0,
+        bias: bool = True,
+        backend: str = "auto",
+    ) -> None:
+        super().__init__(dim, heads, rope=rope, backend=backend)
+        self.normalize = bool(normalize)
+        self.eps = as_float("eps", eps, positive=False)
+        self.output_proj = nn.Linear(self.dim, self.dim, bias=bias)
+        self.add_bandwidths(init_sigma, self.heads)
+
+    def forward(
+        self,
+        x: Tensor,
+        graph: TokenGraph | Tensor,
+        *,
+        valid: Valid = None,
+        positions: Positions = None,
+        return_attention_weights: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Average the features of the sources of every target."""
+        return self.attend(x, x, self.dim, graph, valid, positions, return_attention_weights)
+
+    def project(
+        self, x: Tensor, context: Tensor, graph: TokenGraph, positions: Positions
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        features = self.split(x, self.heads)
+        features, _ = self.rotate(features, features, graph, positions)
+        if self.normalize:
+            features = functional.rms_norm(features, (self.head_dim,))
+        return features, features, features
+
+    def __repr__(self) -> str:
+        options = {
+            "init_sigma": (self.init_sigma, math.sqrt(self.head_dim)),
+            "rope": (self.rotary is not None, False),
+            "normalize": (self.normalize, False),
+            "eps": (self.eps, 0.0),
+        }
+        return self.one_line(options)

@@ -1,0 +1,117 @@
+"""What every layer over a token graph shares: PyG's MessagePassing on [*, N, H, D] tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch_geometric.nn import MessagePassing
+
+from graphattn.graphs.arguments import as_int
+from graphattn.graphs.token_graph import TokenGraph
+from graphattn.nn.rotary import RotaryEmbedding, as_rotary
+from graphattn.ops.backends import check_backend, wanted_backend
+from graphattn.ops.inputs import Valid, ValidPair, check_graph, check_valid
+
+Positions = Tensor | tuple[Tensor | None, Tensor | None] | None
+
+
+class GraphLayer(MessagePassing):
+    """A layer whose `message()` states what one edge contributes.
+
+    ``backend="reference"`` runs that through PyG's `propagate`; other backends hand the same
+    tensors to the fused operation. (PyG itself only fuses for its sparse tensor types.)
+    """
+
+    def __init__(self, dim: int, heads: int, *, rope: bool | RotaryEmbedding, backend: str) -> None:
+        super().__init__(aggr="add", node_dim=-3)
+        self.dim, self.heads = as_int("dim", dim, 1), as_int("heads", heads, 1)
+        if self.dim % self.heads:
+            raise ValueError(f"heads must divide dim = {dim}, got {heads}")
+        self.head_dim = self.dim // self.heads
+        self.rotary = as_rotary(rope, self.head_dim)
+        self.backend = check_backend(backend)
+
+    def uses_propagate(self) -> bool:
+        """Whether `forward` runs `message()`: the reference backend was asked for by name."""
+        return wanted_backend(self.backend) == "reference"
+
+    def prepare(
+        self, x: Tensor, context: Tensor, context_dim: int, graph: Any, valid: Valid
+    ) -> tuple[Tensor, Tensor, TokenGraph, ValidPair]:
+        """Checked inputs; what invalid tokens hold is replaced by zeros before any projection."""
+        for name, tokens, width in (("x", x, self.dim), ("context", context, context_dim)):
+            if not isinstance(tokens, Tensor) or tokens.dim() < 2 or tokens.shape[-1] != width:
+                got = list(tokens.shape) if isinstance(tokens, Tensor) else type(tokens).__name__
+                raise ValueError(f"{name} must be a tensor of shape [*, N, {width}], got {got}")
+        if x.shape[:-2] != context.shape[:-2]:
+            raise ValueError(
+                f"context must have the batch dimensions of x ({list(x.shape[:-2])}), "
+                f"got {list(context.shape[:-2])}"
+            )
+        N, M = x.shape[-2], context.shape[-2]
+        graph = check_graph(graph, x, N, M)
+        pair = check_valid(valid, x.shape[:-2], x.device, N, M)
+        same = context is x
+        if pair[0] is not None:
+            x = x.masked_fill(~pair[0][..., None], 0)
+        if same and pair[0] is pair[1]:
+            context = x
+        elif pair[1] is not None:
+            context = context.masked_fill(~pair[1][..., None], 0)
+        return x, context, graph, pair
+
+    def split(self, x: Tensor, heads: int) -> Tensor:
+        """[*, N, heads * D] -> [*, N, heads, D]."""
+        return x.unflatten(-1, (heads, -1))
+
+    def rotate(
+        self,
+        target: Tensor,
+        source: Tensor,
+        graph: TokenGraph,
+        positions: Positions,
+    ) -> tuple[Tensor, Tensor]:
+        """Both tensors, rotated by the positions of targets and of sources where rope is on."""
+        if self.rotary is None:
+            return target, source
+        target_positions, source_positions = self.places(graph, positions)
+        rotated = self.rotary(target, target_positions)
+        if source is target and target_positions is source_positions:
+            return rotated, rotated
+        return rotated, self.rotary(source, source_positions)
+
+    def places(self, graph: TokenGraph, positions: Positions) -> tuple[Tensor, Tensor]:
+        """Positions of targets and sources: the caller's, otherwise the graph's."""
+        if isinstance(positions, Tensor) and graph.num_targets != graph.num_sources:
+            raise ValueError("positions must be a pair (targets, sources) on a bipartite graph")
+        given = positions if isinstance(positions, tuple) else (positions, positions)
+        return (
+            graph.positions if given[0] is None else given[0],
+            graph.source_positions if given[1] is None else given[1],
+        )
+
+    def one_line(self, options: dict[str, tuple[Any, Any]]) -> str:
+        """``Layer(dim, heads=H, option=...)`` of the options (value, default) that differ."""
+        facts = [f"{self.dim}", f"heads={self.heads}"]
+        for name, (value, default) in options.items():
+            if value != default:
+                shown = f"{value:.4g}" if isinstance(value, float) else repr(value)
+                facts.append(f"{name}={shown}")
+        return f"{type(self).__name__}({', '.join(facts)})"
+
+
+def rows_of_valid(valid: ValidPair) -> tuple[Tensor | None, Tensor | None]:
+    """(sources, targets) as [*, M, 1, 1] and [*, N, 1, 1], the way `propagate` lifts pairs."""
+    of_target, of_source = valid
+    return (
+        None if of_source is None else of_source[..., None, None],
+        None if of_target is None else of_target[..., None, None],
+    )
+
+
+def edge_mask(valid_i: Tensor | None, valid_j: Tensor | None) -> Tensor | None:
+    """Edges between valid tokens, [*, E, 1], from what `propagate` lifted; None where all are."""
+    if valid_i is None:
+        return None if valid_j is None else valid_j[..., 0]
+    return valid_i[..., 0] if valid_j is None else (valid_i & valid_j)[..., 0]

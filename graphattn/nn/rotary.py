@@ -1,0 +1,83 @@
+"""Rotary position embedding."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from graphattn.graphs.arguments import as_float, as_int
+
+
+class RotaryEmbedding(nn.Module):
+    r"""Rotates every head's features by angles that grow with the token's position.
+
+    .. math::
+        \tilde u = u \odot \cos\theta(p) + (P u) \odot \sin\theta(p), \qquad
+        \theta(p)_k = p \, B^{-2k / D}
+
+    in the half-split convention: feature k turns with feature k + D / 2, and P swaps the halves
+    and flips the sign of the first (RoFormer; Eq. 41-42 of the consensus paper; the layout of
+    Llama and GPT-NeoX). A rotation, so norms and distances at equal positions stay. No parameters.
+
+    Args:
+        dim: D, features per head; even.
+        base: B > 0.
+
+    Shapes:
+        - **x**: [*, N, H, D]
+        - **positions**: [N] or [*, N], integers or floats; 0 .. N-1 if None
+        - **output**: [*, N, H, D]
+
+    Example:
+        >>> import torch, graphattn as ga
+        >>> rotary = ga.nn.RotaryEmbedding(2)
+        >>> rotary(torch.tensor([1.0, 0.0]).expand(3, 1, 2)).squeeze()  # angles 0, 1, 2
+        tensor([[ 1.0000,  0.0000],
+                [ 0.5403,  0.8415],
+                [-0.4161,  0.9093]])
+    """
+
+    def __init__(self, dim: int, *, base: float = 10000.0) -> None:
+        super().__init__()
+        self.dim = as_int("dim", dim, 2)
+        if self.dim % 2:
+            raise ValueError(f"dim must be even for a rotary embedding, got {dim}")
+        self.base = as_float("base", base, positive=True)
+
+    def forward(self, x: Tensor, positions: Tensor | None = None, *, back: bool = False) -> Tensor:
+        """Rotate `x`, or with ``back=True`` rotate it back (the transpose)."""
+        if x.dim() < 3 or x.shape[-1] != self.dim:
+            raise ValueError(f"x must have shape [*, N, H, {self.dim}], got {list(x.shape)}")
+        tokens = x.shape[-3]
+        if positions is None:
+            positions = torch.arange(tokens, device=x.device)
+        if positions.shape not in ((tokens,), x.shape[:-2]):
+            raise ValueError(
+                f"positions must have shape [{tokens}] or {list(x.shape[:-2])}, "
+                f"got {list(positions.shape)}"
+            )
+        # Angles in float64: at position 1,000,000 a float32 angle is off by 0.03.
+        k = torch.arange(self.dim // 2, dtype=torch.float64, device=x.device)
+        frequency = self.base ** (-2 * k / self.dim)
+        angle = (positions[..., None].to(x.device) * frequency)[..., None, :]
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
+        if back:
+            sin = -sin
+        first, second = x.to(dtype).chunk(2, dim=-1)
+        turned = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+        return turned.to(x.dtype)
+
+    def __repr__(self) -> str:
+        return f"RotaryEmbedding({self.dim}, base={self.base:g})"
+
+
+def as_rotary(rope: bool | RotaryEmbedding, head_dim: int) -> RotaryEmbedding | None:
+    """The layer option `rope`: False, True, or a RotaryEmbedding of the head dimension."""
+    if isinstance(rope, RotaryEmbedding):
+        if rope.dim != head_dim:
+            raise ValueError(f"rope must rotate {head_dim} features per head, got {rope!r}")
+        return rope
+    if rope not in (True, False):
+        raise ValueError(f"rope must be True, False or a RotaryEmbedding, got {rope!r}")
+    return RotaryEmbedding(head_dim) if rope else None

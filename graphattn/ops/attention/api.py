@@ -1,0 +1,361 @@
+"""Attention over a token graph: the front doors, their checks, and the choice of backend.
+
+RBF and dot-product attention are one engine, `attend`, with two scores. (RBF attention is
+dot-product attention with scale 1 / sigma^2 and a key bias -||k||^2 / (2 sigma^2), because
+||q||^2 cancels in the normalisation; backends that use this form the bias themselves, around a
+centre of their choice, so that it cannot cancel.)
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal, overload
+
+import torch
+from torch import Tensor
+
+from graphattn.graphs.arguments import as_float, as_int
+from graphattn.graphs.token_graph import TokenGraph
+from graphattn.ops.attention import reference
+from graphattn.ops.attention.reference import Score
+from graphattn.ops.backends import wanted_backend
+from graphattn.ops.inputs import Valid, check_graph, check_tensors, check_valid, compute_dtype
+
+
+@overload
+def rbf_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    graph: TokenGraph | Tensor,
+    sigma: float | Tensor,
+    *,
+    top_k: int | None = None,
+    eps: float = 0.0,
+    edge_bias: Tensor | None = None,
+    valid: Valid = None,
+    backend: str = "auto",
+    return_lse: Literal[False] = False,
+) -> Tensor: ...
+
+
+@overload
+def rbf_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    graph: TokenGraph | Tensor,
+    sigma: float | Tensor,
+    *,
+    top_k: int | None = None,
+    eps: float = 0.0,
+    edge_bias: Tensor | None = None,
+    valid: Valid = None,
+    backend: str = "auto",
+    return_lse: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
+
+
+def rbf_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    graph: TokenGraph | Tensor,
+    sigma: float | Tensor,
+    *,
+    top_k: int | None = None,
+    eps: float = 0.0,
+    edge_bias: Tensor | None = None,
+    valid: Valid = None,
+    backend: str = "auto",
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    r"""Attention by distance: every target averages the sources near its query.
+
+    .. math::
+        \ell_{ij} = -\frac{\lVert q_i - k_j \rVert^2}{2 \sigma_h^2}, \qquad
+        y_i = \sum_{j \in S(i)} \frac{e^{\ell_{ij}}}
+              {\varepsilon + \sum_{j' \in S(i)} e^{\ell_{ij'}}} \, v_j
+
+    with S(i) the sources of i, or the `top_k` of them with the largest log-affinity (the nearest;
+    of equally near ones the smaller index; `edge_bias` counts). Gaussian kernel attention
+    (Projection-Free Transformers, Eq. 3-4, 7) and Krause attention (Krause Synchronization
+    Transformers) are this operation. It works on logarithms, so tokens far from everything still
+    get weights that sum to 1 (eps = 0), never 0 / 0. A target without edges gets exactly 0.
+
+    Args:
+        query: [*, N, H, D].
+        key: [*, M, Hk, D]; Hk divides H, and query head h reads key head h // (H / Hk).
+        value: [*, M, Hk, Dv].
+        graph: N targets, M sources, shared by all leading dimensions `*`.
+        sigma: bandwidth > 0 in units of the features; a float or a tensor broadcastable to [H].
+        top_k: sources kept per target and head; all if None.
+        eps: >= 0, added to the normaliser (Eq. 4).
+        edge_bias: added to the log-affinity: [E, H] in the order of ``graph.edge_index``, or on a
+            window, block or grid graph a table [offsets, H], one row per relative offset from
+            the first source to the last (``graph.structure.num_offsets`` rows).
+        valid: bool [*, N] or [N], or a pair for (targets, sources); an edge that touches an
+            invalid token is no edge, and what invalid tokens hold is never read.
+        backend: "auto" or "reference".
+        return_lse: also return the logarithm of the sum above (after top-k, without eps),
+            [*, N, H], -inf for a target without edges; float32 for half-precision inputs.
+
+    Returns:
+        [*, N, H, Dv] in the dtype of `query`; with `return_lse` a pair. Half-precision inputs are
+        computed in float32.
+
+    Raises:
+        ValueError: names the argument, its value and what is allowed.
+
+    Example:
+        >>> import torch, graphattn as ga
+        >>> x = torch.tensor([0.0, 1.0, 100.0]).view(3, 1, 1)
+        >>> graph = ga.complete_graph(3)
+        >>> ga.rbf_attention(x, x, x, graph, sigma=1.0).flatten()
+        tensor([  0.3775,   0.6225, 100.0000])
+        >>> ga.rbf_attention(x, x, x, graph, sigma=1.0, top_k=1).flatten()
+        tensor([  0.,   1., 100.])
+    """
+    heads = _check_qkv(query, key, value)
+    sigma_h = _per_head("sigma", sigma, heads, query)
+    if isinstance(sigma, Tensor):
+        if sigma.device.type == "cpu" and not bool((sigma > 0).all()):
+            raise ValueError(f"sigma must be > 0, got {sigma.detach().tolist()}")
+    else:
+        as_float("sigma", sigma, positive=True)
+    eps = as_float("eps", eps, positive=False)
+    out, lse = _attend(
+        query, key, value, graph, "rbf", sigma_h**-2, top_k, edge_bias, valid, backend
+    )
+    if eps > 0:
+        # sum / (eps + sum) = sigmoid(log sum - log eps); the form whose gradient cannot overflow.
+        out = out * torch.sigmoid(lse - math.log(eps))[..., None]
+    out = out.to(query.dtype)
+    return (out, lse) if return_lse else out
+
+
+@overload
+def dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    graph: TokenGraph | Tensor,
+    *,
+    scale: float | Tensor | None = None,
+    top_k: int | None = None,
+    edge_bias: Tensor | None = None,
+    valid: Valid = None,
+    backend: str = "auto",
+    return_lse: Literal[False] = False,
+) -> Tensor: ...
+
+
+@overload
+def dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    graph: TokenGraph | Tensor,
+    *,
+    scale: float | Tensor | None = None,
+    top_k: int | None = None,
+    edge_bias: Tensor | None = None,
+    valid: Valid = None,
+    backend: str = "auto",
+    return_lse: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
+
+
+def dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    graph: TokenGraph | Tensor,
+    *,
+    scale: float | Tensor | None = None,
+    top_k: int | None = None,
+    edge_bias: Tensor | None = None,
+    valid: Valid = None,
+    backend: str = "auto",
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    r"""Softmax attention over the edges of a graph.
+
+    .. math::
+        \ell_{ij} = s \, q_i \cdot k_j, \qquad
+        y_i = \sum_{j \in S(i)} \frac{e^{\ell_{ij}}}{\sum_{j' \in S(i)} e^{\ell_{ij'}}} \, v_j
+
+    The same arguments, rules and results as :func:`rbf_attention`, which documents them; here
+    `scale` s is a float or a tensor broadcastable to [H], 1 / sqrt(D) if None.
+    On a complete graph this is Vaswani et al. (2017), on ``causal_graph`` the decoder's.
+
+    Example:
+        >>> import torch, graphattn as ga
+        >>> q, k, v = torch.randn(3, 1, 8, 2, 4)  # [batch, tokens, heads, features]
+        >>> y = ga.dot_product_attention(q, k, v, ga.causal_graph(8))
+        >>> z = torch.nn.functional.scaled_dot_product_attention(
+        ...     *(t.transpose(1, 2) for t in (q, k, v)), is_causal=True
+        ... ).transpose(1, 2)
+        >>> torch.allclose(y, z, atol=1e-6)
+        True
+    """
+    heads = _check_qkv(query, key, value)
+    scale_h = _dot_scale(scale, heads, query)
+    out, lse = _attend(query, key, value, graph, "dot", scale_h, top_k, edge_bias, valid, backend)
+    out = out.to(query.dtype)
+    return (out, lse) if return_lse else out
+
+
+def attention_weights(
+    query: Tensor,
+    key: Tensor,
+    graph: TokenGraph | Tensor,
+    *,
+    sigma: float | Tensor | None = None,
+    scale: float | Tensor | None = None,
+    top_k: int | None = None,
+    eps: float = 0.0,
+    edge_bias: Tensor | None = None,
+    valid: Valid = None,
+) -> Tensor:
+    """The weights themselves, [*, E, H] in the order of ``graph.edge_index``, for study.
+
+    With `sigma` those of :func:`rbf_attention`, otherwise those of :func:`dot_product_attention`,
+    whose arguments the others are. Edges that are not kept have weight 0.
+
+    Raises:
+        ValueError: if both `sigma` and `scale` are given, or as in the two operations.
+
+    Example:
+        >>> import torch, graphattn as ga
+        >>> x = torch.tensor([0.0, 1.0, 3.0]).view(3, 1, 1)
+        >>> graph = ga.window_path_graph(3, window=1)  # edges 1->0, 0->1, 2->1, 1->2
+        >>> ga.attention_weights(x, x, graph, sigma=1.0).flatten()
+        tensor([1.0000, 0.8176, 0.1824, 1.0000])
+    """
+    heads = _check_qkv(query, key, key)
+    if sigma is not None and scale is not None:
+        raise ValueError(f"give sigma (RBF) or scale (dot product), not both: {sigma}, {scale}")
+    score: Score = "dot" if sigma is None else "rbf"
+    if sigma is None:
+        strength = _dot_scale(scale, heads, query)
+    else:
+        strength = _per_head("sigma", sigma, heads, query) ** -2
+    eps = as_float("eps", eps, positive=False)
+    graph = check_graph(graph, query, query.shape[-3], key.shape[-3], per_edge=True)
+    pair = check_valid(valid, query.shape[:-3], query.device, graph.num_targets, graph.num_sources)
+    dtype = compute_dtype(query.dtype)
+    weights, lse, _ = reference.edge_weights(
+        reference.clear_invalid(query, pair[0]).to(dtype),
+        reference.clear_invalid(key, pair[1]).to(dtype),
+        graph,
+        score=score,
+        scale=strength,
+        edge_bias=_edge_bias(edge_bias, graph, heads, dtype, query.device),
+        top_k=None if top_k is None else as_int("top_k", top_k, 1),
+        valid=pair,
+    )
+    if eps > 0:
+        share = torch.sigmoid(lse - math.log(eps))
+        weights = weights * share.index_select(-2, graph.edge_index[1])
+    return weights.to(query.dtype)
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    graph: TokenGraph | Tensor,
+    score: Score,
+    scale: Tensor,
+    top_k: int | None,
+    edge_bias: Tensor | None,
+    valid: Valid,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    """Checks what both front doors share, then runs one backend."""
+    wanted_backend(backend)  # the reference is the only one yet
+    graph = check_graph(
+        graph, query, query.shape[-3], key.shape[-3], per_edge=edge_bias is not None
+    )
+    dtype = compute_dtype(query.dtype)
+    return reference.attend(
+        query.to(dtype),
+        key.to(dtype),
+        value.to(dtype),
+        graph,
+        score=score,
+        scale=scale,
+        edge_bias=_edge_bias(edge_bias, graph, query.shape[-2], dtype, query.device),
+        top_k=None if top_k is None else as_int("top_k", top_k, 1),
+        valid=check_valid(
+            valid, query.shape[:-3], query.device, graph.num_targets, graph.num_sources
+        ),
+    )
+
+
+def _check_qkv(query: Any, key: Any, value: Any) -> int:
+    check_tensors(query=query, key=key, value=value)
+    heads, features = query.shape[-2:]
+    if key.shape[-1] != features:
+        raise ValueError(f"key must have {features} features like query, got {key.shape[-1]}")
+    if value.shape[-3:-1] != key.shape[-3:-1]:
+        raise ValueError(
+            f"value must have the tokens and heads of key ({list(key.shape[-3:-1])}), "
+            f"got {list(value.shape[-3:-1])}"
+        )
+    if key.shape[-2] == 0 or heads % key.shape[-2]:
+        raise ValueError(f"key heads must divide query heads ({heads}), got {key.shape[-2]}")
+    return heads
+
+
+def _per_head(name: str, number: float | Tensor, heads: int, like: Tensor) -> Tensor:
+    """`number` as a tensor [H] in the compute dtype and on the device of `like`."""
+    dtype = compute_dtype(like.dtype)
+    if not isinstance(number, Tensor):
+        return torch.full((heads,), float(number), dtype=dtype, device=like.device)
+    try:
+        return number.to(like.device, dtype).broadcast_to((heads,))
+    except RuntimeError:
+        raise ValueError(
+            f"{name} must be a number or broadcastable to [{heads}] (heads), "
+            f"got shape {list(number.shape)}"
+        ) from None
+
+
+def _dot_scale(scale: float | Tensor | None, heads: int, query: Tensor) -> Tensor:
+    if scale is None:
+        scale = 1 / math.sqrt(max(query.shape[-1], 1))
+    return _per_head("scale", scale, heads, query)
+
+
+def _edge_bias(
+    edge_bias: Any, graph: TokenGraph, heads: int, dtype: torch.dtype, device: torch.device
+) -> Tensor | None:
+    """One bias per edge and head, [E, H], from itself or from a table of offsets."""
+    if edge_bias is None:
+        return None
+    rows = None if graph.structure is None else graph.structure.num_offsets
+    allowed = f"[{graph.num_edges}, {heads}] (edges, heads)"
+    if rows is not None:
+        allowed += f" or [{rows}, {heads}] (offsets, heads)"
+    if not isinstance(edge_bias, Tensor) or edge_bias.dim() != 2 or edge_bias.shape[1] != heads:
+        got = list(edge_bias.shape) if isinstance(edge_bias, Tensor) else type(edge_bias).__name__
+        raise ValueError(f"edge_bias must have shape {allowed}, got {got}")
+    if edge_bias.device != device:
+        raise ValueError(f"edge_bias must be on {device}, got {edge_bias.device}")
+    edge_bias = edge_bias.to(dtype)
+    per_edge, per_offset = edge_bias.shape[0] == graph.num_edges, edge_bias.shape[0] == rows
+    if per_edge and per_offset and graph.num_edges > 1:
+        raise ValueError(
+            f"edge_bias with {rows} rows is ambiguous: this graph has as many edges as offsets, "
+            "because the window is longer than the sequence. For a table, build the graph with a "
+            "window of at most num_tokens; for one value per edge, use "
+            "from_edge_index(graph.edge_index, ...)"
+        )
+    if per_edge:
+        return edge_bias
+    if per_offset:
+        source, target = graph.edge_index
+        return edge_bias[graph.structure.offset_index(target, source)]  # type: ignore[union-attr]
+    raise ValueError(f"edge_bias must have shape {allowed}, got {list(edge_bias.shape)}")

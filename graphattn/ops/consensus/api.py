@@ -1,0 +1,261 @@
+"""Consensus over a token graph: the front doors, their checks, and the choice of backend."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from graphattn.graphs.arguments import as_choice
+from graphattn.graphs.token_graph import TokenGraph
+from graphattn.ops.backends import wanted_backend
+from graphattn.ops.consensus import reference
+from graphattn.ops.consensus.parameters import EdgeNetworkParameters
+from graphattn.ops.inputs import Valid, check_graph, check_tensors, check_valid, compute_dtype
+
+Update = Literal["energy", "target"]
+
+
+def consensus_update(
+    state: Tensor,
+    neighbor_state: Tensor,
+    target_hidden: Tensor,
+    source_hidden: Tensor,
+    edge_network: EdgeNetworkParameters,
+    graph: TokenGraph | Tensor,
+    step_size: float | Tensor | Literal["auto"],
+    *,
+    update: Update = "energy",
+    disagreement: tuple[Tensor, Tensor] | None = None,
+    valid: Valid = None,
+    backend: str = "auto",
+) -> Tensor:
+    r"""One consensus step: every token moves towards the tokens it shares an edge with.
+
+    .. math::
+        u_i' = u_i - \eta \, g_i, \qquad
+        R_{ij} = \alpha_{ij} I + \beta_{ij} \Lambda_{ij}^\top \Lambda_{ij}
+
+    update = "energy" is the exact gradient step of
+    :math:`E(u) = \frac12 \sum_{(i,j)} (u_i - u_j)^\top R_{ij} (u_i - u_j)`
+    (Stabilizing Transformer Training Through Consensus, Eq. 14, Algorithms 1, 2 and 5): it moves
+    both ends of every edge, :math:`g_i = \sum_j R_{ij} (u_i - u_j) + \sum_k R_{ki} (u_i - u_k)`.
+    update = "target" moves the target only, :math:`g_i = \sum_j R_{ij} (u_i - v_j)` (Algorithms 3,
+    4 and 6); this is what a causal graph or another track as neighbour needs.
+
+    R is positive definite and never formed. An edge's hidden vector is
+    ``gelu(target_hidden_i + source_hidden_j)`` (exact GELU): the edge network's first layer acts
+    on [y_i; y_j], so it splits into two products that are computed once per token.
+
+    Args:
+        state: u, what moves, [*, N, H, D].
+        neighbor_state: v, what it is compared with, [*, M, H, D]; `state` itself in self-consensus.
+        target_hidden: [*, N, G, xi], G = H or 1 (one network for all heads). With 3 * xi features
+            the thirds feed alpha, beta and Lambda (``trunk="separate"``: Algorithm 2, literally).
+        source_hidden: [*, M, G, xi], likewise.
+        edge_network: :class:`EdgeNetworkParameters`, the second layer.
+        graph: N targets, M sources; shared by all leading dimensions.
+        step_size: eta: a float, a tensor broadcastable to [*, N, H], or "auto": for "energy"
+            1 / (2 max_i d_i) per head and sequence, d_i the sum of alpha + beta over the in- and
+            out-edges of i (never oscillates); for "target" 1 / sum_j (alpha + beta)_ij per row.
+        update: "energy" or "target".
+        disagreement: (u, v) to use inside the differences only (rotary embedding, Eq. 42).
+        valid: bool [*, N] or [N], or a pair for (targets, sources); an edge that touches an
+            invalid token is no edge, and what invalid tokens hold is never read. They keep their
+            state; NaN in it reads as 0.
+        backend: "auto" or "reference".
+
+    Returns:
+        u', [*, N, H, D] in the dtype of `state`; half precision is computed in float32.
+
+    Raises:
+        ValueError: names the argument, its value and what is allowed. "energy" on a causal graph
+            is refused: edge (i, j), j < i, would also move j, by what j must not know.
+
+    Example:
+        >>> import torch, graphattn as ga
+        >>> network = ga.EdgeNetworkParameters(  # R = softplus(0) I = 0.693 I
+        ...     alpha=torch.zeros(1, 3), alpha_bias=torch.zeros(1), beta=torch.zeros(1, 3),
+        ...     beta_bias=torch.full((1,), -1e9), shear=torch.zeros(1, 2, 1, 3),
+        ...     shear_bias=torch.zeros(1, 2, 1))
+        >>> u, hidden = torch.tensor([0.0, 0.0, 1.0]).view(3, 1, 1), torch.zeros(3, 1, 3)
+        >>> graph = ga.window_path_graph(3, window=1)
+        >>> ga.consensus_update(u, u, hidden, hidden, network, graph, 0.1).flatten()
+        tensor([0.0000, 0.1386, 0.8614])
+    """
+    wanted_backend(backend)  # the reference is the only one yet
+    graph, network, pair = _check(
+        state, neighbor_state, target_hidden, source_hidden, edge_network, graph, valid
+    )
+    if as_choice("update", update, ("energy", "target")) == "energy":
+        check_energy_graph(graph)
+    dtype = compute_dtype(state.dtype)
+    u, v = (state, neighbor_state) if disagreement is None else disagreement
+    for name, own, like in (("u", u, state), ("v", v, neighbor_state)):
+        if not isinstance(own, Tensor) or own.shape != like.shape or own.dtype != like.dtype:
+            raise ValueError(
+                f"disagreement must be a pair (u, v) like state and neighbor_state; {name} must "
+                f"be {like.dtype} of shape {list(like.shape)}, got "
+                f"{f'{own.dtype} of shape {list(own.shape)}' if isinstance(own, Tensor) else own}"
+            )
+    moving = state
+    if pair[0] is not None:  # an invalid token keeps its state, but hands on no NaN
+        moving = torch.where(pair[0][..., None, None], state, state.nan_to_num(nan=0.0))
+    new = reference.consensus_update(
+        moving.to(dtype),
+        neighbor_state.to(dtype),
+        target_hidden.to(dtype),
+        source_hidden.to(dtype),
+        network,
+        graph,
+        _step(step_size, state, dtype),
+        update=update,
+        disagreement=(u.to(dtype), v.to(dtype)),
+        valid=pair,
+    )
+    return new.to(state.dtype)
+
+
+def consensus_edge_matrices(
+    target_hidden: Tensor,
+    source_hidden: Tensor,
+    edge_network: EdgeNetworkParameters,
+    graph: TokenGraph | Tensor,
+) -> Tensor:
+    """R of every edge and head, [*, E, H, D, D] in the order of ``graph.edge_index``, for study.
+
+    The arguments are those of :func:`consensus_update`; symmetric positive definite, with
+    eigenvalues between alpha and alpha + beta.
+
+    Example:
+        >>> import torch, graphattn as ga
+        >>> network = ga.EdgeNetworkParameters(
+        ...     *(torch.randn(s) for s in [(2, 5), (2,), (2, 5), (2,), (2, 4, 3, 5), (2, 4, 3)]))
+        >>> hidden, graph = torch.randn(6, 2, 5), ga.window_path_graph(6, window=2)
+        >>> R = ga.consensus_edge_matrices(hidden, hidden, network, graph)
+        >>> R.shape  # 18 edges, 2 heads, 3 x 3
+        torch.Size([18, 2, 3, 3])
+        >>> bool((torch.linalg.eigvalsh(R) > 0).all())
+        True
+    """
+    check_tensors(target_hidden=target_hidden, source_hidden=source_hidden)
+    network = _check_network(edge_network, target_hidden, source_hidden)
+    graph = check_graph(
+        graph, target_hidden, target_hidden.shape[-3], source_hidden.shape[-3], per_edge=True
+    )
+    source, target = graph.edge_index
+    dtype = compute_dtype(target_hidden.dtype)
+    pre_activation = target_hidden.to(dtype).index_select(-3, target) + source_hidden.to(
+        dtype
+    ).index_select(-3, source)
+    return reference.edge_matrix(pre_activation, network).dense().to(target_hidden.dtype)
+
+
+def check_energy_graph(graph: TokenGraph) -> None:
+    """Refuse "energy" where it would leak the future; warn where that is a matter of reading."""
+    if graph.num_targets != graph.num_sources:
+        raise ValueError(
+            "update='energy' moves both ends of an edge and needs one set of tokens, got "
+            f"{graph.num_targets} targets and {graph.num_sources} sources: use update='target'"
+        )
+    if graph.is_causal:
+        raise ValueError(
+            "update='energy' on a causal graph leaks the future: an edge (i, j) with j < i also "
+            "moves j, by what i knows. Use update='target', which moves i only"
+        )
+    if graph.points_backward:
+        warnings.warn(
+            "all edges of this edge list point backward. If the order of tokens is time, "
+            "update='energy' leaks the future: use update='target'. If it is not (one direction "
+            "of an undirected graph, say), update='energy' is right and moves both ends",
+            stacklevel=3,
+        )
+
+
+def _check(
+    state: Any,
+    neighbor_state: Any,
+    target_hidden: Any,
+    source_hidden: Any,
+    edge_network: Any,
+    graph: Any,
+    valid: Any,
+) -> tuple[TokenGraph, EdgeNetworkParameters, tuple[Tensor | None, Tensor | None]]:
+    check_tensors(
+        state=state,
+        neighbor_state=neighbor_state,
+        target_hidden=target_hidden,
+        source_hidden=source_hidden,
+    )
+    N, M = state.shape[-3], neighbor_state.shape[-3]
+    if neighbor_state.shape[-2:] != state.shape[-2:]:
+        raise ValueError(
+            f"neighbor_state must have the heads and features of state ({list(state.shape[-2:])}), "
+            f"got {list(neighbor_state.shape[-2:])}"
+        )
+    for name, hidden, tokens in (
+        ("target_hidden", target_hidden, N),
+        ("source_hidden", source_hidden, M),
+    ):
+        if hidden.shape[-3] != tokens:
+            raise ValueError(f"{name} must have {tokens} tokens, got {hidden.shape[-3]}")
+    network = _check_network(edge_network, target_hidden, source_hidden)
+    if network.shear.shape[0] != state.shape[-2] or network.shear.shape[2] != state.shape[-1]:
+        raise ValueError(
+            f"edge_network must have {state.shape[-2]} heads and {state.shape[-1]} features like "
+            f"state, got shear {list(network.shear.shape)} (heads, rank, features, hidden)"
+        )
+    graph = check_graph(graph, state, N, M)
+    return graph, network, check_valid(valid, state.shape[:-3], state.device, N, M)
+
+
+def _check_network(
+    edge_network: Any, target_hidden: Tensor, source_hidden: Tensor
+) -> EdgeNetworkParameters:
+    """The parameters in the compute dtype, shapes checked against the hidden vectors."""
+    try:
+        network = EdgeNetworkParameters(*edge_network)
+        heads, rank, features, xi = network.shear.shape
+    except (TypeError, ValueError, AttributeError):
+        raise ValueError(
+            "edge_network must be an EdgeNetworkParameters with shear [H, r, D, xi], "
+            f"got {type(edge_network).__name__}"
+        ) from None
+    shapes = ((heads, xi), (heads,), (heads, xi), (heads,), None, (heads, rank, features))
+    for name, tensor, shape in zip(network._fields, network, shapes, strict=True):
+        if shape is not None and tensor.shape != shape:
+            raise ValueError(
+                f"edge_network.{name} must have shape {list(shape)}, got {list(tensor.shape)}"
+            )
+    for name, hidden in (("target_hidden", target_hidden), ("source_hidden", source_hidden)):
+        if hidden.shape[-2] not in (1, heads) or hidden.shape[-1] not in (xi, 3 * xi):
+            raise ValueError(
+                f"{name} must end in [{heads} or 1 (heads), {xi} or {3 * xi} (hidden features)], "
+                f"got {list(hidden.shape[-2:])}"
+            )
+    if target_hidden.shape[-2:] != source_hidden.shape[-2:]:
+        raise ValueError(
+            "target_hidden and source_hidden must agree in heads and features, got "
+            f"{list(target_hidden.shape[-2:])} and {list(source_hidden.shape[-2:])}"
+        )
+    dtype = compute_dtype(target_hidden.dtype)
+    return EdgeNetworkParameters(*(tensor.to(dtype) for tensor in network))
+
+
+def _step(step_size: float | Tensor | str, state: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """A tensor broadcastable to [*, N, H], or None for "auto"."""
+    if isinstance(step_size, str):
+        as_choice("step_size", step_size, ("auto",))
+        return None
+    if not isinstance(step_size, Tensor):
+        return torch.full((), float(step_size), dtype=dtype, device=state.device)
+    try:
+        step_size.broadcast_to(state.shape[:-1])
+    except RuntimeError:
+        raise ValueError(
+            f"step_size must be a number, 'auto', or broadcastable to {list(state.shape[:-1])} "
+            f"(tokens, heads), got shape {list(step_size.shape)}"
+        ) from None
+    return step_size.to(dtype)

@@ -1,0 +1,120 @@
+"""What every operation checks and prepares in the same way."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphattn.graphs.arguments import as_edge_index
+from graphattn.graphs.token_graph import TokenGraph, as_token_graph, is_sorted
+
+Valid = Tensor | tuple[Tensor | None, Tensor | None] | None
+ValidPair = tuple[Tensor | None, Tensor | None]
+
+
+def check_tensors(**tensors: Any) -> None:
+    """Floating-point tensors of one dtype, one device and the same leading batch dimensions.
+
+    The last three dimensions of each, [tokens, heads, features], are for the caller to check.
+    """
+    first_name, first = next(iter(tensors.items()))
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor):
+            raise ValueError(f"{name} must be a tensor, got {type(tensor).__name__}")
+        if not tensor.is_floating_point() or tensor.dim() < 3:
+            raise ValueError(
+                f"{name} must be a floating-point tensor [*, tokens, heads, features], "
+                f"got {tensor.dtype} of shape {list(tensor.shape)}"
+            )
+        if tensor.dtype != first.dtype or tensor.device != first.device:
+            raise ValueError(
+                f"{name} must have the dtype and device of {first_name} "
+                f"({first.dtype}, {first.device}), got {tensor.dtype}, {tensor.device}"
+            )
+        if tensor.shape[:-3] != first.shape[:-3]:
+            raise ValueError(
+                f"{name} must have the batch dimensions of {first_name} "
+                f"({list(first.shape[:-3])}), got {list(tensor.shape[:-3])}"
+            )
+
+
+def check_graph(
+    graph: Any, like: Tensor, num_targets: int, num_sources: int, *, per_edge: bool = False
+) -> TokenGraph:
+    """`graph` as a TokenGraph of these sizes on the device of `like`.
+
+    With `per_edge` the caller holds, or will get, one value per edge; a raw edge_index must then
+    stand in sorted order already, because per-edge values follow that order.
+    """
+    if per_edge and isinstance(graph, Tensor):
+        edge_index = as_edge_index(graph)
+        if not is_sorted(edge_index, num_sources):
+            raise ValueError(
+                "edge_index must be sorted by target, then source, where per-edge values are "
+                "used; graphattn.from_edge_index(..., return_permutation=True) sorts it and "
+                "relates your order to the sorted one"
+            )
+    graph = as_token_graph(graph, num_targets, num_sources)
+    if graph.device != like.device:
+        raise ValueError(
+            f"graph is on {graph.device}, but the tensors are on {like.device}: "
+            f"use graph.to({str(like.device)!r})"
+        )
+    return graph
+
+
+def check_valid(
+    valid: Any, batch: torch.Size, device: torch.device, num_targets: int, num_sources: int
+) -> ValidPair:
+    """`valid` as a pair of bool tensors [*, N] and [*, M] (or None), * being `batch`."""
+    if valid is None:
+        return None, None
+    if isinstance(valid, Tensor):
+        if num_targets != num_sources:
+            raise ValueError(
+                f"valid must be a pair (targets [*, {num_targets}], sources [*, {num_sources}]) "
+                "on a bipartite graph, got one tensor"
+            )
+        valid = (valid, valid)
+    if not isinstance(valid, tuple | list) or len(valid) != 2:
+        raise ValueError(
+            "valid must be a bool tensor [*, N] or a pair of them (targets, sources), "
+            f"got {type(valid).__name__}"
+        )
+    for mask, side, count in zip(
+        valid, ("targets", "sources"), (num_targets, num_sources), strict=True
+    ):
+        if mask is None:
+            continue
+        if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+            got = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
+            raise ValueError(f"valid ({side}) must be a bool tensor, got {got}")
+        if mask.shape not in ((count,), (*batch, count)):
+            raise ValueError(
+                f"valid ({side}) must have shape {[*batch, count]} or [{count}], "
+                f"got {list(mask.shape)}"
+            )
+        if mask.device != device:
+            raise ValueError(f"valid ({side}) must be on {device}, got {mask.device}")
+    return valid[0], valid[1]
+
+
+def clear_invalid(x: Tensor, valid: Tensor | None) -> Tensor:
+    """Zeros in place of invalid tokens of x [*, N, H, D]: what they hold, NaN too, is not read."""
+    return x if valid is None else x.masked_fill(~valid[..., None, None], 0)
+
+
+def valid_edges(valid: ValidPair, source: Tensor, target: Tensor) -> Tensor | None:
+    """Bool [*, E, 1]: edges between valid tokens; None where all are."""
+    of_target, of_source = valid
+    keep = None if of_target is None else of_target[..., target]
+    if of_source is not None:
+        keep = of_source[..., source] if keep is None else keep & of_source[..., source]
+    return None if keep is None else keep[..., None]
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """float32 for half precision, otherwise the dtype itself."""
+    return torch.promote_types(dtype, torch.float32)

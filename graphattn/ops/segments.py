@@ -1,0 +1,48 @@
+"""Softmax and top-k over the in-edges of every target, for per-edge values [*, E, H]."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def segment_softmax(
+    logits: Tensor, target: Tensor, num_targets: int, keep: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Weights [*, E, H] that sum to 1 over the edges of every target, and log-sums [*, N, H].
+
+    Only edges where `keep` is True count. A target without any gets weights 0 and log-sum -inf,
+    and no gradient turns NaN there.
+    """
+    if keep is not None:
+        logits = logits.masked_fill(~keep, -torch.inf)
+    rows = (*logits.shape[:-2], num_targets, logits.shape[-1])
+    index = target[:, None].expand_as(logits)
+    highest = logits.new_full(rows, -torch.inf)
+    highest = highest.scatter_reduce(-2, index, logits.detach(), "amax")
+    highest = torch.where(highest.isfinite(), highest, 0)
+    exponential = (logits - highest.index_select(-2, target)).exp()
+    total = logits.new_zeros(rows).index_add(-2, target, exponential)
+    empty = total == 0
+    total = total.masked_fill(empty, 1)
+    weights = exponential / total.index_select(-2, target)
+    return weights, (total.log() + highest).masked_fill(empty, -torch.inf)
+
+
+def segment_top_k(logits: Tensor, target: Tensor, rowptr: Tensor, k: int) -> Tensor:
+    """Marks the `k` largest logits among the edges of every target, [*, E, H] bool.
+
+    Edges stand in the order of edge_index; of equal logits the earlier edge (the smaller source)
+    is kept. torch.topk promises no order, so this sorts twice, stably: by logit, then by target.
+    """
+    order = logits.detach().argsort(dim=-2, descending=True, stable=True)
+    order = order.gather(-2, target[order].argsort(dim=-2, stable=True))
+    rank = torch.arange(len(target), device=target.device) - rowptr[target]
+    keep = torch.zeros_like(logits, dtype=torch.bool)
+    return keep.scatter(-2, order, (rank < k)[:, None].expand_as(keep))
+
+
+def segment_sum(messages: Tensor, target: Tensor, num_targets: int) -> Tensor:
+    """Sum of the messages [*, E, H, D] of every target, [*, N, H, D]."""
+    shape = (*messages.shape[:-3], num_targets, *messages.shape[-2:])
+    return messages.new_zeros(shape).index_add(-3, target, messages)

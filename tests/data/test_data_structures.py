@@ -1,0 +1,484 @@
+"""PDB and mmCIF: the C-alpha trace agrees with the columns of the file, read by hand."""
+
+import gzip
+import os
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from graphattn.data import FileFormatError, read_structure
+
+pytest.importorskip("biotite", reason="structures are read with biotite")
+
+NAMES = "ALA ARG ASN ASP CYS GLN GLU GLY HIS ILE LEU LYS MET PHE PRO SER THR TRP TYR VAL MSE"
+ONE_LETTER = dict(zip(NAMES.split(), "ARNDCQEGHILKMFPSTWYVM", strict=True))
+
+
+def pdb_line(
+    name="CA", residue="ALA", chain="A", number=1, position=(0.0, 0.0, 0.0), *, hetero=False,
+    altloc=" ", insertion=" ",
+) -> str:  # fmt: skip
+    x, y, z = position
+    record = "HETATM" if hetero else "ATOM"
+    return (
+        f"{record:6}{1:5d}  {name:<3}{altloc}{residue:>3} {chain}{number:>4}{insertion}   "
+        f"{x:8.3f}{y:8.3f}{z:8.3f}  1.00  0.00           {name[0]:<2}"
+    )
+
+
+def by_hand(path: Path) -> dict[str, tuple[str, list[list[float]]]]:
+    """Sequence and C-alpha positions of each chain: columns of the first model's records."""
+    residues: dict[tuple[str, str], tuple[str, list[float]]] = {}
+    for line in path.read_text().split("ENDMDL")[0].splitlines():
+        if line[:6] in ("ATOM  ", "HETATM") and line[12:16] == " CA ":
+            position = [float(line[i : i + 8]) for i in (30, 38, 46)]
+            residues.setdefault((line[21], line[22:27]), (line[17:20], position))
+    chains: dict[str, tuple[str, list[list[float]]]] = {}
+    for (chain, _), (name, position) in residues.items():
+        sequence, positions = chains.get(chain, ("", []))
+        chains[chain] = (sequence + ONE_LETTER.get(name, "X"), [*positions, position])
+    return chains
+
+
+def seqres(path: Path, chain: str) -> str:
+    lines = path.read_text().splitlines()
+    names = [
+        name
+        for line in lines
+        if line.startswith("SEQRES") and line[11] == chain
+        for name in line[19:].split()
+    ]
+    return "".join(ONE_LETTER.get(name, "X") for name in names)
+
+
+@pytest.fixture
+def structure_of(tmp_path):
+    """A function that writes a structure file and reads it."""
+
+    def read(content: str | bytes, name: str = "test.pdb", **arguments):
+        path = tmp_path / name
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+        return read_structure(path, **arguments)
+
+    return read
+
+
+@pytest.mark.parametrize("folder", ["pdb", "globins", "homstrad"])
+def test_every_chain_agrees_with_the_columns_of_the_file(real_files, folder):
+    for path in real_files(f"structure/{folder}/*.pdb"):
+        chains = by_hand(path)
+        assert chains
+        for chain, (sequence, positions) in chains.items():
+            structure = read_structure(path, chain=chain)
+            assert structure.chain_id == chain
+            assert structure.sequence == sequence, path
+            assert structure.ca_positions.dtype == torch.float32
+            torch.testing.assert_close(structure.ca_positions, torch.tensor(positions))
+        assert read_structure(path).chain_id == next(iter(chains))
+
+
+def test_pdb_and_mmcif_of_one_entry_agree(real_file):
+    pdb = read_structure(real_file("structure/pdb/1a8o.pdb"))
+    mmcif = read_structure(real_file("structure/pdb/1a8o.cif"))
+    assert pdb.chain_id == mmcif.chain_id == "A"
+    assert pdb.sequence == mmcif.sequence
+    assert torch.equal(pdb.ca_positions, mmcif.ca_positions)
+
+
+def test_selenomethionine_inside_a_chain_is_kept_as_methionine(real_file):
+    path = real_file("structure/pdb/1a8o.pdb")
+    sequence = read_structure(path).sequence
+    assert sequence == seqres(path, "A")
+    assert path.read_text().count(" CA  MSE ") == 4
+    assert sequence.count("M") == 4
+
+
+@pytest.mark.parametrize(
+    ("name", "sequence"),
+    [
+        # The Trp-cage and hen egg-white lysozyme, as published.
+        ("1l2y.pdb", "NLYIQWLKDGGPSSGRPPPS"),
+        (
+            "1aki.pdb",
+            "KVFGRCELAAAMKRHGLDNYRGYSLGNWVCAAKFESNFNTQATNRNTDGSTDYGILQINSRWWCNDGRTPGSRNLCNIPC"
+            "SALLSSDITASVNCAKKIVSDGNGMNAWVAWRNRCKGTDVQAWIRGCRL",
+        ),
+    ],
+)
+def test_known_proteins_have_their_published_sequence(real_file, name, sequence):
+    assert read_structure(real_file(f"structure/pdb/{name}")).sequence == sequence
+
+
+def test_only_the_first_of_38_models_is_read(real_file):
+    path = real_file("structure/pdb/1l2y.pdb")
+    models = path.read_text().split("\nMODEL ")[1:]
+    assert len(models) == 38
+    first_residue = [
+        [float(line[i : i + 8]) for i in (30, 38, 46)]
+        for model in models
+        for line in model.splitlines()
+        if line[12:26] == " CA  ASN A   1"
+    ]
+    structure = read_structure(path)
+    assert structure.ca_positions.shape == (20, 3)
+    assert structure.ca_positions[0].tolist() == pytest.approx(first_residue[0])
+    assert structure.ca_positions[0].tolist() != pytest.approx(first_residue[1])
+
+
+def test_neighbouring_residues_are_one_peptide_bond_apart(real_file):
+    positions = read_structure(real_file("structure/pdb/1aki.pdb")).ca_positions
+    distances = (positions[1:] - positions[:-1]).norm(dim=1)
+    assert ((distances > 3.7) & (distances < 3.9)).all()
+
+
+def test_mmcif_chains_agree_with_its_rows(real_file):
+    path = real_file("structure/pdb/1tim.cif")
+    rows = [line.split() for line in path.read_text().splitlines() if line.startswith("ATOM ")]
+    for chain in "AB":
+        carbons = [row for row in rows if row[3] == "CA" and row[18] == chain]
+        structure = read_structure(path, chain=chain)
+        assert structure.sequence == "".join(ONE_LETTER[row[5]] for row in carbons)
+        expected = torch.tensor([[float(value) for value in row[10:13]] for row in carbons])
+        torch.testing.assert_close(structure.ca_positions, expected)
+    with pytest.raises(ValueError, match=r"chain must be .*\('A', 'B'\), got 'C'"):
+        read_structure(path, chain="C")
+
+
+def test_a_gzipped_or_unnamed_structure_is_the_same(structure_of, real_file):
+    for entry in ("1a8o.pdb", "1a8o.cif"):
+        content = real_file(f"structure/pdb/{entry}").read_bytes()
+        plain = structure_of(content, name="unnamed")
+        zipped = structure_of(gzip.compress(content), name=f"{entry}.gz")
+        windows = structure_of(content.replace(b"\n", b"\r\n"), name=entry)
+        for twin in (zipped, windows):
+            assert twin.sequence == plain.sequence
+            assert torch.equal(twin.ca_positions, plain.ca_positions)
+
+
+def test_reading_is_quiet(structure_of):
+    # No element, no CRYST1 values: biotite warns of both.
+    line = pdb_line()[:66]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert structure_of(f"CRYST1 nonsense\n{line}\nEND\n").sequence == "A"
+
+
+def test_unknown_chain_names_the_chains_that_exist(structure_of):
+    lines = [
+        pdb_line("P", "DA", "D", 1),
+        pdb_line(chain="B", number=1),
+        pdb_line(chain="A", number=1),
+        pdb_line("O", "HOH", "W", 1, hetero=True),
+    ]
+    text = "\n".join(lines)
+    assert structure_of(text).chain_id == "B"  # the first in the file that is a protein
+    assert structure_of(text, chain="A").chain_id == "A"
+    for missing in ("Z", "D", "W", "a", ""):
+        with pytest.raises(ValueError, match=rf"\('B', 'A'\), got '{missing}'"):
+            structure_of(text, chain=missing)
+
+
+def test_a_blank_chain_is_a_chain(structure_of):
+    structure = structure_of(pdb_line(chain=" "))
+    assert structure.chain_id == ""
+    assert structure_of(pdb_line(chain=" "), chain="").sequence == "A"
+
+
+def test_residues_without_c_alpha_are_skipped(structure_of):
+    lines = [
+        pdb_line("CA", "GLY", number=1),
+        pdb_line("N", "TRP", number=2),
+        pdb_line("CB", "TRP", number=2),
+        pdb_line("CA", "SER", number=3),
+    ]
+    assert structure_of("\n".join(lines)).sequence == "GS"
+
+
+@pytest.mark.parametrize("names", ["BA", "AB", "12"])  # digits as in 1k6p
+def test_first_alternative_location_is_taken(structure_of, names):
+    lines = [
+        pdb_line("CA", "GLY", number=1),
+        pdb_line("CA", "SER", number=2, position=(1, 1, 1), altloc=names[0]),
+        pdb_line("CA", "SER", number=2, position=(2, 2, 2), altloc=names[1]),
+        pdb_line("CA", "VAL", number=3, position=(3, 3, 3)),
+    ]
+    structure = structure_of("\n".join(lines))
+    assert structure.sequence == "GSV"
+    assert structure.ca_positions[:, 0].tolist() == [0, 1, 3]
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_two_residues_at_one_place_are_one_token(structure_of, interleaved):
+    # Microheterogeneity, as residue 22 of crambin (3NIR): proline and serine.
+    atoms = [
+        pdb_line(name, residue, number=22, position=(i, 0, 0), altloc=altloc)
+        for i, (residue, altloc) in enumerate([("PRO", "A"), ("SER", "B")])
+        for name in ("N", "CA", "C")
+    ]
+    if interleaved:
+        atoms = [atoms[i] for i in (0, 3, 1, 4, 2, 5)]
+    lines = [pdb_line("CA", "GLY", number=21), *atoms, pdb_line("CA", "VAL", number=23)]
+    structure = structure_of("\n".join(lines))
+    assert structure.sequence == "GPV"
+    assert structure.ca_positions[1, 0] == 0
+
+
+def test_insertion_codes_and_restarted_numbers_are_separate_residues(structure_of):
+    lines = [
+        pdb_line("CA", "GLY", number=52),
+        pdb_line("CA", "SER", number=52, insertion="A"),
+        pdb_line("CA", "VAL", number=53),
+        pdb_line("CA", "TRP", number=52),  # numbers start again
+        pdb_line("CA", "LEU", number="A000"),  # hybrid-36 for 10000
+        pdb_line("CA", "PHE", number=-5),
+    ]
+    assert structure_of("\n".join(lines)).sequence == "GSVWLF"
+
+
+def test_calcium_is_no_c_alpha(structure_of):
+    calcium = [
+        pdb_line("CA", "CA", number=200, hetero=hetero).replace("  CA ", " CA  ", 1)
+        for hetero in (True, False)
+    ]
+    assert structure_of("\n".join([pdb_line("CA", "GLY"), *calcium])).sequence == "G"
+    with pytest.raises(FileFormatError, match="no C-alpha atom"):
+        structure_of("\n".join(calcium))
+
+
+def test_amino_acid_ligands_after_the_chain_are_not_part_of_it(structure_of):
+    lines = [
+        pdb_line("CA", "MSE", number=1, hetero=True),
+        pdb_line("CA", "SEP", number=2, hetero=True),
+        pdb_line("CA", "ALA", number=3),
+        "TER       4      ALA A   3",
+        pdb_line("CA", "MSE", "B", number=1, hetero=True),
+        pdb_line("CA", "ALA", "B", number=2),
+        "TER",
+        pdb_line("CA", "GLU", "A", number=301, hetero=True),
+        pdb_line("CA", "GLU", "B", number=302, hetero=True),
+    ]
+    text = "\n".join(lines)
+    assert structure_of(text).sequence == "MXA"
+    assert structure_of(text, chain="B").sequence == "MA"
+
+
+def test_an_unknown_residue_of_an_atom_record_is_x(structure_of):
+    lines = [pdb_line("CA", name, number=i) for i, name in enumerate(["HIE", "UNK", "GLY"])]
+    assert structure_of("\n".join(lines)).sequence == "XXG"
+
+
+def test_occupancy_and_b_factor_may_be_missing_or_overflown(structure_of):
+    for tail in ("", "  1.00", "      ******", "            "):
+        assert structure_of(pdb_line()[:54] + tail).sequence == "A"
+
+
+@pytest.mark.parametrize(
+    ("columns", "value", "reason"),
+    [
+        (slice(30, 38), "     nan", "x coordinate (columns 31-38) is '     nan'"),
+        (slice(38, 46), "     inf", "y coordinate (columns 39-46)"),
+        (slice(46, 54), "        ", "z coordinate (columns 47-54)"),
+        (slice(30, 38), "  1_0.00", "x coordinate"),
+        (slice(30, 38), "1.0 2.00", "x coordinate"),
+        (slice(38, 46), "****.***", "y coordinate"),
+        (slice(38, 46), "   1e999", "y coordinate"),
+        (slice(22, 26), "    ", "residue number (columns 23-26) is '    '"),
+        (slice(22, 26), " 1.5", "residue number"),
+        (slice(22, 26), " 1A ", "residue number"),
+        (slice(6, 11), "\t1   ", "'\\t'"),
+        (slice(17, 20), "AL\u00e4", "'\\xe4'"),
+        (slice(60, 66), "\x1c 0.00", "'\\x1c'"),
+        (slice(53, None), "", "ends at column 53"),
+        (slice(4, None), "", "ends at column 4"),
+    ],
+)
+@pytest.mark.parametrize("hetero", [False, True])
+def test_a_malformed_record_names_its_line(structure_of, tmp_path, columns, value, reason, hetero):
+    line = pdb_line(number=2, hetero=hetero)
+    if hetero and columns == slice(4, None):
+        columns, reason = slice(6, None), "ends at column 6"
+    broken = line[: columns.start] + value + ("" if columns.stop is None else line[columns.stop :])
+    text = "\n".join(["REMARK   1", pdb_line(), broken, pdb_line(number=3)])
+    with pytest.raises(FileFormatError) as caught:
+        structure_of(text)
+    assert caught.value.line == 3
+    assert reason in caught.value.reason
+    assert str(caught.value).startswith(f"{tmp_path / 'test.pdb'}: line 3: ")
+    assert str(caught.value).isprintable()
+
+
+def test_a_broken_record_in_a_later_model_is_not_overlooked(structure_of):
+    text = "\n".join(
+        ["MODEL        1", pdb_line(), "ENDMDL", "MODEL        2", pdb_line()[:40], "ENDMDL"]
+    )
+    with pytest.raises(FileFormatError, match="line 5: ATOM record ends at column 40"):
+        structure_of(text)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "reason"),
+    [
+        ("x.pdb", "REMARK nothing here\nEND\n", "it has no ATOM record"),
+        ("x.pdb", pdb_line("O", "HOH", hetero=True), "no C-alpha atom of an amino acid"),
+        ("x.pdb", pdb_line("P", "DA"), "no C-alpha atom of an amino acid"),
+        ("x.pdb", "", "is empty"),
+        ("x.pdb", b"\0\1", "binary"),
+        ("x.pdb.gz", b"no gzip", "is not a whole gzip file"),
+        ("x.txt", "a play", "neither PDB nor mmCIF"),
+        ("x.fasta", ">a\nMKV\n", "neither PDB nor mmCIF"),
+        ("x.cif", "a play", "no _atom_site"),
+        ("x.cif", "data_x\n_cell.length_a 1\n", "no _atom_site"),
+        ("x.cif", "data_x\nloop_\n_atom_site.id\n", "is malformed"),
+        ("x.cif", "data_x\nloop_\n_atom_site.id\n1\n2\n", "no column or block 'Cartn_x'"),
+    ],
+)
+def test_a_file_that_holds_no_protein_is_one_clear_line(structure_of, name, content, reason):
+    with pytest.raises(FileFormatError) as caught:
+        structure_of(content, name=name)
+    assert reason in caught.value.reason
+    assert str(caught.value).isprintable()
+
+
+def test_a_missing_structure_file_is_one_clear_line(tmp_path):
+    with pytest.raises(FileFormatError) as caught:
+        read_structure(tmp_path / "no.pdb")
+    assert str(caught.value) == f"{tmp_path / 'no.pdb'}: no such file"
+
+
+@pytest.mark.skipif(os.name != "posix", reason="file names of POSIX")
+def test_a_newline_in_the_name_keeps_the_error_on_one_line(structure_of):
+    with pytest.raises(FileFormatError) as caught:
+        structure_of(pdb_line()[:20], name="two\nlines.pdb")
+    assert "\n" not in str(caught.value)
+    assert "two\\nlines.pdb: line 1: ATOM record" in str(caught.value)
+
+
+CIF_COLUMNS = dict(
+    line.split()
+    for line in """\
+        group_PDB ATOM
+        id 1
+        type_symbol C
+        label_atom_id CA
+        label_alt_id .
+        label_comp_id ALA
+        label_asym_id A
+        label_seq_id 1
+        pdbx_PDB_ins_code ?
+        Cartn_x 1.5
+        Cartn_y 2.5
+        Cartn_z 3.5
+        auth_seq_id 1
+        auth_comp_id ALA
+        auth_asym_id A
+        auth_atom_id CA
+        pdbx_PDB_model_num 1""".splitlines()
+)
+
+
+def mmcif(*rows: dict[str, str], without: tuple[str, ...] = ()) -> str:
+    columns = [column for column in CIF_COLUMNS if column not in without]
+    lines = ["data_test", "#", "loop_", *(f"_atom_site.{column}" for column in columns)]
+    lines += [" ".join((CIF_COLUMNS | row)[column] for column in columns) for row in rows]
+    return "\n".join([*lines, "#", ""])
+
+
+def residue(name: str, number: int, **values: str) -> dict[str, str]:
+    names = {"label_comp_id": name, "auth_comp_id": name}
+    return names | {"label_seq_id": str(number), "auth_seq_id": str(number)} | values
+
+
+def test_mmcif_optional_columns_may_be_missing(structure_of):
+    optional = ("pdbx_PDB_ins_code", "pdbx_PDB_model_num", "label_seq_id", "label_alt_id")
+    text = mmcif(residue("ALA", 1), residue("TRP", 2), without=(*optional, "auth_atom_id"))
+    structure = structure_of(text, name="x.cif")
+    assert structure.sequence == "AW"
+    assert structure.ca_positions.tolist() == [[1.5, 2.5, 3.5]] * 2
+
+
+def test_mmcif_first_model_first_location_no_ligand(structure_of):
+    ligand = {"group_PDB": "HETATM", "label_seq_id": "."}
+    text = mmcif(
+        residue("MSE", 1, group_PDB="HETATM"),
+        residue("SER", 2, label_alt_id="B", Cartn_x="7.0"),
+        residue("SER", 2, label_alt_id="A", Cartn_x="8.0"),
+        residue("PRO", 3, label_alt_id="A"),
+        residue("GLY", 3, label_alt_id="B"),
+        residue("GLU", 301) | ligand,
+        residue("TRP", 1, pdbx_PDB_model_num="2"),
+    )
+    structure = structure_of(text, name="x.cif")
+    assert structure.sequence == "MSP"
+    assert structure.ca_positions[1, 0] == 7.0
+
+
+def test_mmcif_chains_go_by_the_authors_names(structure_of):
+    text = mmcif(residue("ALA", 1, label_asym_id="C", auth_asym_id="Heavy"))
+    assert structure_of(text, name="x.cif").chain_id == "Heavy"
+
+
+def test_mmcif_takes_the_first_block_that_has_atoms(structure_of):
+    text = "data_empty\n_cell.length_a 1\n" + mmcif(residue("TRP", 1))
+    assert structure_of(text, name="x.cif").sequence == "W"
+
+
+@pytest.mark.parametrize("wrong", ["?", ".", "nan", "inf", "1e99", "abc"])
+@pytest.mark.parametrize("axis", "xyz")
+def test_an_mmcif_coordinate_that_is_no_number_is_never_read_as_one(structure_of, axis, wrong):
+    text = mmcif(residue("ALA", 1), residue("ALA", 2, **{f"Cartn_{axis}": wrong}))
+    with pytest.raises(FileFormatError) as caught:
+        structure_of(text, name="x.cif")
+    assert str(caught.value).isprintable()
+
+
+@pytest.mark.parametrize("entry", ["1aki.pdb", "1a8o.cif"])
+def test_a_truncated_file_is_an_error_or_a_shorter_chain(tmp_path_factory, real_file, entry):
+    path = real_file(f"structure/pdb/{entry}")
+    content = path.read_bytes()
+    whole = read_structure(path)
+    first_atom = content.index(b"\nATOM ")
+    last_atom = content.index(b"\n", content.rindex(b"\nATOM ") + 1)
+    outcomes = set()
+
+    def outcome(read, path):
+        try:
+            return read(path)
+        except FileFormatError as error:
+            return error
+
+    @settings(max_examples=60, deadline=None)
+    @given(st.integers(first_atom, last_atom))
+    def check(end):
+        cut = tmp_path_factory.mktemp("cut") / entry
+        cut.write_bytes(content[:end])
+        part = outcome(read_structure, cut)
+        outcomes.add(type(part))
+        if isinstance(part, FileFormatError):
+            assert str(part).isprintable()
+        else:
+            assert whole.sequence.startswith(part.sequence)
+            assert torch.equal(part.ca_positions, whole.ca_positions[: len(part.sequence)])
+
+    check()
+    assert FileFormatError in outcomes
+
+
+def test_without_biotite_the_error_says_what_to_install(structure_of, monkeypatch):
+    for module in [name for name in sys.modules if name.partition(".")[0] == "biotite"]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setitem(sys.modules, "biotite", None)
+    with pytest.raises(ImportError) as caught:
+        structure_of(pdb_line())
+    message = "reading structures needs biotite: pip install 'graphattn[bio]'"
+    assert str(caught.value) == message
+
+
+def test_importing_the_room_does_not_import_biotite():
+    code = "import sys, graphattn.data; sys.exit('biotite' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
