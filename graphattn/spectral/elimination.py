@@ -17,7 +17,6 @@ from dataclasses import dataclass
 import numpy as np
 import scipy.sparse
 from numpy.typing import NDArray
-from scipy.linalg import solve_triangular
 from scipy.sparse.csgraph import reverse_cuthill_mckee
 
 Array = NDArray[np.float64]
@@ -154,15 +153,17 @@ def grounded_inverse(weight: Array, leak: Array) -> Array:
 
 
 def _small_grounded_inverse(weight: Array, leak: Array) -> Array:
+    # The matrix is C^-T diag(pivot) C^-1: row i of the unit upper triangular C says how much of
+    # token i passes through each later token when the tokens between them are gone.
     n = len(leak)
     left = np.column_stack([weight, leak])
-    factor = np.eye(n)  # unit upper triangular: the matrix is factor.T @ diag(pivot) @ factor
     pivot = np.empty(n)
     for k in range(n):
         row = left[k, k + 1 :]
         pivot[k] = row.sum()
-        share = row / pivot[k]
-        factor[k, k + 1 :] = -share[:-1]
-        left[k + 1 :, k + 1 :] += row[:-1, None] * share
-    inverse = solve_triangular(factor, np.eye(n), unit_diagonal=True, check_finite=False)
-    return (inverse / pivot) @ inverse.T
+        row /= pivot[k]
+        through = left[:, k].copy()
+        through[k] = 0.0
+        left[:, k + 1 :] += through[:, None] * row
+    passage = np.triu(left[:, :n], 1) + np.eye(n)
+    return (passage / pivot) @ passage.T

@@ -1,0 +1,5 @@
+"""``python -m graphattn.cli``."""
+
+from graphattn.cli import main
+
+main()

@@ -1,0 +1,60 @@
+"""Commands, their options, and how they end: 0 when done, 2 with one line for bad input."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+import graphattn
+from graphattn.data import FileFormatError
+
+app = typer.Typer(
+    help="Token graphs and the layers on them.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"graphattn {graphattn.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    """Token graphs and the layers on them."""
+
+
+@app.command()
+def demo(
+    file: Annotated[
+        Path | None,
+        typer.Argument(
+            help="Text, FASTA, PDB or mmCIF, also gzipped. Default: the text of Python's manual."
+        ),
+    ] = None,
+    tokens: Annotated[
+        int, typer.Option(min=1, max=4096, help="Use at most so many tokens of the file.")
+    ] = 512,
+    seed: Annotated[int, typer.Option(help="Seed of the random weights.")] = 0,
+) -> None:
+    """Send real tokens through every graph and every layer, spectral bounds checked on the way."""
+    from graphattn.cli.demo import run_demo
+
+    try:
+        run_demo(file, tokens, seed, Console())
+    except FileFormatError as error:
+        typer.echo(f"graphattn: {error}", err=True)
+        raise typer.Exit(2) from None
+    except ImportError as error:  # an extra that this kind of file needs
+        typer.echo(f"graphattn: {error}", err=True)
+        raise typer.Exit(2) from None
