@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -50,11 +51,9 @@ def demo(
     """Send real tokens through every graph and every layer, spectral bounds checked on the way."""
     from graphattn.cli.demo import run_demo
 
+    console = Console(width=None if sys.stdout.isatty() else 110)
     try:
-        run_demo(file, tokens, seed, Console())
-    except FileFormatError as error:
-        typer.echo(f"graphattn: {error}", err=True)
-        raise typer.Exit(2) from None
-    except ImportError as error:  # an extra that this kind of file needs
+        run_demo(file, tokens, seed, console)
+    except (FileFormatError, ImportError) as error:  # ImportError: an extra this file needs
         typer.echo(f"graphattn: {error}", err=True)
         raise typer.Exit(2) from None

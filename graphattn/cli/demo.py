@@ -7,8 +7,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
+from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -78,11 +80,11 @@ def graphs_that_fit(sample: Sample) -> list[NamedGraph]:
 
 def graph_table(graphs: list[NamedGraph], num_tokens: int) -> Table:
     """Facts of every graph; a bound that fails would be a bug, and is marked as one."""
-    table = Table(title="Graphs: who talks to whom", title_justify="left", expand=False)
-    table.add_column("graph")
+    table = Table(title="Graphs: who talks to whom", title_justify="left", box=box.SIMPLE_HEAD)
+    table.add_column("graph", no_wrap=True)
     for name in ("tokens", "edges", "mean degree"):
         table.add_column(name, justify="right")
-    table.add_column("lower ≤ Fiedler value ≤ upper", justify="center")
+    table.add_column("lower ≤ Fiedler value ≤ upper", justify="center", no_wrap=True)
     table.add_column("largest step", justify="right")
     for entry in graphs:
         graph, tokens = entry.graph, entry.graph.num_targets
@@ -117,6 +119,18 @@ def _sandwich(value: float, bounds: tuple[float, float] | None) -> str:
 # Layers.
 
 
+class Measurement(NamedTuple):
+    """How far apart the tokens are before and after a layer, by some measure."""
+
+    what: str
+    before: float
+    after: float
+
+    def __str__(self) -> str:
+        change = f" ({self.after / self.before - 1:+.0%})" if self.before > 0 else ""
+        return f"{self.what} {self.before:.4g} → {self.after:.4g}{change}"
+
+
 @dataclass(frozen=True)
 class Run:
     """One layer on one graph, and what measures how far the tokens came together."""
@@ -125,7 +139,7 @@ class Run:
     graph_name: str
     layer: nn.Module
     graph: ga.TokenGraph
-    measure: Callable[[nn.Module, ga.TokenGraph, dict[str, Tensor]], tuple[str, float, float]]
+    measure: Callable[[Any, ga.TokenGraph, dict[str, Tensor]], Measurement]
     context: Tensor | None = None
 
 
@@ -178,9 +192,11 @@ def embed(sample: Sample) -> Tensor:
 def layer_table(sample: Sample, console: Console) -> Table:
     """Apply every layer once for what it does, and three times for how long it takes."""
     x = embed(sample)
-    table = Table(title="Layers: what they do to the tokens", title_justify="left", expand=False)
-    for name in ("layer", "graph"):
-        table.add_column(name)
+    table = Table(
+        title="Layers: what they do to the tokens", title_justify="left", box=box.SIMPLE_HEAD
+    )
+    table.add_column("layer", no_wrap=True)
+    table.add_column("graph")
     for name in ("parameters", "time"):
         table.add_column(name, justify="right")
     table.add_column("disagreement, before → after", justify="center")
@@ -202,14 +218,12 @@ def layer_table(sample: Sample, console: Console) -> Table:
                 start = time.perf_counter()
                 run.layer(*inputs)
                 times.append(time.perf_counter() - start)
-            what, before, after = run.measure(run.layer, run.graph, seen)
-            change = f" ({(after - before) / before:+.0%})" if before > 0 else ""
             table.add_row(
                 run.name,
                 run.graph_name,
                 f"{sum(p.numel() for p in run.layer.parameters()):,}",
                 f"{1000 * sorted(times)[1]:.1f} ms",
-                f"{what} {before:.4g} → {after:.4g}{change}",
+                str(run.measure(run.layer, run.graph, seen)),
             )
     table.caption = (
         "Random weights. Spread: variance of the features over the tokens, of what is averaged and "
@@ -229,18 +243,14 @@ def _keep(seen: dict[str, Tensor], name: str) -> Callable[..., None]:
     return hook
 
 
-def _spread(
-    layer: nn.Module, graph: ga.TokenGraph, seen: dict[str, Tensor]
-) -> tuple[str, float, float]:
+def _spread(layer: Any, graph: ga.TokenGraph, seen: dict[str, Tensor]) -> Measurement:
     """Variance over tokens of the values (or of u) and of what the layer makes of them."""
     values = seen.get("value_proj", seen.get("source_proj", seen["context"]))
     mixed = seen["before output_proj"]
-    return "spread", *(float(t.var(dim=-2, correction=0).mean()) for t in (values, mixed))
+    return Measurement("spread", *(float(t.var(-2, correction=0).mean()) for t in (values, mixed)))
 
 
-def _energy(
-    layer: nn.Module, graph: ga.TokenGraph, seen: dict[str, Tensor]
-) -> tuple[str, float, float]:
+def _energy(layer: Any, graph: ga.TokenGraph, seen: dict[str, Tensor]) -> Measurement:
     """1/2 sum over edges of (u_i - v_j)^T R_ij (u_i - v_j), before and after the step."""
     network = layer.edge_net
     R = ga.consensus_edge_matrices(
@@ -255,4 +265,4 @@ def _energy(
         v = seen.get("context_proj", u)
         d = (u[..., target, :] - v[..., source, :]).unflatten(-1, (layer.heads, -1))
         energies.append(float(0.5 * torch.einsum("...i,...ij,...j->", d, R, d)))
-    return "energy", *energies
+    return Measurement("energy", *energies)

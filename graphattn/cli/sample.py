@@ -65,7 +65,7 @@ def _fasta_sample(file: Path, num_tokens: int) -> Sample:
     tokenizer = tokenizer_for_sequence(first.sequence)
     unit = "bases" if isinstance(tokenizer, NucleotideTokenizer) else "residues"
     tokens = tokenizer.encode(first.sequence)
-    packed = []
+    packed: list[int] = []
     for record in records[:4]:
         room = num_tokens - sum(packed)
         if room > 0:

@@ -16,7 +16,7 @@ from graphattn.data.fasta import (
     tokenizer_for_sequence,
 )
 from graphattn.data.files import FileFormat, FileFormatError, read_bytes, read_text, sniff_format
-from graphattn.data.structures import Structure, read_structure
+from graphattn.data.structures import ProteinChain, read_structure
 from graphattn.data.text import CharacterTokenizer
 
 __all__ = [
@@ -25,8 +25,8 @@ __all__ = [
     "FileFormat",
     "FileFormatError",
     "NucleotideTokenizer",
+    "ProteinChain",
     "ProteinTokenizer",
-    "Structure",
     "read_bytes",
     "read_fasta",
     "read_structure",

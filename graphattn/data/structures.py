@@ -16,7 +16,7 @@ from graphattn.data.files import FileFormatError, read_text, sniff_format
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Structure:
+class ProteinChain:
     """One protein chain: a residue is a token, its C-alpha atom is the token's place in space.
 
     Attributes:
@@ -31,10 +31,10 @@ class Structure:
     ca_positions: Tensor
 
     def __repr__(self) -> str:
-        return f"Structure(chain_id={self.chain_id!r}, num_residues={len(self.sequence)})"
+        return f"ProteinChain(chain_id={self.chain_id!r}, num_residues={len(self.sequence)})"
 
 
-def read_structure(path: str | os.PathLike[str], chain: str | None = None) -> Structure:
+def read_structure(path: str | os.PathLike[str], chain: str | None = None) -> ProteinChain:
     """One chain of the first model of a PDB or mmCIF file (gzipped or not).
 
     A residue counts when it has a C-alpha atom and is an ``ATOM`` record or an amino acid of the
@@ -64,7 +64,7 @@ def read_structure(path: str | os.PathLike[str], chain: str | None = None) -> St
         ...     _ = path.write_text(pdb)
         ...     structure = read_structure(path)
         >>> structure
-        Structure(chain_id='A', num_residues=2)
+        ProteinChain(chain_id='A', num_residues=2)
         >>> structure.sequence
         'GW'
         >>> structure.ca_positions
@@ -98,7 +98,7 @@ def read_structure(path: str | os.PathLike[str], chain: str | None = None) -> St
     if not ca_positions.isfinite().all():
         raise FileFormatError(path, "holds a coordinate that is not a finite number")
     sequence = "".join(_one_letter(name) for name in residues.res_name.tolist())
-    return Structure(chain, sequence, ca_positions)
+    return ProteinChain(chain, sequence, ca_positions)
 
 
 # The fixed columns of a PDB coordinate record, counted from 0 (wwPDB format 3.3, "ATOM").

@@ -99,14 +99,18 @@ def _nearest_of_all(
         distance = torch.cdist(tile, candidates, compute_mode="donot_use_mm_for_euclid_dist")
         distance = distance.nan_to_num_(nan=torch.inf, posinf=torch.inf)
         if to_self:
-            i = torch.arange(len(tile), device=points.device)
-            # Itself first, before equal points of smaller index, unless it holds NaN.
-            self_distance = distance[i, start + i]
-            distance[i, start + i] = torch.where(
-                self_distance.isfinite() & self_loops, -1.0, torch.inf
-            )
+            place_self(distance.diagonal(start), self_loops)
         index[start : start + rows] = smallest(distance, k)
     return index
+
+
+def place_self(own: Tensor, self_loops: bool) -> None:
+    """Overwrite the distances `own` of tokens to themselves, so that self comes first or never.
+
+    Before equal points of smaller index; a token that holds NaN is never its own neighbour.
+    """
+    first = own.isfinite() & self_loops
+    own.fill_(torch.inf).masked_fill_(first, -1)
 
 
 def smallest(distance: Tensor, k: int) -> Tensor:
@@ -139,8 +143,9 @@ def _nearest_in_graph(
     distance = distance.nan_to_num_(nan=torch.inf, posinf=torch.inf)
     if to_self:
         own = source == target
-        first = torch.where(distance.isfinite() & self_loops, -1.0, torch.inf)
-        distance = torch.where(own, first.to(distance.dtype), distance)
+        own_distance = distance[own]
+        place_self(own_distance, self_loops)
+        distance[own] = own_distance
     # Two stable sorts: by target, then distance, then (from edge_index's own order) source.
     order = distance.argsort(stable=True)
     order = order[target[order].argsort(stable=True)]

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from graphattn.graphs.arguments import as_float, as_int, as_points
-from graphattn.graphs.knn import TILE, knn, smallest
+from graphattn.graphs.knn import TILE, knn, place_self, smallest
 from graphattn.graphs.token_graph import TokenGraph
 
 
@@ -78,15 +78,13 @@ def radius_graph(
     if max_neighbors is not None:
         max_neighbors = as_int("max_neighbors", max_neighbors, 1)
     points = positions.to(torch.promote_types(positions.dtype, torch.float32))
-    N, device = len(points), points.device
+    N = len(points)
     pieces = []
     rows = max(1, TILE // max(N, 1))
     for start in range(0, N, rows):
         tile = points[start : start + rows]
         distance = torch.cdist(tile, points, compute_mode="donot_use_mm_for_euclid_dist")
-        i = torch.arange(len(tile), device=device)
-        own = distance[i, start + i]
-        distance[i, start + i] = torch.where(own.isfinite() & self_loops, -1.0, torch.inf)
+        place_self(distance.diagonal(start), self_loops)
         distance = torch.where(distance <= radius, distance, torch.inf)  # NaN is not <= radius
         if max_neighbors is not None and max_neighbors < N:
             row, slot = (index := smallest(distance, max_neighbors)).ge(0).nonzero().T

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch_geometric.typing import OptTensor
 
 from graphattn.graphs.arguments import as_float, as_int
 from graphattn.graphs.token_graph import TokenGraph
@@ -14,7 +15,7 @@ from graphattn.nn.graph_layer import GraphLayer, Positions, edge_mask, rows_of_v
 from graphattn.nn.rotary import RotaryEmbedding
 from graphattn.ops.attention.api import attention_weights, rbf_attention
 from graphattn.ops.attention.reference import repeat_heads
-from graphattn.ops.inputs import Valid, ValidPair
+from graphattn.ops.inputs import Valid, ValidPair, compute_dtype
 from graphattn.ops.segments import segment_softmax, segment_top_k
 
 
@@ -22,6 +23,14 @@ class GraphAttention(GraphLayer):
     """Averages over the edges of a graph; subclasses say how alike two tokens are."""
 
     eps: float = 0.0
+    # What PyG's generated code passes on; the pair is (sources, targets).
+    propagate_type: ClassVar = {
+        "query": Tensor,
+        "key": Tensor,
+        "value": Tensor,
+        "valid": tuple[OptTensor, OptTensor],
+        "rowptr": Tensor,
+    }
 
     def __init__(
         self,
@@ -82,7 +91,7 @@ class GraphAttention(GraphLayer):
         key = self.split(self.key_proj(context), self.kv_heads)
         value = context if self.value_proj is None else self.value_proj(context)
         query, key = self.rotate(query, key, graph, positions)
-        return query, key, self.split(value, self.kv_heads)
+        return query, key, self.split(value, self.kv_heads).to(query.dtype)  # autocast
 
     def message(
         self,
@@ -125,15 +134,16 @@ class GraphAttention(GraphLayer):
         x, context, graph, pair = self.prepare(x, context, context_dim, graph, valid)
         query, key, value = self.project(x, context, graph, positions)
         if self.uses_propagate():
+            dtype = compute_dtype(query.dtype)
             mixed = self.propagate(
                 graph.edge_index,
                 size=(graph.num_sources, graph.num_targets),
-                query=query,
-                key=repeat_heads(key, self.heads),
-                value=repeat_heads(value, self.heads),
+                query=query.to(dtype),
+                key=repeat_heads(key, self.heads).to(dtype),
+                value=repeat_heads(value, self.heads).to(dtype),
                 valid=rows_of_valid(pair),
                 rowptr=graph.rowptr,
-            )
+            ).to(query.dtype)
         else:
             mixed = self.fused(query, key, value, graph, pair)
         out = self.output_proj(mixed.flatten(-2))

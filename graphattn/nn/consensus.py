@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch_geometric.typing import OptTensor, PairTensor
 
 from graphattn.graphs.arguments import as_choice, as_float, as_int
 from graphattn.graphs.token_graph import TokenGraph
@@ -16,7 +17,7 @@ from graphattn.nn.graph_layer import GraphLayer, Positions, edge_mask, rows_of_v
 from graphattn.nn.rotary import RotaryEmbedding
 from graphattn.ops.consensus.api import check_energy_graph, consensus_update
 from graphattn.ops.consensus.reference import automatic_step, edge_matrix
-from graphattn.ops.inputs import Valid, ValidPair
+from graphattn.ops.inputs import Valid, ValidPair, compute_dtype
 
 StepSize = float | Literal["learned", "auto"]
 Rope = bool | Literal["isometric"] | RotaryEmbedding
@@ -24,6 +25,17 @@ Rope = bool | Literal["isometric"] | RotaryEmbedding
 
 class _Consensus(GraphLayer):
     """What self- and cross-consensus share; `update_rule` says which ends of an edge move."""
+
+    # What PyG's generated code passes on; pairs are (sources, targets).
+    propagate_type: ClassVar = {
+        "u": PairTensor,
+        "hidden": PairTensor,
+        "valid": tuple[OptTensor, OptTensor],
+    }
+    edge_updater_type: ClassVar = {
+        "hidden": PairTensor,
+        "valid": tuple[OptTensor, OptTensor],
+    }
 
     def __init__(
         self,
@@ -41,9 +53,9 @@ class _Consensus(GraphLayer):
         bias: bool,
         backend: str,
     ) -> None:
-        self_isometric = isinstance(rope, str) and as_choice("rope", rope, ("isometric",)) == rope
-        super().__init__(dim, heads, rope=True if isinstance(rope, str) else rope, backend=backend)
-        self.isometric = self_isometric
+        isometric = rope == "isometric"
+        super().__init__(dim, heads, rope=True if isometric else rope, backend=backend)
+        self.isometric = isometric
         self.rank, self.edge_hidden = as_int("rank", rank, 1), as_int("edge_hidden", edge_hidden, 1)
         self.edge_input = as_choice("edge_input", edge_input, ("head", "full"))
         self.trunk = as_choice("trunk", trunk, ("shared", "separate"))
@@ -122,7 +134,7 @@ class _Consensus(GraphLayer):
         v = u if v is None else v
         rotated_u, rotated_v = self.rotate(u, v, graph, positions)
         hidden = (self.edge_net.target_hidden(x), self.edge_net.source_hidden(context))
-        run = self.propagated if self.uses_propagate() else self.fused
+        run = self.unfused if self.uses_propagate() else self.fused
         if self.isometric:  # step in the rotated frame, and back
             places = self.places(graph, positions)[0]
             moved = run(rotated_u, rotated_v, rotated_u, rotated_v, hidden, graph, pair)
@@ -148,7 +160,7 @@ class _Consensus(GraphLayer):
         graph: TokenGraph,
         pair: ValidPair,
     ) -> Tensor:
-        """The operation that gives the same as `propagated`."""
+        """The operation that gives the same as `unfused`."""
         return consensus_update(
             u,
             v,
@@ -163,7 +175,7 @@ class _Consensus(GraphLayer):
             backend=self.backend,
         )
 
-    def propagated(
+    def unfused(
         self,
         u: Tensor,
         v: Tensor,
@@ -174,6 +186,9 @@ class _Consensus(GraphLayer):
         pair: ValidPair,
     ) -> Tensor:
         """Messages to the target of every edge, and for "energy" to its source as well."""
+        dtype = compute_dtype(u.dtype)
+        rotated_u, rotated_v = rotated_u.to(dtype), rotated_v.to(dtype)
+        hidden = hidden[0].to(dtype), hidden[1].to(dtype)
         edge_index, (of_source, of_target) = graph.edge_index, rows_of_valid(pair)
         sizes = (graph.num_sources, graph.num_targets)
         gradient = self.propagate(
@@ -200,7 +215,7 @@ class _Consensus(GraphLayer):
             eta = automatic_step(eta, graph, self.update_rule)[..., None]
         elif isinstance(eta, Tensor):
             eta = eta[:, None]
-        return u - eta * gradient
+        return (u - eta * gradient).to(u.dtype)
 
     def edge_update(
         self,

@@ -20,7 +20,7 @@ class GroupedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = torch.einsum("...gi,goi->...go", x, self.weight)
-        return y if self.bias is None else y + self.bias
+        return y if self.bias is None else y + self.bias.to(y.dtype)  # autocast
 
     def __repr__(self) -> str:
         groups, outputs, inputs = self.weight.shape

@@ -9,7 +9,7 @@ from torch_geometric.nn import MessagePassing
 
 from graphattn.graphs.arguments import as_int
 from graphattn.graphs.token_graph import TokenGraph
-from graphattn.nn.rotary import RotaryEmbedding, as_rotary
+from graphattn.nn.rotary import as_rotary
 from graphattn.ops.backends import check_backend, wanted_backend
 from graphattn.ops.inputs import Valid, ValidPair, check_graph, check_valid
 
@@ -23,7 +23,7 @@ class GraphLayer(MessagePassing):
     tensors to the fused operation. (PyG itself only fuses for its sparse tensor types.)
     """
 
-    def __init__(self, dim: int, heads: int, *, rope: bool | RotaryEmbedding, backend: str) -> None:
+    def __init__(self, dim: int, heads: int, *, rope: object, backend: str) -> None:
         super().__init__(aggr="add", node_dim=-3)
         self.dim, self.heads = as_int("dim", dim, 1), as_int("heads", heads, 1)
         if self.dim % self.heads:

@@ -72,12 +72,12 @@ class RotaryEmbedding(nn.Module):
         return f"RotaryEmbedding({self.dim}, base={self.base:g})"
 
 
-def as_rotary(rope: bool | RotaryEmbedding, head_dim: int) -> RotaryEmbedding | None:
+def as_rotary(rope: object, head_dim: int) -> RotaryEmbedding | None:
     """The layer option `rope`: False, True, or a RotaryEmbedding of the head dimension."""
     if isinstance(rope, RotaryEmbedding):
         if rope.dim != head_dim:
             raise ValueError(f"rope must rotate {head_dim} features per head, got {rope!r}")
         return rope
-    if rope not in (True, False):
+    if not isinstance(rope, bool):
         raise ValueError(f"rope must be True, False or a RotaryEmbedding, got {rope!r}")
     return RotaryEmbedding(head_dim) if rope else None

@@ -21,7 +21,7 @@ from scipy.sparse.csgraph import reverse_cuthill_mckee
 
 Array = NDArray[np.float64]
 
-BLOCK = 64  # tokens eliminated together: large enough for BLAS, small enough for a window's band
+BLOCK = 32  # tokens eliminated together: large enough for BLAS, small enough for a window's band
 HUB = 16  # a token with so many times the mean number of neighbours is eliminated last
 
 
@@ -75,9 +75,7 @@ class GroundedLaplacian:
     hub_inverse: Array
 
     @classmethod
-    def of(
-        cls, adjacency: scipy.sparse.csr_array, order: EliminationOrder
-    ) -> GroundedLaplacian:
+    def of(cls, adjacency: scipy.sparse.csr_array, order: EliminationOrder) -> GroundedLaplacian:
         """Eliminate one block after another from a symmetric adjacency matrix without loops."""
         adjacency = adjacency[order.tokens][:, order.tokens]
         indptr, indices, data = adjacency.indptr, adjacency.indices, adjacency.data
@@ -95,7 +93,9 @@ class GroundedLaplacian:
             column, weight = indices[entries], data[entries]
             row = np.repeat(np.arange(size), np.diff(indptr[start : end + 1]))
             ahead = column >= start
-            column = np.where(column < num_band, column - start, column - num_band + next_end - start)
+            column = np.where(
+                column < num_band, column - start, column - num_band + next_end - start
+            )
             front = np.zeros((size, size + num_next + num_last))
             front[row[ahead], column[ahead]] = weight[ahead]
             front[:, :size] += added[:, :size]

@@ -33,7 +33,11 @@ def test_missing_file_is_one_clear_line(tmp_path):
     assert str(complaint(path)) == f"{path}: no such file"
 
 
-@pytest.mark.parametrize("path", ["", "nul\0byte", "lone\ud800surrogate", "x" * 5000])
+@pytest.mark.parametrize(
+    "path",
+    ["", "nul\0byte", "lone\ud800surrogate", "x" * 5000],
+    ids=["empty", "NUL", "surrogate", "long"],
+)
 def test_a_name_no_file_can_have_is_one_clear_line(path):
     assert complaint(path).reason.startswith(("no such file", "cannot be read: File name too long"))
 

@@ -1,0 +1,184 @@
+"""`graphattn demo` on real and on broken files."""
+
+from __future__ import annotations
+
+import gzip
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import networkx
+import numpy
+import pytest
+from typer.testing import CliRunner, Result
+
+from graphattn.cli.app import app
+
+SHARED = Path(__file__).parents[3] / "shared" / "data"
+LAYERS = (
+    "SelfConsensus",
+    "SelfConsensus, target",
+    "CrossConsensus",
+    "GaussianKernelAttention",
+    "KrauseAttention",
+    "DotProductAttention",
+    "value-less",
+    "cross",
+)
+
+
+def demo(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(app, ["demo", *map(str, arguments)])
+
+
+def shared(name: str) -> Path:
+    path = SHARED / name
+    if not path.exists():
+        pytest.skip(f"real data not there: {name}")
+    return path
+
+
+def row(output: str, start: str) -> str:
+    return next(line for line in output.splitlines() if line.strip().startswith(start))
+
+
+def numbers(text: str) -> list[float]:
+    return [float(n.replace(",", "")) for n in re.findall(r"-?\d[\d,]*\.?\d*(?:e-?\d+)?", text)]
+
+
+@pytest.fixture(scope="module")
+def default_output() -> str:
+    result = demo("--tokens", "64")
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def test_the_default_needs_no_file_and_shows_every_layer(default_output):
+    assert "pydoc_data.topics" in default_output
+    for name in LAYERS:
+        assert name in default_output
+
+
+def test_the_fiedler_value_of_the_path_is_networkx_s_and_lies_between_its_bounds(default_output):
+    line = row(default_output, "window path, 2 each side")
+    tokens, edges, degree, lower, value, upper, step = numbers(line.split("side")[1])
+    graph = networkx.Graph((i, j) for i in range(64) for j in (i + 1, i + 2) if j < 64)
+    laplacian = networkx.laplacian_matrix(graph, sorted(graph)).toarray()
+    spectrum = numpy.linalg.eigvalsh(laplacian)
+    assert (tokens, edges) == (64, 2 * graph.number_of_edges())
+    assert degree == pytest.approx(2 * graph.number_of_edges() / 64, abs=0.05)
+    assert value == pytest.approx(spectrum[1], rel=1e-3)
+    assert step == pytest.approx(1 / (2 * spectrum[-1]), rel=1e-3)
+    assert lower <= value <= upper
+    assert "✓" in line
+
+
+def test_energy_and_spread_fall(default_output):
+    table = default_output.split("Layers:")[1]
+    falls = re.findall(r"\(([+-]\d+)%\)", table)
+    assert len(falls) == 9
+    assert all(int(fall) < 0 for fall in falls)
+
+
+def test_two_runs_with_one_seed_agree(default_output):
+    def without_times(text: str) -> str:
+        return re.sub(r"[\d.]+ (ms|s)\b", "", text)
+
+    again = demo("--tokens", "64").output
+    assert without_times(again).split() == without_times(default_output).split()
+
+
+def test_a_structure_brings_its_nearest_neighbour_graph():
+    output = demo(shared("structure/pdb/1aki.pdb")).output
+    assert "129 residues" in output
+    assert numbers(row(output, "8 nearest C-alpha atoms").split("atoms")[1])[:2] == [129, 129 * 8]
+    assert "16 nearest C-alpha" in output
+
+
+def test_mmcif_works_like_pdb():
+    pdb = demo(shared("structure/pdb/1a8o.pdb")).output
+    cif = demo(shared("structure/pdb/1a8o.cif")).output
+    for name in ("window path, 2 each side", "8 nearest C-alpha atoms", "C-alpha contacts"):
+        assert row(pdb, name) == row(cif, name)
+
+
+def test_fasta_brings_a_packed_batch():
+    output = demo(shared("protein/sprot_archaea.fasta"), "--tokens", "512").output
+    assert "record 1 of 2,872" in output
+    line = row(output, "batch of 2 window paths")
+    assert numbers(line.split("paths")[1])[0] == 512
+
+
+def test_gzipped_dna(tmp_path):
+    file = tmp_path / "genome.fna.gz"
+    file.write_bytes(gzip.compress(b">chr1\n" + b"ACGTTGCA" * 20))
+    result = demo(file)
+    assert result.exit_code == 0
+    assert "160 bases" in result.output
+
+
+@pytest.mark.parametrize("text", ["a", "ab", "abc", "abcd", "abcde"])
+def test_very_short_texts(tmp_path, text):
+    file = tmp_path / "short.txt"
+    file.write_text(text)
+    result = demo(file)
+    assert result.exit_code == 0, result.output
+    assert "violated" not in result.output
+
+
+def test_a_hostile_file_name_is_printed_as_it_is(tmp_path):
+    file = tmp_path / "[red]not markup[bold].txt"
+    file.write_text("some text, long enough for a graph")
+    result = demo(file)
+    assert result.exit_code == 0
+    assert "[red]not markup[bold].txt" in result.output
+
+
+BAD_PDB = (
+    "ATOM      1  CA  ALA A   1      11.104   6.134  -6.504  1.00  0.00           C\n"
+    "ATOM      2  CA  ALA A   2      xx.104   6.134  -6.504  1.00  0.00           C\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("missing.txt", None, ["missing.txt", "no such file"]),
+        ("empty.txt", b"", ["empty.txt", "empty"]),
+        ("blank.txt", b"\n\n  \n", ["blank.txt", "empty"]),
+        ("binary.txt", b"\x00\x01\x02\xff", ["binary.txt"]),
+        ("latin.txt", b"caf\xe9 au lait", ["latin.txt"]),
+        ("broken.gz", b"\x1f\x8b garbage", ["broken.gz"]),
+        ("bad.fasta", b"MKV\n>late\nMKV\n", ["bad.fasta", "line 1"]),
+        ("odd.fasta", b">one\nMKV\nMK7V\n", ["odd.fasta", "line 3"]),
+        ("bare.fasta", b">one\nMKV\n>two\n", ["bare.fasta", "line 3"]),
+        ("bad.pdb", BAD_PDB.encode(), ["bad.pdb", "line 2"]),
+        ("none.pdb", b"HEADER    NOTHING HERE\nEND\n", ["none.pdb"]),
+        ("bad.cif", b"data_x\nloop_\n_atom_site.id\n", ["bad.cif"]),
+    ],
+)
+def test_a_bad_file_is_one_line_and_exit_code_2(tmp_path, name, content, says):
+    file = tmp_path / name
+    if content is not None:
+        file.write_bytes(content)
+    result = demo(file)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert len(result.stderr.splitlines()) == 1
+    for fragment in says:
+        assert fragment in result.stderr
+
+
+def test_a_folder_is_not_a_file(tmp_path):
+    result = demo(tmp_path)
+    assert result.exit_code == 2
+    assert "Traceback" not in result.output
+
+
+def test_the_installed_command_says_its_version():
+    done = subprocess.run(
+        [sys.executable, "-m", "graphattn.cli", "--version"], capture_output=True, text=True
+    )
+    assert done.returncode == 0
+    assert re.fullmatch(r"graphattn \d+\.\d+\.\d+\n", done.stdout)

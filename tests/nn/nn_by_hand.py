@@ -1,0 +1,289 @@
+"""The layers written out by hand: the tensors of a state_dict around one operation.
+
+Nothing here calls a layer's own code: projections are `functional.linear`, the rotation is a product of
+complex numbers, the edge network's first layer is one `functional.linear` per head.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+import graphattn as ga
+
+DIM, HEADS, HEAD_DIM = 16, 4, 4
+
+
+@dataclass(frozen=True)
+class Case:
+    """A layer and its options; `context_width` is None where the layer takes no context."""
+
+    kind: str
+    options: dict[str, Any] = field(default_factory=dict)
+    context_width: int | None = None
+
+    def __str__(self) -> str:
+        cross = "" if self.context_width is None else f"context={self.context_width},"
+        return f"{self.kind}({cross}{','.join(f'{k}={v}' for k, v in self.options.items())})"
+
+    def make(self, seed: int = 0, dtype: torch.dtype = torch.float64, **more: Any) -> Any:
+        """The layer, every parameter moved away from its initial value."""
+        torch.manual_seed(seed)
+        layer = getattr(ga.nn, self.kind)(DIM, HEADS, **self.options, **more).to(dtype)
+        with torch.no_grad():
+            for parameter in layer.parameters():
+                parameter.add_(0.1 * torch.randn_like(parameter))
+        return layer
+
+    @property
+    def is_consensus(self) -> bool:
+        return self.kind.endswith("Consensus")
+
+    @property
+    def rope_base(self) -> float | None:
+        rope = self.options.get("rope", False)
+        if rope is False:
+            return None
+        return rope.base if isinstance(rope, ga.nn.RotaryEmbedding) else 10000.0
+
+    @property
+    def is_energy(self) -> bool:
+        return self.kind == "SelfConsensus" and self.options.get("update", "energy") == "energy"
+
+
+BASE_100 = ga.nn.RotaryEmbedding(HEAD_DIM, base=100.0)
+
+
+def _cases() -> list[Case]:
+    dot = [
+        {},
+        {"bias": False},
+        {"kv_heads": 2},
+        {"kv_heads": 1, "top_k": 3},
+        {"top_k": 2},
+        {"value_projection": False},
+        {"value_projection": False, "rope": True, "top_k": 2},
+        {"rope": True},
+        {"rope": BASE_100, "kv_heads": 2},
+    ]
+    krause = [
+        {},
+        {"bias": False},
+        {"top_k": 2},
+        {"sigma_per_head": False},
+        {"kv_heads": 2},
+        {"rope": True},
+        {"init_sigma": 0.7},
+        {"top_k": 3, "init_sigma": 0.5, "sigma_per_head": False, "kv_heads": 1, "rope": BASE_100},
+    ]
+    gaussian = [
+        {},
+        {"bias": False},
+        {"init_sigma": 0.5},
+        {"eps": 0.3},
+        {"rope": True},
+        {"normalize": True},
+        {"rope": BASE_100, "normalize": True, "eps": 0.01, "init_sigma": 1.5},
+    ]
+    cases = [Case("DotProductAttention", options) for options in dot]
+    cases += [
+        Case("DotProductAttention", {}, DIM),
+        Case("DotProductAttention", {"context_dim": 10}, 10),
+        Case("DotProductAttention", {"context_dim": 10, "kv_heads": 2, "rope": True}, 10),
+        Case("DotProductAttention", {"context_dim": 10, "top_k": 2, "bias": False}, 10),
+        Case("DotProductAttention", {"value_projection": False, "rope": BASE_100}, DIM),
+    ]
+    cases += [Case("KrauseAttention", options) for options in krause]
+    cases += [Case("GaussianKernelAttention", options) for options in gaussian]
+
+    small: dict[str, Any] = {"edge_hidden": 6}
+    steps: tuple[Any, ...] = (0.05, "learned", "auto")
+    for kind in ("SelfConsensus", "CrossConsensus"):
+        context = DIM if kind == "CrossConsensus" else None
+        updates: tuple[dict[str, Any], ...] = (
+            ({},) if context else ({"update": "energy"}, {"update": "target"})
+        )
+        for update in updates:
+            cases.append(Case(kind, {**small, **update}, context))
+            cases.append(Case(kind, {**small, **update, "rank": 1, "bias": False}, context))
+            for rope in (False, True, BASE_100, "isometric"):
+                for step in steps:
+                    if step == "auto" and rope in (True, BASE_100):
+                        continue
+                    options = {**small, **update, "step_size": step, "rope": rope}
+                    cases.append(Case(kind, options, context))
+            for edge_input in ("head", "full"):
+                for trunk in ("shared", "separate"):
+                    options = {**small, **update, "edge_input": edge_input, "trunk": trunk}
+                    options["rank"] = 2
+                    width = context and (8 if edge_input == "head" else 6)
+                    if width:
+                        options["context_dim"] = width
+                    cases.append(Case(kind, options, width))
+    return cases
+
+
+CASES = _cases()
+
+
+def irregular_graph(num_targets: int = 9, num_sources: int = 9, seed: int = 3) -> ga.TokenGraph:
+    """Random edges; target 4 sees nobody and (on a square graph) nobody sees token 4."""
+    generator = torch.Generator().manual_seed(seed)
+    mask = torch.rand(num_targets, num_sources, generator=generator) < 0.45
+    mask[4] = False
+    if num_targets == num_sources:
+        mask[:, 4] = False
+    return ga.from_mask(mask)
+
+
+def graph_of(case: Case) -> ga.TokenGraph:
+    """A graph that suits the case: square, or 9 targets looking at 6 sources."""
+    return irregular_graph() if case.context_width is None else irregular_graph(9, 6)
+
+
+def tokens_of(
+    case: Case,
+    graph: ga.TokenGraph,
+    batch: tuple[int, ...] = (2,),
+    seed: int = 1,
+    dtype: torch.dtype = torch.float64,
+) -> tuple[Tensor, ...]:
+    """(x,) or (x, context), random."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(tokens: int, width: int) -> Tensor:
+        return torch.randn(*batch, tokens, width, generator=generator, dtype=torch.float64)
+
+    tokens = [draw(graph.num_targets, DIM)]
+    if case.context_width is not None:
+        tokens.append(draw(graph.num_sources, case.context_width))
+    return tuple(t.to(dtype) for t in tokens)
+
+
+def run(layer: Any, tokens: tuple[Tensor, ...], graph: Any, **keywords: Any) -> Any:
+    """``layer(x, graph[, context], ...)``."""
+    return layer(tokens[0], graph, *tokens[1:], **keywords)
+
+
+def rotate(x: Tensor, positions: Tensor, base: float | None, *, back: bool = False) -> Tensor:
+    """Feature k and feature k + D/2 of x [*, N, H, D] as one complex number, turned."""
+    if base is None:
+        return x
+    half = x.shape[-1] // 2
+    turn = torch.tensor([base ** (-2 * k / x.shape[-1]) for k in range(half)], dtype=torch.float64)
+    angle = positions.double()[..., None, None] * turn
+    number = torch.complex(x[..., :half].double(), x[..., half:].double())
+    number = number * torch.exp(1j * (-angle if back else angle))
+    return torch.cat([number.real, number.imag], dim=-1).to(x.dtype)
+
+
+def linear(state: dict[str, Tensor], name: str, x: Tensor) -> Tensor:
+    return functional.linear(x, state[f"{name}.weight"], state.get(f"{name}.bias"))
+
+
+def into_heads(x: Tensor, heads: int = HEADS) -> Tensor:
+    return x.reshape(*x.shape[:-1], heads, x.shape[-1] // heads)
+
+
+def grouped_linear(state: dict[str, Tensor], name: str, y: Tensor) -> Tensor:
+    """One functional.linear per group, each on its own slice of y: [*, N, dim] -> [*, N, G, xi]."""
+    weight, bias = state[f"{name}.weight"], state.get(f"{name}.bias")
+    slices = y.chunk(len(weight), dim=-1)
+    parts = [
+        functional.linear(part, weight[g], None if bias is None else bias[g])
+        for g, part in enumerate(slices)
+    ]
+    return torch.stack(parts, dim=-2)
+
+
+def second_layer(state: dict[str, Tensor]) -> ga.EdgeNetworkParameters:
+    return ga.EdgeNetworkParameters(
+        **{name: state[f"edge_net.{name}"] for name in ga.EdgeNetworkParameters._fields}
+    )
+
+
+def forward_by_hand(
+    case: Case,
+    state: dict[str, Tensor],
+    tokens: tuple[Tensor, ...],
+    graph: ga.TokenGraph,
+    positions: tuple[Tensor, Tensor] | None = None,
+    valid: Any = None,
+) -> Tensor:
+    """What the layer must return, from its state_dict."""
+    if positions is None:
+        positions = (graph.positions, graph.source_positions)
+    context = tokens[-1]
+    if case.is_consensus:
+        return _consensus_by_hand(case, state, tokens[0], context, graph, positions, valid)
+    return _attention_by_hand(case, state, tokens[0], context, graph, positions, valid)
+
+
+def _attention_by_hand(
+    case: Case,
+    state: dict[str, Tensor],
+    x: Tensor,
+    context: Tensor,
+    graph: ga.TokenGraph,
+    positions: tuple[Tensor, Tensor],
+    valid: Any,
+) -> Tensor:
+    kv_heads = case.options.get("kv_heads") or HEADS
+    if case.kind == "GaussianKernelAttention":
+        query = rotate(into_heads(x), positions[0], case.rope_base)
+        if case.options.get("normalize"):
+            tiny = torch.finfo(x.dtype).eps
+            query = query / (query.square().mean(-1, keepdim=True) + tiny).sqrt()
+        key = value = query
+    else:
+        query = rotate(into_heads(linear(state, "query_proj", x)), positions[0], case.rope_base)
+        key = into_heads(linear(state, "key_proj", context), kv_heads)
+        key = rotate(key, positions[1], case.rope_base)
+        if case.options.get("value_projection", True):
+            context = linear(state, "value_proj", context)
+        value = into_heads(context, kv_heads)
+    top_k = case.options.get("top_k")
+    if case.kind == "DotProductAttention":
+        mixed = ga.dot_product_attention(query, key, value, graph, top_k=top_k, valid=valid)
+    else:
+        sigma, eps = state["log_sigma"].exp(), case.options.get("eps", 0.0)
+        mixed = ga.rbf_attention(query, key, value, graph, sigma, top_k=top_k, eps=eps, valid=valid)
+    return linear(state, "output_proj", mixed.flatten(-2))
+
+
+def _consensus_by_hand(
+    case: Case,
+    state: dict[str, Tensor],
+    x: Tensor,
+    context: Tensor,
+    graph: ga.TokenGraph,
+    positions: tuple[Tensor, Tensor],
+    valid: Any,
+) -> Tensor:
+    cross = case.kind == "CrossConsensus"
+    u = into_heads(linear(state, "source_proj", x))
+    v = into_heads(linear(state, "context_proj", context)) if cross else u
+    turned = (rotate(u, positions[0], case.rope_base), rotate(v, positions[1], case.rope_base))
+    step = case.options.get("step_size", 0.1)
+    if step == "learned":
+        step = functional.softplus(state["raw_step_size"])
+    isometric = case.options.get("rope") == "isometric"
+    moved = ga.consensus_update(
+        turned[0] if isometric else u,
+        turned[1] if isometric else v,
+        grouped_linear(state, "edge_net.target", x),
+        grouped_linear(state, "edge_net.source", context),
+        second_layer(state),
+        graph,
+        step,
+        update="target" if cross else case.options.get("update", "energy"),
+        disagreement=None if isometric else turned,
+        valid=valid,
+    )
+    if isometric:
+        moved = rotate(moved, positions[0], case.rope_base, back=True)
+    return linear(state, "output_proj", moved.flatten(-2))
