@@ -26,8 +26,10 @@ def as_float(name: str, value: Any, *, positive: bool) -> float:
     """`value` as a finite float, > 0 or >= 0."""
     allowed = "a finite number > 0" if positive else "a finite number >= 0"
     try:
+        if isinstance(value, bool | str):
+            raise TypeError
         number = float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise ValueError(f"{name} must be {allowed}, got {value!r}") from None
     if not number < float("inf") or number < 0 or (positive and number == 0):
         raise ValueError(f"{name} must be {allowed}, got {number}")

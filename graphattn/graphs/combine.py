@@ -6,7 +6,8 @@ from collections.abc import Iterable
 
 import torch
 
-from graphattn.graphs.structure import Parts, Union
+from graphattn.graphs.composites import Parts, Union, union_of
+from graphattn.graphs.structure import Structure
 from graphattn.graphs.token_graph import TokenGraph
 
 
@@ -35,13 +36,16 @@ def union(a: TokenGraph, b: TokenGraph) -> TokenGraph:
     if a.device != b.device:
         raise ValueError(f"a and b must be on one device, got {a.device} and {b.device}")
     if a.sizes != b.sizes:
-        raise ValueError("a and b must be batches of the same sizes: positions would differ")
+        raise ValueError(
+            "a and b must number their tokens alike: as batches they have the (target, source) "
+            f"sizes {a.sizes} and {b.sizes}"
+        )
     if a.structure is not None and b.structure is not None:
-        parts: list = []
-        for structure in (a.structure, b.structure):
-            inner = structure.parts if isinstance(structure, Union) else (structure,)
+        parts: list[Structure] = []
+        for own in (a.structure, b.structure):
+            inner = own.parts if isinstance(own, Union) else (own,)
             parts.extend(part for part in inner if part not in parts)
-        structure = parts[0] if len(parts) == 1 else Union(tuple(parts))
+        structure = union_of(parts)
         edge_index = None
     else:
         structure = None
@@ -77,6 +81,8 @@ def batch(graphs: Iterable[TokenGraph]) -> TokenGraph:
         >>> packed.num_edges
         9
     """
+    if isinstance(graphs, TokenGraph) or not isinstance(graphs, Iterable):
+        raise ValueError(f"graphs must be a list of TokenGraphs, got {type(graphs).__name__}")
     graphs = list(graphs)
     if not graphs:
         raise ValueError("graphs must hold at least one TokenGraph, got none")

@@ -102,13 +102,15 @@ def from_networkx(graph: networkx.Graph) -> TokenGraph:
     An undirected edge gives both directions. Tokens are the nodes in iteration order.
 
     Raises:
-        ValueError: if a multigraph holds an edge twice.
+        ValueError: if it is no networkx graph, or a multigraph holds an edge twice.
 
     Example:
         >>> import networkx, graphattn as ga
         >>> ga.from_networkx(networkx.path_graph(5)) == ga.window_path_graph(5, window=1)
         True
     """
+    if not callable(getattr(graph, "is_directed", None)) or not hasattr(graph, "nodes"):
+        raise ValueError(f"graph must be a networkx graph, got {type(graph).__name__}")
     token = {node: i for i, node in enumerate(graph.nodes)}
     pairs = [(token[a], token[b]) for a, b in graph.edges()]
     if not graph.is_directed():
@@ -131,8 +133,9 @@ def from_scipy(matrix: Any) -> TokenGraph:
         tensor([[0, 1, 2],
                 [1, 2, 3]])
     """
-    if not hasattr(matrix, "tocoo"):
-        raise ValueError(f"matrix must be a scipy.sparse matrix, got {type(matrix).__name__}")
+    if not hasattr(matrix, "tocoo") or len(matrix.shape) != 2:
+        got = f"shape {matrix.shape}" if hasattr(matrix, "tocoo") else type(matrix).__name__
+        raise ValueError(f"matrix must be a scipy.sparse matrix [M, N], got {got}")
     coo = matrix.tocoo()
     edge = coo.data != 0
     rows = torch.from_numpy(coo.row[edge].astype("int64"))

@@ -8,7 +8,7 @@ from torch import Tensor
 from graphattn.graphs.arguments import as_int, as_points
 from graphattn.graphs.token_graph import TokenGraph, as_token_graph
 
-TILE = 1 << 24  # distances held at a time
+TILE = 1 << 22  # distances held at a time
 
 
 def knn(
@@ -21,10 +21,10 @@ def knn(
 ) -> tuple[Tensor, Tensor]:
     """The `k` nearest sources of every token, by squared Euclidean distance.
 
-    Distances come from coordinate differences, never from |a|^2 + |b|^2 - 2 a.b, so they do not
-    suffer from a common offset. Neighbours stand in order of distance, equal distances in order of
-    index. Tokens holding NaN or infinity are never neighbours and have none. The search itself is
-    not differentiable; the returned distances are.
+    Squared distances come from coordinate differences in float64, never from
+    |a|^2 + |b|^2 - 2 a.b, so a common offset costs no accuracy. Neighbours stand in order of
+    distance, equal distances in order of index. Tokens holding NaN or infinity are never neighbours
+    and have none. The search itself is not differentiable; the returned distances are.
 
     Args:
         x: tokens that look, [N, C]; half precision is searched in float32.
@@ -66,62 +66,57 @@ def knn(
         )
     if self_loops and not to_self:
         raise ValueError("self_loops=True needs source=None: other sources are other tokens")
-    possible = len(sources) - int(to_self and not self_loops)
+    possible = max(len(sources) - int(to_self and not self_loops), 0)
     if k > possible:
         raise ValueError(f"k must be <= {possible}, the number of possible sources, got {k}")
-    compute = torch.promote_types(x.dtype, torch.float32)
-    points, candidates = x.to(compute), sources.to(compute)
-    with torch.no_grad():
-        if within is None:
-            index = _nearest_of_all(points, candidates, k, to_self, self_loops)
-        else:
-            graph = as_token_graph(within, len(x), len(sources))
-            if graph.device != x.device:
-                raise ValueError(f"within must be on {x.device}, like x, got {graph.device}")
-            index = _nearest_in_graph(points, candidates, k, graph, to_self, self_loops)
+    points = x.detach().to(torch.promote_types(x.dtype, torch.float32))
+    candidates = sources.detach().to(points.dtype)
+    if within is None:
+        index = _nearest_of_all(points, candidates, k, to_self, bool(self_loops))
+    else:
+        index = _nearest_in_graph(
+            points, candidates, k, _candidate_graph(within, x, sources), to_self, bool(self_loops)
+        )
+    # Distances again, differentiable. What is missing is 0 before the subtraction and infinite
+    # after it, so its gradient is exactly 0.
     found = index >= 0
-    neighbour = candidates[index.clamp(min=0)] if len(sources) else candidates.new_zeros(0, k, 1)
-    # Missing neighbours are replaced before the subtraction: their gradient is exactly 0.
-    neighbour = torch.where(found[..., None], neighbour, points.detach()[:, None].nan_to_num())
-    point = torch.where(found[..., None], points[:, None], points.detach()[:, None].nan_to_num())
-    squared = (point - neighbour).square().sum(-1).to(x.dtype)
-    return index, torch.where(found, squared, torch.inf)
+    row, slot = found.nonzero().T
+    gap = x[row].double() - sources[index[row, slot]].double()
+    squared = torch.full(index.shape, torch.inf, dtype=torch.float64, device=x.device)
+    squared = squared.index_put((row, slot), gap.square().sum(-1))
+    return index, squared.to(x.dtype)
+
+
+def _candidate_graph(within: TokenGraph | Tensor, x: Tensor, sources: Tensor) -> TokenGraph:
+    try:
+        graph = as_token_graph(within, len(x), len(sources))
+    except ValueError as error:
+        raise ValueError(f"within does not fit the tokens: {error}") from None
+    if graph.device != x.device:
+        raise ValueError(f"within must be on {x.device}, like x, got {graph.device}")
+    return graph
 
 
 def _nearest_of_all(
     points: Tensor, candidates: Tensor, k: int, to_self: bool, self_loops: bool
 ) -> Tensor:
-    """Rows of distances a tile at a time; N x M is never stored."""
+    """A tile of rows at a time; N x M is never stored."""
     index = torch.full((len(points), k), -1, dtype=torch.int64, device=points.device)
     rows = max(1, TILE // max(len(candidates), 1))
     for start in range(0, len(points), rows):
         tile = points[start : start + rows]
-        distance = torch.cdist(tile, candidates, compute_mode="donot_use_mm_for_euclid_dist")
-        distance = distance.nan_to_num_(nan=torch.inf, posinf=torch.inf)
+        distance = rounded_distances(tile, candidates)
         if to_self:
-            place_self(distance.diagonal(start), self_loops)
-        index[start : start + rows] = smallest(distance, k)
+            distance.diagonal(start).fill_(0 if self_loops else torch.inf)
+        # Rounding may exchange neighbours that are nearly equally far, so everything within
+        # rounding of the k-th is a candidate, and exact distances decide.
+        kth = distance.topk(k, dim=1, largest=False).values.amax(dim=1, keepdim=True)
+        row, source = (distance <= with_rounding(kth, points)).nonzero().T
+        squared = exact_squared_distances(tile, candidates, row, source)
+        if to_self:
+            place_self(squared, row + start == source, self_loops)
+        index[start : start + rows] = nearest_edges(row, source, squared, len(tile), k)
     return index
-
-
-def place_self(own: Tensor, self_loops: bool) -> None:
-    """Overwrite the distances `own` of tokens to themselves, so that self comes first or never.
-
-    Before equal points of smaller index; a token that holds NaN is never its own neighbour.
-    """
-    first = own.isfinite() & self_loops
-    own.fill_(torch.inf).masked_fill_(first, -1)
-
-
-def smallest(distance: Tensor, k: int) -> Tensor:
-    """Columns of the k smallest finite entries of each row, ties by column; -1 where fewer."""
-    kth = distance.topk(k, dim=1, largest=False).values.amax(dim=1, keepdim=True)
-    closer, tied = distance < kth, distance == kth
-    room = k - closer.sum(dim=1, keepdim=True)
-    keep = closer | (tied & (tied.cumsum(dim=1) <= room))  # topk promises nothing about ties
-    column = keep.nonzero()[:, 1].view(-1, k)
-    kept, order = distance.gather(1, column).sort(dim=1, stable=True)
-    return torch.where(kept < torch.inf, column.gather(1, order), -1)
 
 
 def _nearest_in_graph(
@@ -132,25 +127,63 @@ def _nearest_in_graph(
     to_self: bool,
     self_loops: bool,
 ) -> Tensor:
-    """The same, edge by edge, for the edges of a graph."""
+    """The same for the edges of a graph."""
     source, target = graph.edge_index
-    distance = torch.empty(len(source), dtype=points.dtype, device=points.device)
-    step = max(1, TILE // max(points.shape[1], 1))
-    for e in range(0, len(source), step):
-        gap = points[target[e : e + step]] - candidates[source[e : e + step]]
-        # Square roots as in cdist, so that both searches break the same ties.
-        distance[e : e + step] = torch.linalg.vector_norm(gap, dim=1)
-    distance = distance.nan_to_num_(nan=torch.inf, posinf=torch.inf)
+    squared = exact_squared_distances(points, candidates, target, source)
     if to_self:
-        own = source == target
-        own_distance = distance[own]
-        place_self(own_distance, self_loops)
-        distance[own] = own_distance
-    # Two stable sorts: by target, then distance, then (from edge_index's own order) source.
-    order = distance.argsort(stable=True)
-    order = order[target[order].argsort(stable=True)]
-    rank = torch.arange(len(source), device=points.device) - graph.rowptr[target]
-    keep = (rank < k) & (distance[order] < torch.inf)
-    index = torch.full((len(points), k), -1, dtype=torch.int64, device=points.device)
-    index[target[keep], rank[keep]] = source[order][keep]
+        place_self(squared, target == source, self_loops)
+    return nearest_edges(target, source, squared, len(points), k)
+
+
+def rounded_distances(points: Tensor, candidates: Tensor) -> Tensor:
+    """Distances [n, M], up to rounding; infinite where a coordinate is not finite."""
+    distance = torch.cdist(points, candidates, compute_mode="donot_use_mm_for_euclid_dist")
+    return distance.nan_to_num_(nan=torch.inf, posinf=torch.inf)
+
+
+def with_rounding(limit: Tensor | float, points: Tensor) -> Tensor | float:
+    """What a rounded distance may come to where the exact one is `limit`, generously.
+
+    One rounding per coordinate and a few more, and squares that vanish below the smallest number.
+    """
+    finfo, coordinates = torch.finfo(points.dtype), points.shape[1]
+    return limit * (1 + 2 * (coordinates + 8) * finfo.eps) + (coordinates * finfo.tiny) ** 0.5
+
+
+def exact_squared_distances(
+    points: Tensor, candidates: Tensor, row: Tensor, source: Tensor
+) -> Tensor:
+    """Squared distances of pairs, [E], in float64; infinite where a coordinate is not finite."""
+    squared = torch.empty(len(row), dtype=torch.float64, device=points.device)
+    step = max(1, TILE // max(points.shape[1], 1))
+    for e in range(0, len(row), step):
+        pairs = slice(e, e + step)
+        gap = points[row[pairs]].double() - candidates[source[pairs]].double()
+        squared[pairs] = gap.square_().sum(dim=1)
+    return squared.nan_to_num_(nan=torch.inf, posinf=torch.inf)
+
+
+def place_self(squared: Tensor, own: Tensor, self_loops: bool) -> None:
+    """Give pairs of a token with itself a distance that makes them first, or never chosen.
+
+    First even before equal points of smaller index; a token that holds NaN has no neighbours.
+    """
+    first = own & squared.isfinite() & self_loops
+    squared.masked_fill_(own, torch.inf).masked_fill_(first, -1)
+
+
+def nearest_edges(row: Tensor, source: Tensor, squared: Tensor, num_rows: int, k: int) -> Tensor:
+    """The k nearest sources of every row, [num_rows, k], -1 where fewer are in finite reach.
+
+    Pairs stand sorted by row, then source. Two stable sorts, by distance and then by row, leave
+    equal distances in order of source.
+    """
+    order = squared.argsort(stable=True)
+    order = order[row[order].argsort(stable=True)]
+    begin = torch.bincount(row, minlength=num_rows).cumsum(0).roll(1)
+    begin[:1] = 0
+    rank = torch.arange(len(row), device=row.device) - begin[row]
+    keep = (rank < k) & (squared[order] < torch.inf)
+    index = torch.full((num_rows, k), -1, dtype=torch.int64, device=row.device)
+    index[row[keep], rank[keep]] = source[order][keep]
     return index

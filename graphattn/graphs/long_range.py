@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from graphattn.graphs.arguments import as_int
-from graphattn.graphs.structure import Band, GlobalTokens, RandomSources, Structure, union_of
+from graphattn.graphs.composites import RandomSources, union_of
+from graphattn.graphs.structure import Band, GlobalTokens, Structure
 from graphattn.graphs.token_graph import TokenGraph
 
 
@@ -66,6 +70,9 @@ def bigbird_graph(
     """
     parts = _window_and_hubs(num_tokens, window, global_tokens, 1)
     num_random, seed = as_int("num_random", num_random, 0), as_int("seed", seed, 0)
+    if seed >= 2**63:
+        raise ValueError(f"seed must be < 2**63, got {seed}")
+    num_random = min(num_random, parts[0].num_targets)
     if num_random:
         parts = [*parts, RandomSources(union_of(parts), num_random, seed)]
     return TokenGraph(structure=union_of(parts))
@@ -76,13 +83,20 @@ def _window_and_hubs(
 ) -> list[Structure]:
     """The parts, global tokens first: an edge both have belongs to them."""
     num_tokens, window = as_int("num_tokens", num_tokens, 0), as_int("window", window, 1)
-    dilation = as_int("dilation", dilation, 1)
+    dilation = min(as_int("dilation", dilation, 1), max(num_tokens, 1))
     band = Band(num_tokens, window, window, dilation)
     tokens = _as_tokens(global_tokens, num_tokens)
     return [GlobalTokens(num_tokens, tokens), band] if tokens else [band]
 
 
 def _as_tokens(global_tokens: Any, num_tokens: int) -> tuple[int, ...]:
+    if isinstance(global_tokens, Tensor) and not global_tokens.dtype.is_floating_point:
+        if global_tokens.dtype == torch.bool:
+            raise ValueError(
+                "global_tokens must be token indices (mask.nonzero().flatten()), "
+                f"got the mask {global_tokens.tolist()}"
+            )
+        global_tokens = global_tokens.tolist()
     try:
         tokens = sorted({as_int("global_tokens", token, 0) for token in global_tokens})
     except TypeError:
@@ -90,5 +104,6 @@ def _as_tokens(global_tokens: Any, num_tokens: int) -> tuple[int, ...]:
             f"global_tokens must be token indices such as [0] or range(2), got {global_tokens!r}"
         ) from None
     if tokens and tokens[-1] >= num_tokens:
-        raise ValueError(f"global_tokens must be among 0 .. {num_tokens - 1}, got {tokens[-1]}")
+        allowed = f"among 0 .. {num_tokens - 1}" if num_tokens else "empty without tokens"
+        raise ValueError(f"global_tokens must be {allowed}, got {tokens[-1]}")
     return tuple(tokens)

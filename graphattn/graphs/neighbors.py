@@ -6,7 +6,15 @@ import torch
 from torch import Tensor
 
 from graphattn.graphs.arguments import as_float, as_int, as_points
-from graphattn.graphs.knn import TILE, knn, place_self, smallest
+from graphattn.graphs.knn import (
+    TILE,
+    exact_squared_distances,
+    knn,
+    nearest_edges,
+    place_self,
+    rounded_distances,
+    with_rounding,
+)
 from graphattn.graphs.token_graph import TokenGraph
 
 
@@ -38,12 +46,16 @@ def knn_graph(
         tensor([[1, 0, 1],
                 [0, 1, 2]])
     """
-    index, _ = knn(x.detach() if isinstance(x, Tensor) else x, k, source=source, within=within,
-                   self_loops=self_loops)  # fmt: skip
-    num_sources = len(x) if source is None else len(source)
-    is_causal = isinstance(within, TokenGraph) and within.is_causal
-    sizes = within.sizes if isinstance(within, TokenGraph) else None
-    return _from_rows(index, num_sources, is_causal=is_causal, sizes=sizes)
+    with torch.no_grad():
+        index, _ = knn(x, k, source=source, within=within, self_loops=self_loops)
+    base = within if isinstance(within, TokenGraph) else None
+    return TokenGraph(
+        edge_index=edges_of_rows(index),
+        num_targets=len(x),
+        num_sources=len(x if source is None else source),
+        sizes=None if base is None else base.sizes,
+        is_causal=base is not None and base.is_causal,
+    )
 
 
 def radius_graph(
@@ -78,39 +90,28 @@ def radius_graph(
     if max_neighbors is not None:
         max_neighbors = as_int("max_neighbors", max_neighbors, 1)
     points = positions.to(torch.promote_types(positions.dtype, torch.float32))
+    reach = float(points.new_tensor(radius))  # 0.1 means the 0.1 of the coordinates' own dtype
     N = len(points)
-    pieces = []
+    pieces = [torch.empty((2, 0), dtype=torch.int64, device=points.device)]
     rows = max(1, TILE // max(N, 1))
     for start in range(0, N, rows):
         tile = points[start : start + rows]
-        distance = torch.cdist(tile, points, compute_mode="donot_use_mm_for_euclid_dist")
-        place_self(distance.diagonal(start), self_loops)
-        distance = torch.where(distance <= radius, distance, torch.inf)  # NaN is not <= radius
-        if max_neighbors is not None and max_neighbors < N:
-            row, slot = (index := smallest(distance, max_neighbors)).ge(0).nonzero().T
-            pieces.append(torch.stack([index[row, slot], row + start]))
+        near = rounded_distances(tile, points) <= with_rounding(reach, points)
+        row, source = near.nonzero().T
+        squared = exact_squared_distances(tile, points, row, source)
+        squared.masked_fill_(squared > reach**2, torch.inf)
+        place_self(squared, row + start == source, bool(self_loops))
+        if max_neighbors is None:
+            inside = squared < torch.inf
+            pieces.append(torch.stack([source[inside], row[inside] + start]))
         else:
-            row, column = distance.isfinite().nonzero().T
-            pieces.append(torch.stack([column, row + start]))
-    edge_index = torch.cat(pieces, dim=1) if pieces else torch.empty((2, 0), dtype=torch.int64)
-    order = (edge_index[1] * N + edge_index[0]).argsort()
-    return TokenGraph(edge_index=edge_index[:, order], num_targets=N, num_sources=N)
+            index = nearest_edges(row, source, squared, len(tile), min(max_neighbors, N))
+            pieces.append(edges_of_rows(index, start))
+    return TokenGraph(edge_index=torch.cat(pieces, dim=1), num_targets=N, num_sources=N)
 
 
-def _from_rows(
-    index: Tensor,
-    num_sources: int,
-    *,
-    is_causal: bool,
-    sizes: tuple[tuple[int, int], ...] | None,
-) -> TokenGraph:
-    """The graph of a neighbour table [N, k], -1 meaning none."""
+def edges_of_rows(index: Tensor, first_row: int = 0) -> Tensor:
+    """The sorted edge list of a neighbour table [N, k], -1 meaning none."""
     index = index.sort(dim=1).values
     row, slot = (index >= 0).nonzero().T
-    return TokenGraph(
-        edge_index=torch.stack([index[row, slot], row]),
-        num_targets=len(index),
-        num_sources=num_sources,
-        sizes=sizes,
-        is_causal=is_causal,
-    )
+    return torch.stack([index[row, slot], row + first_row])

@@ -9,14 +9,18 @@ An edge is (source j, target i): target i looks at source j. Papers write that p
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 Device = torch.device | str | None
+
+# ("sequence", first, last, step): one row per displacement, (source - target) / step.
+# ("image", -radius, radius, 1): one row per displacement (down, right), row-major.
+OffsetTable = tuple[str, int, int, int]
 
 
 class Structure:
@@ -36,12 +40,25 @@ class Structure:
         return False
 
     @property
+    def offset_table(self) -> OffsetTable | None:
+        """What the rows of a relative-position table over this structure mean; None: no table."""
+        return None
+
+    @property
     def num_offsets(self) -> int | None:
-        """Rows of a relative-position table over this structure; None where there is none."""
+        """Rows of a relative-position table; None where there is none."""
+        match self.offset_table:
+            case ("sequence", first, last, _):
+                return last - first + 1
+            case ("image", first, last, _):
+                return (last - first + 1) ** 2
         return None
 
     def offset_index(self, target: Tensor, source: Tensor) -> Tensor:
         """The row of a relative-position table that an edge reads."""
+        match self.offset_table:
+            case ("sequence", first, _, step):
+                return torch.div(source - target, step, rounding_mode="floor") - first
         raise NotImplementedError(f"{type(self).__name__} has no table of offsets")
 
     def num_edges(self) -> int:
@@ -59,12 +76,16 @@ class Structure:
         """All edges, [2, E], row 0 = source, row 1 = target, sorted by target, then source."""
         raise NotImplementedError
 
+    def pieces(self, device: Device = None) -> Iterator[Tensor]:
+        """The edges again, a bounded piece [2, n] at a time and in any order: for counting."""
+        yield self.edges(device)
+
     def transpose(self) -> Structure | None:
         """The same edges with sources and targets exchanged; None if not known in closed form."""
         raise NotImplementedError
 
 
-def _masked_rows(source: Tensor, target: Tensor, mask: Tensor) -> Tensor:
+def masked_rows(source: Tensor, target: Tensor, mask: Tensor) -> Tensor:
     """Edge list of rows of candidate sources [n, k] (ascending) of `target` [n]."""
     return torch.stack([source[mask], target[:, None].expand_as(mask)[mask]])
 
@@ -88,11 +109,8 @@ class Band(Structure):
         return self.after == 0
 
     @property
-    def num_offsets(self) -> int:
-        return self.before + self.after + 1
-
-    def offset_index(self, target: Tensor, source: Tensor) -> Tensor:
-        return torch.div(source - target, self.dilation, rounding_mode="floor") + self.before
+    def offset_table(self) -> OffsetTable:
+        return ("sequence", -self.before, self.after, self.dilation)
 
     def _reach(self, hops: int) -> int:
         """Hops that can land inside the sequence at all."""
@@ -112,9 +130,8 @@ class Band(Structure):
 
     def contains(self, target: Tensor, source: Tensor) -> Tensor:
         distance = source - target
-        inside = (distance >= -self.before * self.dilation) & (
-            distance <= self.after * self.dilation
-        )
+        before, after = self._reach(self.before), self._reach(self.after)
+        inside = (distance >= -before * self.dilation) & (distance <= after * self.dilation)
         if self.dilation > 1:
             inside &= distance % self.dilation == 0
         return inside if self.self_loops else inside & (distance != 0)
@@ -150,7 +167,14 @@ class Band(Structure):
     def _border_edges(self, start: int, stop: int, offsets: Tensor) -> Tensor:
         i = torch.arange(start, stop, device=offsets.device)
         source = i[:, None] + offsets
-        return _masked_rows(source, i, (source >= 0) & (source < self.num_tokens))
+        return masked_rows(source, i, (source >= 0) & (source < self.num_tokens))
+
+    def pieces(self, device: Device = None) -> Iterator[Tensor]:
+        for hop in range(-self._reach(self.before), self._reach(self.after) + 1):
+            if hop or self.self_loops:
+                move = hop * self.dilation
+                target = torch.arange(max(0, -move), self.num_tokens - max(0, move), device=device)
+                yield torch.stack([target + move, target])
 
     def transpose(self) -> Band:
         return Band(self.num_tokens, self.after, self.before, self.dilation, self.self_loops)
@@ -184,6 +208,12 @@ class Cycle(Structure):
         source = ((i + torch.cat([-hops, hops])) % self.num_tokens).sort(dim=1).values
         return torch.stack([source.reshape(-1), i.expand_as(source).reshape(-1)])
 
+    def pieces(self, device: Device = None) -> Iterator[Tensor]:
+        target = torch.arange(self.num_tokens, device=device)
+        for move in range(1, self.window + 1):
+            yield torch.stack([(target + move) % self.num_tokens, target])
+            yield torch.stack([(target - move) % self.num_tokens, target])
+
     def transpose(self) -> Cycle:
         return self
 
@@ -204,11 +234,9 @@ class Complete(Structure):
         return self.sources
 
     @property
-    def num_offsets(self) -> int | None:
-        return 2 * self.targets - 1 if self.targets == self.sources else None
-
-    def offset_index(self, target: Tensor, source: Tensor) -> Tensor:
-        return source - target + self.targets - 1
+    def offset_table(self) -> OffsetTable | None:
+        last = max(self.targets - 1, 0)
+        return ("sequence", -last, last, 1) if self.targets == self.sources else None
 
     def num_edges(self) -> int:
         return self.targets * self.sources
@@ -223,6 +251,11 @@ class Complete(Structure):
         source = torch.arange(self.sources, device=device).repeat(self.targets)
         target = torch.arange(self.targets, device=device).repeat_interleave(self.sources)
         return torch.stack([source, target])
+
+    def pieces(self, device: Device = None) -> Iterator[Tensor]:
+        target = torch.arange(self.targets, device=device)
+        for source in range(self.sources):
+            yield torch.stack([torch.full_like(target, source), target])
 
     def transpose(self) -> Complete:
         return Complete(self.sources, self.targets)
@@ -245,21 +278,21 @@ class Blocks(Structure):
         return self.block_size == 1
 
     @property
-    def num_offsets(self) -> int:
-        return 2 * self.block_size - 1
+    def offset_table(self) -> OffsetTable:
+        return ("sequence", 1 - self.block_size, self.block_size - 1, 1)
 
-    def offset_index(self, target: Tensor, source: Tensor) -> Tensor:
-        return source - target + self.block_size - 1
+    @property
+    def _size(self) -> int:
+        """The block size, cut where it is beyond the sequence anyway."""
+        return min(self.block_size, max(self.num_tokens, self.shift + 1))
 
     def block_of(self, token: Tensor) -> Tensor:
-        """The block every token belongs to."""
-        lead = self.block_size - self.shift if self.shift else 0
-        return torch.div(token + lead, self.block_size, rounding_mode="floor")
+        """The block every token belongs to; with `shift`, the cut first one is -1."""
+        return torch.div(token - self.shift, self._size, rounding_mode="floor")
 
     def _bounds(self, i: Tensor) -> tuple[Tensor, Tensor]:
-        lead = self.block_size - self.shift if self.shift else 0
-        start = self.block_of(i) * self.block_size - lead
-        return start.clamp(min=0), (start + self.block_size).clamp(max=self.num_tokens)
+        start = self.block_of(i) * self._size + self.shift
+        return start.clamp(min=0), (start + self._size).clamp(max=self.num_tokens)
 
     def in_degree(self, device: Device = None) -> Tensor:
         start, stop = self._bounds(torch.arange(self.num_tokens, device=device))
@@ -271,9 +304,16 @@ class Blocks(Structure):
     def edges(self, device: Device = None) -> Tensor:
         i = torch.arange(self.num_tokens, device=device)
         start, stop = self._bounds(i)
-        size = min(self.block_size, self.num_tokens)
+        size = min(self._size, self.num_tokens)
         source = start[:, None] + torch.arange(size, device=device)
-        return _masked_rows(source, i, source < stop[:, None])
+        return masked_rows(source, i, source < stop[:, None])
+
+    def pieces(self, device: Device = None) -> Iterator[Tensor]:
+        i = torch.arange(self.num_tokens, device=device)
+        start, stop = self._bounds(i)
+        for place in range(min(self._size, self.num_tokens)):
+            inside = start + place < stop
+            yield torch.stack([(start + place)[inside], i[inside]])
 
     def transpose(self) -> Blocks:
         return self
@@ -297,8 +337,8 @@ class Grid(Structure):
         return self.height * self.width + int(self.class_token)
 
     @property
-    def num_offsets(self) -> int | None:
-        return None if self.class_token else (2 * self.radius + 1) ** 2
+    def offset_table(self) -> OffsetTable | None:
+        return None if self.class_token else ("image", -self.radius, self.radius, 1)
 
     def offset_index(self, target: Tensor, source: Tensor) -> Tensor:
         dy, dx = self._displacement(target, source)
@@ -338,27 +378,43 @@ class Grid(Structure):
             inside = dy.abs() + dx.abs() <= self.radius
         return inside | (target == 0) | (source == 0) if self.class_token else inside
 
-    def edges(self, device: Device = None) -> Tensor:
-        reach_y = min(self.radius, self.height - 1)
-        reach_x = min(self.radius, self.width - 1)
-        moves = [
+    def _moves(self) -> list[tuple[int, int]]:
+        """Displacements (down, right) of a window, in order of the source."""
+        down, right = min(self.radius, self.height - 1), min(self.radius, self.width - 1)
+        return [
             (dy, dx)
-            for dy in range(-reach_y, reach_y + 1)
-            for dx in range(-reach_x, reach_x + 1)
+            for dy in range(-down, down + 1)
+            for dx in range(-right, right + 1)
             if abs(dx) <= self._half_width(dy)
         ]
-        dy, dx = torch.tensor(moves, device=device).T
+
+    def edges(self, device: Device = None) -> Tensor:
+        dy, dx = torch.tensor(self._moves(), device=device).T
         cell = torch.arange(self.height * self.width, device=device)
         y, x = cell[:, None] // self.width + dy, cell[:, None] % self.width + dx
         inside = (y >= 0) & (y < self.height) & (x >= 0) & (x < self.width)
         if not self.class_token:
-            return _masked_rows(y * self.width + x, cell, inside)
+            return masked_rows(y * self.width + x, cell, inside)
         # Token 0 stands first in every row, and its own row holds everything.
         always = torch.ones_like(inside[:, :1])
         source = torch.cat([torch.zeros_like(cell)[:, None], y * self.width + x + 1], dim=1)
-        grid = _masked_rows(source, cell + 1, torch.cat([always, inside], dim=1))
+        grid = masked_rows(source, cell + 1, torch.cat([always, inside], dim=1))
         everyone = torch.arange(self.num_targets, device=device)
         return torch.cat([torch.stack([everyone, torch.zeros_like(everyone)]), grid], dim=1)
+
+    def pieces(self, device: Device = None) -> Iterator[Tensor]:
+        cell = torch.arange(self.height * self.width, device=device)
+        y, x = cell // self.width, cell % self.width
+        lead = int(self.class_token)
+        for dy, dx in self._moves():
+            inside = (y + dy >= 0) & (y + dy < self.height)
+            inside &= (x + dx >= 0) & (x + dx < self.width)
+            target = cell[inside]
+            yield torch.stack([target + dy * self.width + dx, target]) + lead
+        if self.class_token:
+            everyone = torch.arange(self.num_targets, device=device)
+            yield torch.stack([torch.zeros_like(everyone), everyone])
+            yield torch.stack([everyone[1:], torch.zeros_like(everyone[1:])])
 
     def transpose(self) -> Grid:
         return self
@@ -395,210 +451,19 @@ class GlobalTokens(Structure):
         others = i[~torch.isin(i, tokens)]
         columns = torch.stack([tokens.repeat(len(others)), others.repeat_interleave(len(tokens))])
         rows = torch.stack([i.repeat(len(tokens)), tokens.repeat_interleave(self.num_tokens)])
-        return _sorted_edges(torch.cat([columns, rows], dim=1), self.num_tokens)
+        return sort_edges(torch.cat([columns, rows], dim=1), self.num_tokens)
+
+    def pieces(self, device: Device = None) -> Iterator[Tensor]:
+        everyone = torch.arange(self.num_tokens, device=device)
+        others = everyone[~torch.isin(everyone, self._tokens(device))]
+        for token in self.tokens:
+            yield torch.stack([everyone, torch.full_like(everyone, token)])
+            yield torch.stack([torch.full_like(others, token), others])
 
     def transpose(self) -> GlobalTokens:
         return self
 
 
-@dataclass(frozen=True)
-class RandomSources(Structure):
-    """`num_random` sources per target, drawn without replacement outside `base` (BigBird).
-
-    A function of the seed alone, the same on every device; a target with fewer sources left
-    takes them all.
-    """
-
-    base: Structure
-    num_random: int
-    seed: int
-
-    @property
-    def num_targets(self) -> int:
-        return self.base.num_targets
-
-    def in_degree(self, device: Device = None) -> Tensor:
-        left = self.num_sources - self.base.in_degree(device)
-        return left.clamp(max=self.num_random)
-
-    def contains(self, target: Tensor, source: Tensor) -> Tensor:
-        own_source, own_target = self.edges(target.device)
-        keys = own_target * self.num_sources + own_source
-        return torch.isin(target * self.num_sources + source, keys)
-
-    def edges(self, device: Device = None) -> Tensor:
-        base_source, base_target = self.base.edges()
-        degree = self.base.in_degree()
-        rowptr = torch.cat([degree.new_zeros(1), degree.cumsum(0)])
-        left = self.num_sources - degree
-        # Floyd's algorithm, all targets at once: `num_random` distinct ranks among those left.
-        generator = torch.Generator().manual_seed(self.seed)
-        uniform = torch.rand(
-            (self.num_random, self.num_targets), generator=generator, dtype=torch.float64
-        )
-        ranks = torch.full((self.num_targets, self.num_random), -1, dtype=torch.int64)
-        count = left.clamp(max=self.num_random)
-        for draw in range(self.num_random):
-            bound = left - count + draw  # candidates 0 .. bound, inclusive
-            rank = (uniform[draw] * (bound + 1)).long().clamp(max=bound.clamp(min=0))
-            taken = (ranks == rank[:, None]).any(dim=1)
-            rank = torch.where(taken, bound, rank)
-            ranks[:, draw] = torch.where(draw < count, rank, -1)
-        ranks = ranks.sort(dim=1).values
-        # The r-th source outside `base`: r plus the base sources that stand before it.
-        position = torch.arange(len(base_source)) - rowptr[base_target]
-        stride = self.num_sources + 1
-        keys = base_target * stride + base_source - position
-        i = torch.arange(self.num_targets)[:, None]
-        before = torch.searchsorted(keys, i * stride + ranks, right=True) - rowptr[i]
-        return _masked_rows(ranks + before, i[:, 0], ranks >= 0).to(device)
-
-    def transpose(self) -> None:
-        return None
-
-
-@dataclass(frozen=True)
-class Union(Structure):
-    """The set union of structures of one size; a shared edge belongs to the first that has it."""
-
-    parts: tuple[Structure, ...]
-
-    @property
-    def num_targets(self) -> int:
-        return self.parts[0].num_targets
-
-    @property
-    def num_sources(self) -> int:
-        return self.parts[0].num_sources
-
-    @property
-    def is_causal(self) -> bool:
-        return all(part.is_causal for part in self.parts)
-
-    def disjoint_edges(self, device: Device = None) -> list[Tensor]:
-        """The edges of every part, without those an earlier part already has."""
-        edge_lists = []
-        for k, part in enumerate(self.parts):
-            source, target = edge_index = part.edges(device)
-            new = torch.ones_like(source, dtype=torch.bool)
-            for earlier in self.parts[:k]:
-                new &= ~earlier.contains(target, source)
-            edge_lists.append(edge_index[:, new])
-        return edge_lists
-
-    @cached_property
-    def _counted_edges(self) -> int:
-        return sum(edges.shape[1] for edges in self.disjoint_edges())
-
-    def num_edges(self) -> int:
-        match self.parts:
-            # Longformer: window edges at a global token are the only ones counted twice.
-            case (GlobalTokens() as hubs, Band() as band):
-                tokens = torch.tensor(hubs.tokens, dtype=torch.int64)
-                shared = band.in_degree()[tokens].sum() + band.transpose().in_degree()[tokens].sum()
-                shared -= band.contains(tokens[:, None], tokens).sum()
-                return hubs.num_edges() + band.num_edges() - int(shared)
-            case (*rest, RandomSources() as drawn) if drawn.base == union_of(rest):
-                return drawn.base.num_edges() + drawn.num_edges()
-        return self._counted_edges
-
-    def in_degree(self, device: Device = None) -> Tensor:
-        return torch.bincount(self.edges(device)[1], minlength=self.num_targets)
-
-    def contains(self, target: Tensor, source: Tensor) -> Tensor:
-        inside = self.parts[0].contains(target, source)
-        for part in self.parts[1:]:
-            inside = inside | part.contains(target, source)
-        return inside
-
-    def edges(self, device: Device = None) -> Tensor:
-        return _sorted_edges(torch.cat(self.disjoint_edges(device), dim=1), self.num_sources)
-
-    def transpose(self) -> Structure | None:
-        parts = [flipped for part in self.parts if (flipped := part.transpose()) is not None]
-        return union_of(parts) if len(parts) == len(self.parts) else None
-
-
-@dataclass(frozen=True)
-class Parts(Structure):
-    """Structures side by side, without edges between them: a batch of packed sequences."""
-
-    parts: tuple[Structure, ...]
-
-    @cached_property
-    def target_ptr(self) -> list[int]:
-        return _running_sum([part.num_targets for part in self.parts])
-
-    @cached_property
-    def source_ptr(self) -> list[int]:
-        return _running_sum([part.num_sources for part in self.parts])
-
-    @property
-    def num_targets(self) -> int:
-        return self.target_ptr[-1]
-
-    @property
-    def num_sources(self) -> int:
-        return self.source_ptr[-1]
-
-    @property
-    def is_causal(self) -> bool:
-        return all(part.is_causal for part in self.parts)
-
-    @property
-    def num_offsets(self) -> int | None:
-        shared = {part.num_offsets for part in self.parts}
-        return shared.pop() if len(shared) == 1 else None
-
-    def offset_index(self, target: Tensor, source: Tensor) -> Tensor:
-        index = torch.empty_like(target)
-        for part, t0, s0 in zip(self.parts, self.target_ptr, self.source_ptr, strict=False):
-            own = (target >= t0) & (target < t0 + part.num_targets)
-            index[own] = part.offset_index(target[own] - t0, source[own] - s0)
-        return index
-
-    def num_edges(self) -> int:
-        return sum(part.num_edges() for part in self.parts)
-
-    def in_degree(self, device: Device = None) -> Tensor:
-        return torch.cat([part.in_degree(device) for part in self.parts])
-
-    def contains(self, target: Tensor, source: Tensor) -> Tensor:
-        target, source = torch.broadcast_tensors(target, source)
-        inside = torch.zeros_like(target, dtype=torch.bool)
-        for part, t0, s0 in zip(self.parts, self.target_ptr, self.source_ptr, strict=False):
-            own = (target >= t0) & (target < t0 + part.num_targets)
-            own &= (source >= s0) & (source < s0 + part.num_sources)
-            inside[own] = part.contains(target[own] - t0, source[own] - s0)
-        return inside
-
-    def edges(self, device: Device = None) -> Tensor:
-        offsets = zip(self.source_ptr, self.target_ptr, strict=True)
-        return torch.cat(
-            [
-                part.edges(device) + torch.tensor(offset, device=device)[:, None]
-                for part, offset in zip(self.parts, offsets, strict=False)
-            ],
-            dim=1,
-        )
-
-    def transpose(self) -> Structure | None:
-        parts = [flipped for part in self.parts if (flipped := part.transpose()) is not None]
-        return Parts(tuple(parts)) if len(parts) == len(self.parts) else None
-
-
-def union_of(parts: list[Structure] | tuple[Structure, ...]) -> Structure:
-    """The union of parts; one part stands for itself."""
-    return parts[0] if len(parts) == 1 else Union(tuple(parts))
-
-
-def _running_sum(sizes: list[int]) -> list[int]:
-    total = [0]
-    for size in sizes:
-        total.append(total[-1] + size)
-    return total
-
-
-def _sorted_edges(edge_index: Tensor, num_sources: int) -> Tensor:
+def sort_edges(edge_index: Tensor, num_sources: int) -> Tensor:
     """Edges sorted by target, then source."""
     return edge_index[:, (edge_index[1] * num_sources + edge_index[0]).argsort()]

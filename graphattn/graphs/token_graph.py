@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from graphattn.graphs.arguments import as_edge_index, as_int
-from graphattn.graphs.structure import Device, Parts, Structure
+from graphattn.graphs.composites import Parts
+from graphattn.graphs.structure import Device, Structure
 
 if TYPE_CHECKING:
     import networkx
@@ -173,6 +174,7 @@ class TokenGraph:
                 sizes=tuple((sources, targets) for targets, sources in self._sizes),
                 device=self._device,
             )
+            self._transposed._transposed = self
         return self._transposed
 
     def transpose_permutation(self) -> Tensor:
@@ -308,11 +310,14 @@ class TokenGraph:
         if edge_weight is None:
             values = np.ones(len(source))
         else:
-            if edge_weight.shape != (self.num_edges,):
+            if not isinstance(edge_weight, Tensor) or edge_weight.shape != (self.num_edges,):
+                got = getattr(edge_weight, "shape", type(edge_weight).__name__)
                 raise ValueError(
-                    f"edge_weight must have shape [{self.num_edges}] (one per edge), "
-                    f"got {list(edge_weight.shape)}"
+                    f"edge_weight must be a tensor of shape [{self.num_edges}] (one per edge), "
+                    f"got {got}"
                 )
+            if edge_weight.dtype in (torch.float16, torch.bfloat16):  # scipy knows neither
+                edge_weight = edge_weight.float()
             values = edge_weight.detach().cpu().numpy()
         shape = (self._num_sources, self._num_targets)
         return scipy.sparse.coo_array((values, (source, target)), shape=shape).tocsr()

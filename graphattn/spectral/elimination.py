@@ -33,16 +33,28 @@ class EliminationOrder:
     block_ends: list[int]  # where each block ends in `tokens`; the last end is the first hub
 
     @property
+    def num_banded(self) -> int:
+        """Tokens in blocks: all but the hubs and the ground."""
+        return self.block_ends[-1]
+
+    def blocks(self) -> list[tuple[int, int, int]]:
+        """(start, end, end of the next block) of every block."""
+        ends = self.block_ends
+        return list(zip([0, *ends[:-1]], ends, [*ends[1:], ends[-1]], strict=True))
+
+    @property
     def cost(self) -> float:
-        """Multiplications, roughly."""
-        num_hubs = len(self.tokens) - 1 - self.block_ends[-1]
-        sizes = np.diff(self.block_ends, prepend=0).astype(float)
-        reach = sizes + np.append(sizes[1:], 0.0) + num_hubs
-        return float((sizes * reach**2).sum()) + float(num_hubs) ** 3
+        """Multiplications of the elimination, roughly."""
+        num_hubs = len(self.tokens) - 1 - self.num_banded
+        in_blocks = sum(
+            (end - start) * (next_end - start + num_hubs) ** 2
+            for start, end, next_end in self.blocks()
+        )
+        return float(in_blocks + num_hubs**3)
 
 
 def elimination_order(adjacency: scipy.sparse.csr_array) -> EliminationOrder:
-    """An order for a symmetric adjacency matrix [N, N], N >= 1, that keeps blocks narrow."""
+    """An order for a symmetric adjacency matrix [N, N], N >= 2, that keeps blocks narrow."""
     num_tokens = adjacency.shape[0]
     degree = np.diff(adjacency.indptr)
     by_degree = np.argsort(degree, kind="stable")
@@ -79,25 +91,22 @@ class GroundedLaplacian:
         """Eliminate one block after another from a symmetric adjacency matrix without loops."""
         adjacency = adjacency[order.tokens][:, order.tokens]
         indptr, indices, data = adjacency.indptr, adjacency.indices, adjacency.data
-        num_band, num_tokens = order.block_ends[-1], len(order.tokens)
-        num_last = num_tokens - num_band  # hubs and ground
-        starts, ends = [0, *order.block_ends[:-1]], order.block_ends
-        next_ends = [*ends[1:], num_band]
-        hubs = adjacency[num_band:, num_band:].toarray()
+        num_banded = order.num_banded
+        num_last = len(order.tokens) - num_banded  # hubs and ground
+        hubs = adjacency[num_banded:, num_banded:].toarray()
         inverses, shares = [], []
-        # What earlier eliminations have added to the rows of the block at hand.
-        added = np.zeros((ends[0], ends[0] + num_last))
-        for start, end, next_end in zip(starts, ends, next_ends, strict=True):
+        # What eliminating the block before has added to the rows of the block at hand.
+        added = np.zeros((order.block_ends[0], order.block_ends[0] + num_last))
+        for start, end, next_end in order.blocks():
             size, num_next = end - start, next_end - end
             entries = slice(indptr[start], indptr[end])
             column, weight = indices[entries], data[entries]
             row = np.repeat(np.arange(size), np.diff(indptr[start : end + 1]))
-            ahead = column >= start
-            column = np.where(
-                column < num_band, column - start, column - num_band + next_end - start
-            )
+            # The rows of the block, with the columns [block, next block, hubs, ground].
             front = np.zeros((size, size + num_next + num_last))
-            front[row[ahead], column[ahead]] = weight[ahead]
+            ahead = column >= start
+            gap = np.where(column < num_banded, 0, num_banded - next_end)
+            front[row[ahead], (column - start - gap)[ahead]] = weight[ahead]
             front[:, :size] += added[:, :size]
             front[:, size + num_next :] += added[:, size:]
             outside = front[:, size:]
@@ -112,19 +121,17 @@ class GroundedLaplacian:
     def solve(self, right: Array) -> Array:
         """u with L u = `right` except at the ground, where u = 0; [N] or [N, k]."""
         right = right[self.order.tokens]
-        ends = self.order.block_ends
-        starts, num_band = [0, *ends[:-1]], ends[-1]
-        next_ends = [*ends[1:], num_band]
-        blocks = list(zip(starts, ends, next_ends, self.inverses, self.shares, strict=True))
-        hubs = right[num_band:-1]
-        for start, end, next_end, _, share in blocks:
+        num_banded = self.order.num_banded
+        blocks = list(zip(self.order.blocks(), self.inverses, self.shares, strict=True))
+        hubs = right[num_banded:-1]
+        for (start, end, next_end), _, share in blocks:
             moved = share.T @ right[start:end]
             right[end:next_end] += moved[: next_end - end]
             hubs += moved[next_end - end :]
         hubs = self.hub_inverse @ hubs
         solution = np.zeros_like(right)
-        solution[num_band:-1] = hubs
-        for start, end, next_end, inverse, share in reversed(blocks):
+        solution[num_banded:-1] = hubs
+        for (start, end, next_end), inverse, share in reversed(blocks):
             after = np.concatenate([solution[end:next_end], hubs])
             solution[start:end] = inverse @ right[start:end] + share @ after
         unsorted = np.empty_like(solution)
@@ -163,7 +170,7 @@ def _small_grounded_inverse(weight: Array, leak: Array) -> Array:
         pivot[k] = row.sum()
         row /= pivot[k]
         through = left[:, k].copy()
-        through[k] = 0.0
+        through[k] = 0.0  # the row of k itself is final
         left[:, k + 1 :] += through[:, None] * row
     passage = np.triu(left[:, :n], 1) + np.eye(n)
     return (passage / pivot) @ passage.T

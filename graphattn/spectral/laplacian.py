@@ -113,11 +113,12 @@ def symmetrised_adjacency(graph: TokenGraph, weight: NDArray[np.float64]) -> sci
 
 def laplacian_of(adjacency: scipy.sparse.csr_array) -> scipy.sparse.csr_array:
     """D(A) - A of a symmetric adjacency matrix without self-loops."""
-    degree = scipy.sparse.coo_array(adjacency.sum(axis=1))
-    diagonal = scipy.sparse.coo_array(
-        (degree.data, (degree.coords[-1], degree.coords[-1])), shape=adjacency.shape
-    )
-    return scipy.sparse.csr_array(diagonal - adjacency)
+    degree = np.asarray(adjacency.sum(axis=1)).ravel()
+    token = np.arange(len(degree))
+    diagonal = scipy.sparse.coo_array((degree, (token, token)), shape=adjacency.shape)
+    L = scipy.sparse.csr_array(diagonal.tocsr() - adjacency)
+    L.eliminate_zeros()  # isolated tokens
+    return L
 
 
 def _torch_laplacian(graph: TokenGraph, edge_weight: Tensor | None) -> Tensor:

@@ -1,7 +1,7 @@
 """The layers written out by hand: the tensors of a state_dict around one operation.
 
-Nothing here calls a layer's own code: projections are `functional.linear`, the rotation is a product of
-complex numbers, the edge network's first layer is one `functional.linear` per head.
+Nothing here calls a layer's own code: projections are `functional.linear`, the rotation is a
+product of complex numbers, the edge network's first layer is one linear map per head.
 """
 
 from __future__ import annotations
@@ -128,6 +128,17 @@ def _cases() -> list[Case]:
 
 
 CASES = _cases()
+ONE_OF_EACH = [
+    Case("DotProductAttention"),
+    Case("DotProductAttention", {"context_dim": 10}, 10),
+    Case("DotProductAttention", {"value_projection": False, "rope": True}),
+    Case("KrauseAttention", {"top_k": 2}),
+    Case("GaussianKernelAttention", {"rope": True, "normalize": True, "eps": 0.01}),
+    Case("SelfConsensus", {"edge_hidden": 6}),
+    Case("SelfConsensus", {"edge_hidden": 6, "update": "target", "step_size": "learned"}),
+    Case("SelfConsensus", {"edge_hidden": 6, "step_size": "auto", "rope": "isometric"}),
+    Case("CrossConsensus", {"edge_hidden": 6, "rope": True}, DIM),
+]
 
 
 def irregular_graph(num_targets: int = 9, num_sources: int = 9, seed: int = 3) -> ga.TokenGraph:

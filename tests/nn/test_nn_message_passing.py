@@ -4,22 +4,12 @@ import copy
 
 import pytest
 import torch
-from nn_by_hand import CASES, DIM, HEADS, Case, graph_of, irregular_graph, run, tokens_of
+from nn_by_hand import CASES, DIM, HEADS, ONE_OF_EACH, graph_of, irregular_graph, run, tokens_of
 from torch_geometric.nn import MessagePassing
 
 import graphattn as ga
 
 TIGHT = {"rtol": 1e-10, "atol": 1e-11}
-ONE_OF_EACH = [
-    Case("DotProductAttention"),
-    Case("DotProductAttention", {"context_dim": 10}, 10),
-    Case("KrauseAttention", {"top_k": 2}),
-    Case("GaussianKernelAttention"),
-    Case("SelfConsensus", {"edge_hidden": 6}),
-    Case("SelfConsensus", {"edge_hidden": 6, "update": "target"}),
-    Case("SelfConsensus", {"edge_hidden": 6, "step_size": "auto"}),
-    Case("CrossConsensus", {"edge_hidden": 6}, DIM),
-]
 
 
 def twins(case):

@@ -80,11 +80,14 @@ TENSORS = [
     ({"graph": ga.window_path_graph(N, 1).to("meta")}, ("graph", "meta", "cpu")),
     ({"graph": None}, ("graph", "NoneType")),
     ({"graph": GRAPH.to_mask()}, ("[2, E]", "[6, 6]")),
+    ({"graph": GRAPH.edge_index.double()}, ("integers", "float64")),
+    ({"graph": EdgeIndex(GRAPH.edge_index, sparse_size=(7, 7))}, ("7", "6")),
+]
+
+EDGE_LISTS = [
     ({"graph": torch.tensor([[0, 6], [1, 1]])}, ("6", "0 .. 5")),
     ({"graph": torch.tensor([[0, -1], [1, 1]])}, ("-1", "0 .. 5")),
     ({"graph": torch.tensor([[0, 0], [1, 1]])}, ("source 0", "target 1", "more than once")),
-    ({"graph": GRAPH.edge_index.double()}, ("integers", "float64")),
-    ({"graph": EdgeIndex(GRAPH.edge_index, sparse_size=(7, 7))}, ("7", "6")),
 ]
 
 VALID = [
@@ -234,11 +237,10 @@ MATRICES = [
 ]
 
 ALL = [
-    *cases(rbf, TENSORS + VALUE + VALID + TOP_K + EDGE_BIAS + BACKEND + SIGMA + EPS),
+    *cases(rbf, TENSORS + EDGE_LISTS + VALUE + VALID + TOP_K + EDGE_BIAS + BACKEND + SIGMA + EPS),
     *cases(rbf, [({"sigma": None}, ("sigma", "None"))]),
-    *cases(dot, TENSORS + VALUE + VALID + TOP_K + EDGE_BIAS + BACKEND + SCALE),
-    *cases(weights, TENSORS[:-5] + TENSORS[-2:]),  # a raw edge list: sorted, first of all
-    *cases(weights, VALID + TOP_K + EDGE_BIAS + SIGMA + SCALE + EPS),
+    *cases(dot, TENSORS + EDGE_LISTS + VALUE + VALID + TOP_K + EDGE_BIAS + BACKEND + SCALE),
+    *cases(weights, TENSORS + VALID + TOP_K + EDGE_BIAS + SIGMA + SCALE + EPS),
     *cases(
         weights,
         [
@@ -246,7 +248,7 @@ ALL = [
             ({"sigma": 1.0, "scale": 2.0}, ("sigma", "scale", "1.0", "2.0")),
         ],
     ),
-    *cases(step, CONSENSUS + VALID + BACKEND),
+    *cases(step, CONSENSUS + EDGE_LISTS + VALID + BACKEND),
     *cases(matrices, MATRICES),
 ]
 

@@ -1,0 +1,370 @@
+"""Bad input raises a ValueError that names the argument, its value and what is allowed."""
+
+import math
+import re
+
+import networkx
+import numpy as np
+import pytest
+import scipy.sparse
+import torch
+from torch_geometric import EdgeIndex
+from torch_geometric.data import Data
+
+import graphattn as ga
+
+X = torch.zeros(4, 2)
+
+
+def edges(*pairs, dtype=torch.int64):
+    return torch.tensor(pairs, dtype=dtype).reshape(-1, 2).T
+
+
+# builder, good arguments, and the least allowed value of each whole number among them
+BUILDERS = [
+    (ga.window_path_graph, {"num_tokens": 5, "window": 2}, {"num_tokens": 0, "window": 1}),
+    (ga.window_cycle_graph, {"num_tokens": 5, "window": 2}, {"num_tokens": 0, "window": 1}),
+    (ga.causal_window_graph, {"num_tokens": 5, "window": 2}, {"num_tokens": 0, "window": 1}),
+    (ga.bipartite_window_graph, {"num_tokens": 5, "window": 2}, {"num_tokens": 0, "window": 1}),
+    (ga.complete_graph, {"num_tokens": 5}, {"num_tokens": 0}),
+    (ga.causal_graph, {"num_tokens": 5}, {"num_tokens": 0}),
+    (
+        ga.block_window_graph,
+        {"num_tokens": 5, "block_size": 3, "shift": 1},
+        {"num_tokens": 0, "block_size": 1, "shift": 0},
+    ),
+    (
+        ga.dilated_window_graph,
+        {"num_tokens": 5, "window": 2, "dilation": 2},
+        {"num_tokens": 0, "window": 1, "dilation": 1},
+    ),
+    (
+        ga.bipartite_complete_graph,
+        {"num_targets": 5, "num_sources": 2},
+        {"num_targets": 0, "num_sources": 0},
+    ),
+    (
+        ga.grid_window_graph,
+        {"height": 2, "width": 3, "radius": 1},
+        {"height": 1, "width": 1, "radius": 1},
+    ),
+    (
+        ga.longformer_graph,
+        {"num_tokens": 5, "window": 1, "global_tokens": [0], "dilation": 2},
+        {"num_tokens": 0, "window": 1, "dilation": 1},
+    ),
+    (
+        ga.bigbird_graph,
+        {"num_tokens": 5, "window": 1, "num_random": 1, "global_tokens": [0], "seed": 3},
+        {"num_tokens": 0, "window": 1, "num_random": 0, "seed": 0},
+    ),
+    (
+        ga.from_edge_index,
+        {"edge_index": edges((0, 1)), "num_targets": 2, "num_sources": 2},
+        {"num_targets": 0, "num_sources": 0},
+    ),
+    (ga.knn, {"x": X, "k": 1}, {"k": 1}),
+    (ga.knn_graph, {"x": X, "k": 1}, {"k": 1}),
+    (ga.radius_graph, {"positions": X, "radius": 1.0, "max_neighbors": 2}, {"max_neighbors": 1}),
+]
+WHOLE_NUMBERS = [
+    pytest.param(build, good, name, least, id=f"{build.__name__}-{name}")
+    for build, good, minima in BUILDERS
+    for name, least in minima.items()
+]
+
+
+@pytest.mark.parametrize(("build", "good", "name", "least"), WHOLE_NUMBERS)
+def test_a_whole_number_that_is_none_or_too_small_is_named(build, good, name, least):
+    build(**good)
+    bad = [least - 1, -7, 1.5, 2.0, math.nan, True, False, "3", [2], torch.tensor(1.5), 1j]
+    if (build, name) not in {
+        (ga.from_edge_index, "num_sources"),
+        (ga.radius_graph, "max_neighbors"),
+    }:
+        bad.append(None)  # there None is a value
+    for value in bad:
+        with pytest.raises(ValueError, match="must be") as raised:
+            build(**{**good, name: value})
+        message = str(raised.value)
+        assert message.startswith(f"{name} must be")
+        assert f">= {least}" in message
+        assert message.endswith((f"got {value!r}", f"got {value}"))
+
+
+@pytest.mark.parametrize(("build", "good", "name", "least"), WHOLE_NUMBERS)
+def test_whole_numbers_of_numpy_and_torch_are_whole_numbers(build, good, name, least):
+    value = good[name]
+    for same in (np.int64(value), np.uint8(value), torch.tensor(value)):
+        a, b = build(**good), build(**{**good, name: same})
+        if isinstance(a, ga.TokenGraph):
+            assert a == b
+            assert type(b.num_targets) is type(b.num_sources) is int
+
+
+BAD_CALLS = {
+    # windows and blocks
+    "shift at block_size": (
+        lambda: ga.block_window_graph(9, 3, shift=3),
+        ["shift", "3", "< block"],
+    ),
+    "shift beyond": (
+        lambda: ga.block_window_graph(9, 3, shift=8),
+        ["shift", "8", "block_size = 3"],
+    ),
+    # grids
+    "metric": (
+        lambda: ga.grid_window_graph(2, 2, 1, metric="euclidean"),
+        ["metric", "'euclidean'", "'chebyshev'", "'manhattan'"],
+    ),
+    "metric None": (lambda: ga.grid_window_graph(2, 2, 1, metric=None), ["metric", "None"]),
+    "metric list": (lambda: ga.grid_window_graph(2, 2, 1, metric=["chebyshev"]), ["metric"]),
+    # global tokens
+    "global token too large": (
+        lambda: ga.longformer_graph(5, 1, [0, 5]),
+        ["global_tokens", "0 .. 4", "5"],
+    ),
+    "global token negative": (lambda: ga.longformer_graph(5, 1, [-1]), ["global_tokens", "-1"]),
+    "global token float": (lambda: ga.longformer_graph(5, 1, [1.0]), ["global_tokens", "1.0"]),
+    "global token bool": (lambda: ga.longformer_graph(5, 1, [True]), ["global_tokens", "True"]),
+    "global token None": (lambda: ga.longformer_graph(5, 1, [None]), ["global_tokens", "None"]),
+    "global tokens a number": (lambda: ga.longformer_graph(5, 1, 2), ["global_tokens", "2"]),
+    "global tokens None": (lambda: ga.longformer_graph(5, 1, None), ["global_tokens", "None"]),
+    "global tokens a word": (lambda: ga.longformer_graph(5, 1, "0"), ["global_tokens", "'0'"]),
+    "global tokens nested": (lambda: ga.longformer_graph(5, 1, [[0]]), ["global_tokens", "[0]"]),
+    "global tokens a numpy mask": (
+        lambda: ga.longformer_graph(3, 1, np.array([True, False, False])),
+        ["global_tokens", "True"],
+    ),
+    "global tokens a torch mask": (
+        lambda: ga.longformer_graph(3, 1, torch.tensor([True, False, False])),
+        ["global_tokens", "True"],
+    ),
+    "bigbird global token": (
+        lambda: ga.bigbird_graph(5, 1, 1, [9], 0),
+        ["global_tokens", "0 .. 4", "9"],
+    ),
+    "seed beyond torch": (lambda: ga.bigbird_graph(9, 1, 1, [], 2**64), ["seed", str(2**64)]),
+    # edge lists
+    "edge_index a list": (
+        lambda: ga.from_edge_index([[0], [1]], 2),
+        ["edge_index", "list", "[2, E]"],
+    ),
+    "edge_index of numpy": (
+        lambda: ga.from_edge_index(np.array([[0], [1]]), 2),
+        ["edge_index", "ndarray", "tensor"],
+    ),
+    "edge_index None": (lambda: ga.from_edge_index(None, 2), ["edge_index", "NoneType"]),
+    "edge_index of rows": (
+        lambda: ga.from_edge_index(torch.zeros(5, 2).long(), 2),
+        ["edge_index", "[5, 2]", "[2, E]"],
+    ),
+    "edge_index 1-d": (lambda: ga.from_edge_index(torch.zeros(2).long(), 2), ["edge_index", "[2]"]),
+    "edge_index of floats": (
+        lambda: ga.from_edge_index(torch.zeros(2, 1), 2),
+        ["edge_index", "integers", "float32"],
+    ),
+    "edge_index of bools": (
+        lambda: ga.from_edge_index(torch.zeros(2, 1, dtype=torch.bool), 2),
+        ["edge_index", "integers", "bool"],
+    ),
+    "source out of range": (
+        lambda: ga.from_edge_index(edges((0, 0), (1, 0), (3, 1)), 3),
+        ["edge_index[0, 2]", "= 3", "source", "0 .. 2"],
+    ),
+    "target out of range": (
+        lambda: ga.from_edge_index(edges((0, 0), (1, 5)), 3, 9),
+        ["edge_index[1, 1]", "= 5", "target", "0 .. 2"],
+    ),
+    "negative source": (
+        lambda: ga.from_edge_index(edges((-1, 0)), 3),
+        ["edge_index[0, 0]", "= -1", "source", "0 .. 2"],
+    ),
+    "negative target": (
+        lambda: ga.from_edge_index(edges((0, -2), dtype=torch.int32), 3),
+        ["edge_index[1, 0]", "= -2", "target", "0 .. 2"],
+    ),
+    "rows swapped": (
+        lambda: ga.from_edge_index(edges((0, 3)), num_targets=2, num_sources=4),
+        ["edge_index[1, 0]", "= 3", "target", "0 .. 1"],
+    ),
+    "edges without tokens": (
+        lambda: ga.from_edge_index(edges((0, 0)), 0),
+        ["edge_index", "no source"],
+    ),
+    "edges without targets": (
+        lambda: ga.from_edge_index(edges((0, 0)), 0, 3),
+        ["edge_index", "no target"],
+    ),
+    "duplicate": (
+        lambda: ga.from_edge_index(edges((4, 1), (0, 2), (4, 1)), 5),
+        ["edge_index", "source 4", "target 1", "more than once"],
+    ),
+    "duplicate in an EdgeIndex": (
+        lambda: ga.from_edge_index(EdgeIndex([[1, 1], [0, 0]]), 2),
+        ["edge_index", "source 1", "target 0", "more than once"],
+    ),
+    # masks
+    "mask of floats": (
+        lambda: ga.from_mask(torch.zeros(2, 3)),
+        ["mask", "float32", "[2, 3]", "bool"],
+    ),
+    "mask 3-d": (
+        lambda: ga.from_mask(torch.zeros(1, 2, 2).bool()),
+        ["mask", "[1, 2, 2]", "[N, M]"],
+    ),
+    "mask None": (lambda: ga.from_mask(None), ["mask", "None", "bool"]),
+    "mask of lists": (lambda: ga.from_mask([[True]]), ["mask", "bool tensor"]),
+    # the ecosystem's types
+    "scipy dense": (lambda: ga.from_scipy(np.eye(2)), ["matrix", "ndarray", "scipy.sparse"]),
+    "scipy tensor": (lambda: ga.from_scipy(torch.eye(2)), ["matrix", "Tensor", "scipy.sparse"]),
+    "scipy 1-d": (lambda: ga.from_scipy(scipy.sparse.coo_array(np.ones(3))), ["matrix", "3"]),
+    "networkx None": (lambda: ga.from_networkx(None), ["graph", "networkx", "None"]),
+    "networkx tensor": (lambda: ga.from_networkx(edges((0, 1))), ["graph", "networkx", "Tensor"]),
+    "networkx TokenGraph": (
+        lambda: ga.from_networkx(ga.causal_graph(3)),
+        ["graph", "networkx", "TokenGraph"],
+    ),
+    "pyg None": (lambda: ga.from_pyg(None), ["data", "NoneType", "edge_index"]),
+    "pyg tensor": (lambda: ga.from_pyg(edges((0, 1))), ["data", "Tensor", "edge_index"]),
+    "pyg without edges": (lambda: ga.from_pyg(Data(num_nodes=3)), ["data", "edge_index"]),
+    "pyg without nodes": (
+        lambda: ga.from_pyg(Data(edge_index=edges((0, 1)))),
+        ["data", "num_nodes"],
+    ),
+    "pyg EdgeIndex without size": (
+        lambda: ga.from_pyg(EdgeIndex([[0], [1]])),
+        ["data", "sparse_size"],
+    ),
+    "pyg EdgeIndex with half a size": (
+        lambda: ga.from_pyg(EdgeIndex([[0], [1]], sparse_size=(2, None))),
+        ["data", "sparse_size"],
+    ),
+    "to_scipy weight": (
+        lambda: ga.causal_graph(2).to_scipy(torch.ones(4)),
+        ["edge_weight", "[3]", "[4]"],
+    ),
+    "to_scipy weight 2-d": (
+        lambda: ga.causal_graph(2).to_scipy(torch.ones(3, 1)),
+        ["edge_weight", "[3]", "[3, 1]"],
+    ),
+    "to_scipy weight list": (
+        lambda: ga.causal_graph(2).to_scipy([1.0] * 3),
+        ["edge_weight", "list"],
+    ),
+    # unions and batches
+    "union sizes": (
+        lambda: ga.union(ga.causal_graph(3), ga.causal_graph(4)),
+        ["a and b", "3 targets", "3 sources", "4 and 4"],
+    ),
+    "union bipartite": (
+        lambda: ga.union(ga.causal_graph(3), ga.bipartite_complete_graph(3, 4)),
+        ["a and b", "3 sources", "3 and 4"],
+    ),
+    "union of other batches": (
+        lambda: ga.union(ga.batch([ga.causal_graph(3), ga.causal_graph(4)]), ga.causal_graph(7)),
+        ["a and b", "3", "4", "7"],
+    ),
+    "union a": (lambda: ga.union(edges((0, 1)), ga.causal_graph(2)), ["a must be", "Tensor"]),
+    "union b": (lambda: ga.union(ga.causal_graph(2), None), ["b must be", "NoneType"]),
+    "batch of none": (lambda: ga.batch([]), ["graphs", "at least one"]),
+    "batch of a tensor": (lambda: ga.batch([edges((0, 1))]), ["graphs", "Tensor"]),
+    "batch None": (lambda: ga.batch(None), ["graphs", "NoneType"]),
+    "batch of a graph": (lambda: ga.batch(ga.causal_graph(2)), ["graphs", "TokenGraph"]),
+    # nearest neighbours
+    "k without self": (lambda: ga.knn(X, 4), ["k must be <= 3", "got 4"]),
+    "k with self": (lambda: ga.knn(X, 5, self_loops=True), ["k must be <= 4", "got 5"]),
+    "k of sources": (lambda: ga.knn(X, 3, source=X[:2]), ["k must be <= 2", "got 3"]),
+    "k of one token": (lambda: ga.knn(X[:1], 1), ["k must be <= 0", "got 1"]),
+    "k of no tokens": (lambda: ga.knn(X[:0], 1), ["k must be <= 0", "got 1"]),
+    "k of no sources": (lambda: ga.knn(X, 1, source=X[:0]), ["k must be <= 0", "got 1"]),
+    "k within": (lambda: ga.knn(X, 4, within=ga.complete_graph(4)), ["k must be <= 3", "got 4"]),
+    "k in a graph": (lambda: ga.knn_graph(X, 4), ["k must be <= 3", "got 4"]),
+    "x a list": (lambda: ga.knn([[0.0]], 1), ["x must be", "list", "[N, C]"]),
+    "x a list in a graph": (lambda: ga.knn_graph([[0.0]], 1), ["x must be", "list", "[N, C]"]),
+    "x None": (lambda: ga.knn(None, 1), ["x must be", "NoneType"]),
+    "x of integers": (lambda: ga.knn(X.long(), 1), ["x must be", "int64", "floating"]),
+    "x complex": (lambda: ga.knn(X.cfloat(), 1), ["x must be", "complex64", "floating"]),
+    "x 1-d": (lambda: ga.knn(X[:, 0], 1), ["x must be", "[4]", "[N, C]"]),
+    "x batched": (lambda: ga.knn(X[None], 1), ["x must be", "[1, 4, 2]", "[N, C]"]),
+    "source a list": (lambda: ga.knn(X, 1, source=[[0.0, 1.0]]), ["source must be", "list"]),
+    "source narrower": (lambda: ga.knn(X, 1, source=X[:, :1]), ["source", "(2)", "got 1"]),
+    "source of another dtype": (
+        lambda: ga.knn(X, 1, source=X.double()),
+        ["source", "float32", "float64"],
+    ),
+    "self with source": (lambda: ga.knn(X, 1, source=X, self_loops=True), ["self_loops", "source"]),
+    "self with source in a graph": (
+        lambda: ga.knn_graph(X, 1, source=X, self_loops=True),
+        ["self_loops", "source"],
+    ),
+    "within of another size": (
+        lambda: ga.knn(X, 1, within=ga.causal_graph(5)),
+        ["within", "5", "4"],
+    ),
+    "within of another size in a graph": (
+        lambda: ga.knn_graph(X, 1, within=ga.causal_graph(5)),
+        ["within", "5", "4"],
+    ),
+    "within and sources": (
+        lambda: ga.knn(X, 1, source=X[:3], within=ga.causal_graph(4)),
+        ["within", "4 sources", "4 and 3"],
+    ),
+    "within a word": (lambda: ga.knn(X, 1, within="window"), ["within", "str"]),
+    "within out of range": (lambda: ga.knn(X, 1, within=edges((0, 4))), ["edge_index[1, 0]", "4"]),
+    # radius
+    "radius negative": (lambda: ga.radius_graph(X, -1), ["radius must be", ">= 0", "-1"]),
+    "radius nan": (lambda: ga.radius_graph(X, math.nan), ["radius must be", "finite", "nan"]),
+    "radius infinite": (lambda: ga.radius_graph(X, math.inf), ["radius must be", "finite", "inf"]),
+    "radius None": (lambda: ga.radius_graph(X, None), ["radius must be", "None"]),
+    "radius a word": (lambda: ga.radius_graph(X, "near"), ["radius must be", "'near'"]),
+    "radius a number in quotes": (lambda: ga.radius_graph(X, "1.5"), ["radius must be", "'1.5'"]),
+    "radius bool": (lambda: ga.radius_graph(X, True), ["radius must be", "True"]),
+    "radius complex": (lambda: ga.radius_graph(X, 1j), ["radius must be", "1j"]),
+    "radius beyond float": (lambda: ga.radius_graph(X, 10**400), ["radius must be", "finite"]),
+    "radius per token": (lambda: ga.radius_graph(X, torch.ones(4)), ["radius must be", "tensor"]),
+    "positions a list": (lambda: ga.radius_graph([[0.0]], 1), ["positions must be", "list"]),
+    "positions of integers": (lambda: ga.radius_graph(X.long(), 1), ["positions must be", "int64"]),
+    "positions 1-d": (lambda: ga.radius_graph(X[:, 0], 1), ["positions must be", "[4]"]),
+    # by hand
+    "TokenGraph by hand": (lambda: ga.TokenGraph(), ["TokenGraph", "builder"]),
+}
+
+
+@pytest.mark.parametrize("name", BAD_CALLS)
+def test_a_bad_call_raises_a_value_error_that_says_what_and_why(name):
+    call, fragments = BAD_CALLS[name]
+    with pytest.raises(ValueError, match=re.escape(fragments[0])) as raised:
+        call()
+    message = str(raised.value)
+    for fragment in fragments:
+        assert fragment in message
+    assert ".. -1" not in message, "a range that holds nothing says so in words"
+
+
+def test_a_global_token_of_no_tokens_is_refused_in_words():
+    with pytest.raises(ValueError, match="global_tokens") as raised:
+        ga.longformer_graph(0, 1, [0])
+    assert ".. -1" not in str(raised.value)
+
+
+def test_a_multigraph_names_the_repeated_edge():
+    with pytest.raises(ValueError, match=r"source 0, target 1\) more than once"):
+        ga.from_networkx(networkx.MultiDiGraph([("a", "b"), ("a", "b")]))
+
+
+SWITCHES = {
+    "window_path": lambda value: ga.window_path_graph(5, 1, self_loops=value),
+    "complete": lambda value: ga.complete_graph(5, self_loops=value),
+    "dilated": lambda value: ga.dilated_window_graph(5, 1, 2, self_loops=value),
+    "grid": lambda value: ga.grid_window_graph(2, 2, 1, class_token=value),
+    "knn": lambda value: ga.knn_graph(X, 1, self_loops=value),
+    "knn within": lambda value: ga.knn_graph(X, 1, within=ga.complete_graph(4), self_loops=value),
+    "radius": lambda value: ga.radius_graph(X, 1.0, self_loops=value),
+}
+
+
+@pytest.mark.parametrize("name", SWITCHES)
+def test_0_and_1_switch_as_false_and_true_do(name):
+    for number, switch in ((0, False), (1, True), (np.False_, False), (np.True_, True)):
+        assert SWITCHES[name](number) == SWITCHES[name](switch)

@@ -1,0 +1,82 @@
+"""Windows on an image: squares and diamonds cut at the border, with and without a class token."""
+
+import networkx
+import pytest
+import torch_geometric.utils
+
+import graphattn as ga
+
+SHAPES = [(1, 1), (1, 2), (2, 1), (1, 6), (5, 1), (2, 2), (3, 4), (4, 3)]
+RADII = [1, 2, 3, 9]
+
+
+def distance(a: tuple[int, int], b: tuple[int, int], metric: str) -> int:
+    dy, dx = abs(a[0] - b[0]), abs(a[1] - b[1])
+    return max(dy, dx) if metric == "chebyshev" else dy + dx
+
+
+@pytest.mark.parametrize(("height", "width"), SHAPES)
+@pytest.mark.parametrize("radius", RADII)
+@pytest.mark.parametrize("metric", ["chebyshev", "manhattan"])
+def test_grid_token_sees_the_tokens_within_radius_in_row_major_order(
+    height, width, radius, metric, check_graph, mask_of
+):
+    cells = [(y, x) for y in range(height) for x in range(width)]
+    check_graph(
+        ga.grid_window_graph(height, width, radius, metric=metric),
+        mask_of(lambda i, j: distance(cells[i], cells[j], metric) <= radius, len(cells)),
+        place=lambda i: cells[i],
+    )
+
+
+@pytest.mark.parametrize(("height", "width"), SHAPES)
+@pytest.mark.parametrize("radius", RADII)
+@pytest.mark.parametrize("metric", ["chebyshev", "manhattan"])
+def test_class_token_is_token_0_and_sees_and_is_seen_by_all(
+    height, width, radius, metric, check_graph, mask_of
+):
+    cells = [None] + [(y, x) for y in range(height) for x in range(width)]
+
+    def sees(i, j):
+        return i == 0 or j == 0 or distance(cells[i], cells[j], metric) <= radius
+
+    check_graph(
+        ga.grid_window_graph(height, width, radius, metric=metric, class_token=True),
+        mask_of(sees, len(cells)),
+    )
+
+
+def test_chebyshev_is_the_default_metric():
+    assert ga.grid_window_graph(4, 5, 2) == ga.grid_window_graph(4, 5, 2, metric="chebyshev")
+    assert ga.grid_window_graph(4, 5, 2) != ga.grid_window_graph(4, 5, 2, metric="manhattan")
+
+
+@pytest.mark.parametrize(("height", "width"), [(2, 3), (6, 6), (7, 3)])
+@pytest.mark.parametrize("radius", [1, 2, 4])
+def test_diamonds_are_powers_of_networkx_grids(height, width, radius):
+    grid = networkx.power(networkx.grid_2d_graph(height, width), radius)
+    grid.add_edges_from((cell, cell) for cell in list(grid))
+    assert ga.grid_window_graph(height, width, radius, metric="manhattan") == ga.from_networkx(grid)
+
+
+@pytest.mark.parametrize(("height", "width"), [(2, 3), (6, 6), (7, 3)])
+@pytest.mark.parametrize("radius", [1, 2, 4])
+def test_squares_are_strong_products_of_networkx_paths(height, width, radius):
+    column, row = (networkx.power(networkx.path_graph(n), radius) for n in (height, width))
+    grid = networkx.Graph()
+    grid.add_nodes_from((y, x) for y in range(height) for x in range(width))
+    grid.add_edges_from(networkx.strong_product(column, row).edges)
+    grid.add_edges_from((cell, cell) for cell in list(grid))
+    assert ga.grid_window_graph(height, width, radius) == ga.from_networkx(grid)
+
+
+@pytest.mark.parametrize(("height", "width"), [(2, 3), (5, 5), (4, 9)])
+def test_radius_1_is_the_grid_of_torch_geometric(height, width):
+    edge_index, _ = torch_geometric.utils.grid(height, width)
+    assert ga.grid_window_graph(height, width, 1) == ga.from_edge_index(edge_index, height * width)
+
+
+@pytest.mark.parametrize("metric", ["chebyshev", "manhattan"])
+def test_a_grid_of_one_row_is_a_window_path(metric):
+    for graph in (ga.grid_window_graph(1, 9, 2, metric=metric), ga.grid_window_graph(9, 1, 2)):
+        assert graph == ga.window_path_graph(9, 2, self_loops=True)

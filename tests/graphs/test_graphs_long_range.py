@@ -1,0 +1,134 @@
+"""Longformer and BigBird: windows, global tokens, and honest randomness."""
+
+from collections import Counter
+
+import pytest
+import scipy.stats
+import torch
+
+import graphattn as ga
+
+SIZES = [1, 2, 3, 6, 11]
+
+
+def some_global_tokens(num_tokens: int) -> list[list[int]]:
+    """No global token, the first, the last, several, all."""
+    every = list(range(num_tokens))
+    return [[], every[:1], every[-1:], every[::3], every[1:4], every]
+
+
+@pytest.mark.parametrize("num_tokens", SIZES)
+@pytest.mark.parametrize("dilation", [1, 2, 4])
+def test_longformer_is_a_window_and_tokens_that_see_and_are_seen_by_all(
+    num_tokens, dilation, check_graph, mask_of
+):
+    for window in (1, 2, num_tokens + 2):
+        hops = {h * dilation for h in range(window + 1)}
+        for tokens in some_global_tokens(num_tokens):
+
+            def sees(i, j, hops=hops, tokens=tokens):
+                return abs(i - j) in hops or i in tokens or j in tokens
+
+            check_graph(
+                ga.longformer_graph(num_tokens, window, tokens, dilation=dilation),
+                mask_of(sees, num_tokens),
+            )
+
+
+def test_longformer_without_tokens_is_empty(check_graph):
+    check_graph(ga.longformer_graph(0, 2, []), [])
+    check_graph(ga.bigbird_graph(0, 2, 3, [], seed=0), [])
+
+
+def test_global_tokens_are_a_set_of_integers_however_they_come():
+    expected = ga.longformer_graph(9, 1, [0, 4])
+    for tokens in ([4, 0, 4], (0, 4), {4, 0}, range(0, 8, 4), torch.tensor([4, 0]), iter([0, 4])):
+        assert ga.longformer_graph(9, 1, tokens) == expected
+
+
+def test_longformer_without_global_tokens_is_a_window():
+    assert ga.longformer_graph(9, 2, []) == ga.window_path_graph(9, 2, self_loops=True)
+    assert ga.longformer_graph(9, 2, [], dilation=3) == ga.dilated_window_graph(9, 2, 3)
+
+
+def test_bigbird_without_random_sources_is_longformer():
+    assert ga.bigbird_graph(12, 2, 0, [0, 7], seed=3) == ga.longformer_graph(12, 2, [0, 7])
+
+
+@pytest.mark.parametrize("num_tokens", SIZES)
+@pytest.mark.parametrize("num_random", [1, 2, 12])
+def test_bigbird_adds_exactly_num_random_new_sources_to_every_row_or_all_that_are_left(
+    num_tokens, num_random, check_graph
+):
+    for window in (1, 2):
+        for tokens in some_global_tokens(num_tokens):
+            graph = ga.bigbird_graph(num_tokens, window, num_random, tokens, seed=5)
+            drawn = ga.bigbird_graph(num_tokens, window, num_random, tokens, seed=5).to_mask()
+            for i in range(num_tokens):
+                seen = {
+                    j
+                    for j in range(num_tokens)
+                    if abs(i - j) <= window or i in tokens or j in tokens
+                }
+                row = set(drawn[i].nonzero().flatten().tolist())
+                assert seen <= row
+                assert len(row - seen) == min(num_random, num_tokens - len(seen))
+            check_graph(graph, drawn.tolist())
+
+
+def test_bigbird_depends_on_the_seed_alone():
+    def build(seed):
+        return ga.bigbird_graph(60, 2, 3, [0, 9], seed)
+
+    first = build(7).edge_index
+    torch.manual_seed(123)
+    torch.rand(5)
+    assert torch.equal(build(7).edge_index, first)
+    graphs = [build(seed) for seed in range(20)]
+    assert all(a != b for k, a in enumerate(graphs) for b in graphs[:k])
+
+
+def test_bigbird_leaves_the_global_random_numbers_alone():
+    torch.manual_seed(5)
+    expected = torch.rand(4)
+    torch.manual_seed(5)
+    assert ga.bigbird_graph(60, 2, 3, [0], seed=1).edge_index.shape[0] == 2
+    assert torch.equal(torch.rand(4), expected)
+
+
+def test_bigbird_draws_every_source_equally_often():
+    num_tokens, window, num_random, tokens, draws = 24, 2, 3, [0, 11], 500
+    counts = torch.zeros((num_tokens, num_tokens), dtype=torch.float64)
+    for seed in range(draws):
+        counts += ga.bigbird_graph(num_tokens, window, num_random, tokens, seed).to_mask()
+    statistic, freedom = 0.0, 0
+    for i in set(range(num_tokens)) - set(tokens):
+        left = [j for j in range(num_tokens) if abs(i - j) > window and j not in tokens]
+        expected = draws * num_random / len(left)
+        assert float(counts[i, left].sum()) == draws * num_random
+        row = float(((counts[i, left] - expected) ** 2 / expected).sum())
+        # Without replacement counts scatter less than chi-square by this factor.
+        statistic += row * (len(left) - 1) / (len(left) - num_random)
+        freedom += len(left) - 1
+    assert 1e-6 < scipy.stats.chi2.sf(statistic, freedom) < 1 - 1e-6
+
+
+def test_bigbird_draws_every_set_of_sources_equally_often():
+    # 9 tokens, window 1: the inner token 4 has 6 sources left, so 20 sets of three.
+    draws = 1000
+    sets = Counter()
+    for seed in range(draws):
+        source = ga.bigbird_graph(9, 1, 3, [], seed).to_mask()[4].nonzero().flatten().tolist()
+        sets[frozenset(source) - {3, 4, 5}] += 1
+    assert len(sets) == 20
+    assert scipy.stats.chisquare(list(sets.values())).pvalue > 1e-6
+
+
+def test_bigbird_rows_draw_independently_of_each_other():
+    # Tokens 0 and 1 of 12, window 1: how often both draw token 9, against chance.
+    draws, both = 1000, 0
+    for seed in range(draws):
+        mask = ga.bigbird_graph(12, 1, 3, [], seed).to_mask()
+        both += bool(mask[0, 9] and mask[1, 9])
+    chance = 3 / 10 * 3 / 9
+    assert scipy.stats.binomtest(both, draws, chance).pvalue > 1e-6

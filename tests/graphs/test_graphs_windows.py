@@ -1,0 +1,204 @@
+"""Windows along a sequence: each builder is its definition, pair by pair, at every small size."""
+
+import sys
+
+import networkx
+import pytest
+import scipy.sparse
+import torch
+
+import graphattn as ga
+
+SIZES = [0, 1, 2, 3, 4, 5, 8, 11]
+
+
+def windows_around(num_tokens: int) -> list[int]:
+    """Window sizes below, at and far above the number of tokens."""
+    return sorted(
+        {1, 2, 3, num_tokens // 2, num_tokens - 1, num_tokens, num_tokens + 3, 40} - {0, -1}
+    )
+
+
+@pytest.mark.parametrize("num_tokens", SIZES)
+def test_window_path_sees_the_window_on_each_side_of_a_token(num_tokens, check_graph, mask_of):
+    for window in windows_around(num_tokens):
+        check_graph(
+            ga.window_path_graph(num_tokens, window),
+            mask_of(lambda i, j, w=window: 0 < abs(i - j) <= w, num_tokens),
+        )
+
+
+@pytest.mark.parametrize("num_tokens", SIZES)
+def test_window_path_with_self_loops_also_sees_the_token_itself(num_tokens, check_graph, mask_of):
+    for window in windows_around(num_tokens):
+        check_graph(
+            ga.window_path_graph(num_tokens, window, self_loops=True),
+            mask_of(lambda i, j, w=window: abs(i - j) <= w, num_tokens),
+        )
+
+
+@pytest.mark.parametrize("num_tokens", SIZES)
+def test_window_cycle_goes_around_the_corner_and_merges_where_both_sides_meet(
+    num_tokens, check_graph, mask_of
+):
+    for window in windows_around(num_tokens):
+
+        def sees(i, j, w=window):
+            around = any(j in ((i + h) % num_tokens, (i - h) % num_tokens) for h in range(1, w + 1))
+            return i != j and around
+
+        check_graph(ga.window_cycle_graph(num_tokens, window), mask_of(sees, num_tokens))
+
+
+@pytest.mark.parametrize("num_tokens", [2, 3, 6, 7])
+def test_a_cycle_whose_sides_meet_is_everyone_but_oneself(num_tokens):
+    for window in range((num_tokens + 1) // 2, 2 * num_tokens):
+        assert ga.window_cycle_graph(num_tokens, window) == ga.complete_graph(
+            num_tokens, self_loops=False
+        )
+
+
+@pytest.mark.parametrize("num_tokens", SIZES)
+def test_causal_window_holds_the_last_keys_and_itself(num_tokens, check_graph, mask_of):
+    for window in windows_around(num_tokens):
+        graph = ga.causal_window_graph(num_tokens, window)
+        assert graph.is_causal
+        check_graph(graph, mask_of(lambda i, j, w=window: i - w < j <= i, num_tokens))
+
+
+@pytest.mark.parametrize("window", [1, 2, 7, 100])
+def test_causal_window_never_sees_the_future(window):
+    source, target = ga.causal_window_graph(50, window).edge_index
+    assert bool((source <= target).all())
+    assert int((target - source).max()) == min(window, 50) - 1
+
+
+@pytest.mark.parametrize("num_tokens", SIZES)
+def test_causal_graph_sees_itself_and_everything_before(num_tokens, check_graph, mask_of):
+    graph = ga.causal_graph(num_tokens)
+    assert graph.is_causal
+    check_graph(graph, mask_of(lambda i, j: j <= i, num_tokens))
+
+
+@pytest.mark.parametrize("num_tokens", SIZES)
+def test_complete_graph_sees_everyone(num_tokens, check_graph, mask_of):
+    check_graph(ga.complete_graph(num_tokens), mask_of(lambda i, j: True, num_tokens))
+    check_graph(
+        ga.complete_graph(num_tokens, self_loops=False), mask_of(lambda i, j: i != j, num_tokens)
+    )
+
+
+@pytest.mark.parametrize("num_tokens", SIZES)
+@pytest.mark.parametrize("block_size", [1, 2, 3, 5, 9, 40])
+def test_blocks_see_each_other_only_where_no_border_lies_between(
+    num_tokens, block_size, check_graph, mask_of
+):
+    for shift in {0, 1, block_size // 2, block_size - 1} & set(range(block_size)):
+        borders = {shift + m * block_size for m in range(num_tokens + 1)}
+
+        def sees(i, j, borders=borders):
+            return not any(min(i, j) < border <= max(i, j) for border in borders)
+
+        check_graph(
+            ga.block_window_graph(num_tokens, block_size, shift=shift), mask_of(sees, num_tokens)
+        )
+
+
+@pytest.mark.parametrize("num_tokens", SIZES)
+@pytest.mark.parametrize("dilation", [1, 2, 3, 20])
+@pytest.mark.parametrize("self_loops", [True, False])
+def test_dilated_window_hops_over_the_tokens_between(
+    num_tokens, dilation, self_loops, check_graph, mask_of
+):
+    for window in windows_around(num_tokens):
+        hops = {h * dilation for h in range(0 if self_loops else 1, window + 1)}
+        check_graph(
+            ga.dilated_window_graph(num_tokens, window, dilation, self_loops=self_loops),
+            mask_of(lambda i, j, hops=hops: abs(i - j) in hops, num_tokens),
+        )
+
+
+@pytest.mark.parametrize("num_tokens", SIZES)
+def test_bipartite_window_looks_around_its_own_place_on_the_other_track(
+    num_tokens, check_graph, mask_of
+):
+    for window in windows_around(num_tokens):
+        check_graph(
+            ga.bipartite_window_graph(num_tokens, window),
+            mask_of(lambda i, j, w=window: abs(i - j) <= w, num_tokens),
+        )
+
+
+@pytest.mark.parametrize("num_targets", [0, 1, 2, 5])
+@pytest.mark.parametrize("num_sources", [0, 1, 2, 7])
+def test_bipartite_complete_graph_shows_every_source_to_every_target(
+    num_targets, num_sources, check_graph, mask_of
+):
+    check_graph(
+        ga.bipartite_complete_graph(num_targets, num_sources),
+        mask_of(lambda i, j: True, num_targets, num_sources),
+        num_sources=num_sources,
+    )
+
+
+@pytest.mark.parametrize("num_tokens", [3, 7, 20])
+@pytest.mark.parametrize("window", [1, 2, 5])
+def test_window_graphs_are_the_powers_networkx_knows(num_tokens, window):
+    path = networkx.path_graph(num_tokens)
+    assert ga.window_path_graph(num_tokens, window) == ga.from_networkx(
+        networkx.power(path, window)
+    )
+    cycle = networkx.circulant_graph(num_tokens, range(1, min(window, num_tokens - 1) + 1))
+    assert ga.window_cycle_graph(num_tokens, window) == ga.from_networkx(cycle)
+
+
+@pytest.mark.parametrize("num_tokens", [10, 64])
+@pytest.mark.parametrize("window", [1, 4])
+def test_windows_are_scipys_banded_matrices(num_tokens, window):
+    shape = (num_tokens, num_tokens)
+    both = list(range(-window, window + 1))
+    banded = scipy.sparse.diags_array([1.0] * len(both), offsets=both, shape=shape)
+    assert ga.window_path_graph(num_tokens, window, self_loops=True) == ga.from_scipy(banded)
+    before = list(range(window))  # A[j, i] with j = i - 0, i - 1, ...: on and above the diagonal
+    banded = scipy.sparse.diags_array([1.0] * window, offsets=before, shape=shape)
+    assert ga.causal_window_graph(num_tokens, window) == ga.from_scipy(banded)
+
+
+def test_degenerate_arguments_meet_the_simpler_builder():
+    assert ga.causal_window_graph(9, 9) == ga.causal_graph(9)
+    assert ga.dilated_window_graph(9, 3, 1) == ga.window_path_graph(9, 3, self_loops=True)
+    assert ga.window_path_graph(9, 8) == ga.complete_graph(9, self_loops=False)
+    assert ga.block_window_graph(9, 9) == ga.complete_graph(9)
+    assert ga.bipartite_complete_graph(9, 9) == ga.complete_graph(9)
+    assert ga.causal_window_graph(9, 1) == ga.block_window_graph(9, 1)
+
+
+NO_LIMIT = {
+    "window_path": lambda w: (ga.window_path_graph(6, w), ga.window_path_graph(6, 6)),
+    "window_cycle": lambda w: (ga.window_cycle_graph(6, w), ga.window_cycle_graph(6, 6)),
+    "causal_window": lambda w: (ga.causal_window_graph(6, w), ga.causal_graph(6)),
+    "block": lambda w: (ga.block_window_graph(6, w), ga.complete_graph(6)),
+    "shifted block": lambda w: (
+        ga.block_window_graph(6, w, shift=2),
+        ga.block_window_graph(6, 10, shift=2),
+    ),
+    "dilated": lambda w: (ga.dilated_window_graph(6, w, 2), ga.dilated_window_graph(6, 6, 2)),
+    "dilation": lambda d: (ga.dilated_window_graph(6, 2, d), ga.dilated_window_graph(6, 2, 6)),
+    "bipartite": lambda w: (ga.bipartite_window_graph(6, w), ga.complete_graph(6)),
+    "grid": lambda r: (ga.grid_window_graph(2, 3, r), ga.complete_graph(6)),
+    "longformer": lambda w: (ga.longformer_graph(6, w, [2]), ga.complete_graph(6)),
+    "num_random": lambda r: (ga.bigbird_graph(6, 1, r, [], 0), ga.complete_graph(6)),
+}
+
+
+@pytest.mark.parametrize("limit", [10**6, sys.maxsize])
+@pytest.mark.parametrize("name", NO_LIMIT)
+def test_a_limit_far_beyond_the_sequence_is_no_limit(name, limit):
+    if name == "num_random" and limit == 10**6:
+        limit = 500  # time grows with num_random
+    graph, expected = NO_LIMIT[name](limit)
+    assert graph.num_edges == expected.num_edges
+    assert torch.equal(graph.in_degree(), expected.in_degree())
+    assert torch.equal(graph.edge_index, expected.edge_index)
+    i = torch.arange(6)
+    assert torch.equal(graph.structure.contains(i[:, None], i), expected.to_mask())

@@ -1,0 +1,178 @@
+"""The Laplacian of the symmetrised weights against networkx and matrices built by hand."""
+
+import networkx
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import graphattn as ga
+from graphattn.spectral import energy, laplacian
+
+LAYOUTS = ("scipy", "torch", "dense")
+
+
+def random_digraph(num_tokens, seed, *, density=0.5):
+    """A digraph with self-loops and one-sided edges, weights, and W[target, source] by hand."""
+    rng = np.random.default_rng(seed)
+    mask = rng.random((num_tokens, num_tokens)) < density
+    graph = ga.from_mask(torch.from_numpy(mask))
+    edge_weight = torch.from_numpy(rng.exponential(size=graph.num_edges))
+    W = np.zeros((num_tokens, num_tokens))
+    for (source, target), weight in zip(
+        graph.edge_index.T.tolist(), edge_weight.tolist(), strict=True
+    ):
+        W[target, source] = weight
+    return graph, edge_weight, W
+
+
+def as_dense(L, layout):
+    return L.toarray() if layout == "scipy" else L.to_dense().numpy()
+
+
+def by_hand(W):
+    W = (W + W.T) / 2
+    return np.diag(W.sum(axis=1)) - W
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_is_degrees_minus_symmetrised_weights(layout):
+    for seed in range(5):
+        graph, edge_weight, W = random_digraph(9, seed)
+        L = as_dense(laplacian(graph, edge_weight, layout=layout), layout)
+        np.testing.assert_allclose(L, by_hand(W), rtol=1e-14, atol=1e-14)
+        np.testing.assert_array_equal(L, L.T)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_undirected_graphs_have_networkx_laplacians(layout):
+    for seed in range(3):
+        undirected = networkx.gnp_random_graph(12, 0.3, seed=seed)
+        L = laplacian(ga.from_networkx(undirected), layout=layout)
+        expected = networkx.laplacian_matrix(undirected).toarray()
+        np.testing.assert_array_equal(as_dense(L, layout), expected)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_self_loops_drop_out(layout):
+    with_loops = laplacian(ga.window_path_graph(6, 2, self_loops=True), layout=layout)
+    without = laplacian(ga.window_path_graph(6, 2), layout=layout)
+    np.testing.assert_array_equal(as_dense(with_loops, layout), as_dense(without, layout))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_graphs_without_edges_or_tokens_have_a_zero_laplacian(layout):
+    for num_tokens in (0, 1, 4):
+        graph = ga.from_edge_index(torch.empty((2, 0), dtype=torch.int64), num_tokens)
+        L = as_dense(laplacian(graph, layout=layout), layout)
+        np.testing.assert_array_equal(L, np.zeros((num_tokens, num_tokens)))
+
+
+def test_a_one_sided_edge_weighs_half_of_a_mutual_one():
+    one_sided = ga.from_edge_index(torch.tensor([[0], [1]]), 2)
+    mutual = ga.from_edge_index(torch.tensor([[0, 1], [1, 0]]), 2)
+    np.testing.assert_array_equal(2 * laplacian(one_sided).toarray(), laplacian(mutual).toarray())
+
+
+def test_the_papers_laplacian_is_neither_semidefinite_nor_the_energy():
+    """Erratum: (L + L^T) / 2 with L = D_out - W (Eq. 4, 5) fails where degrees differ."""
+    graph, edge_weight, W = random_digraph(5, seed=0)
+    u = np.random.default_rng(1).standard_normal(5)
+    E = 0.5 * sum(W[i, j] * (u[i] - u[j]) ** 2 for i in range(5) for j in range(5))
+    papers = np.diag(W.sum(axis=1)) - W
+    papers = (papers + papers.T) / 2
+    assert np.linalg.eigvalsh(papers)[0] < -0.01
+    assert abs(u @ papers @ u - E) > 0.05 * E
+
+    ours = laplacian(graph, edge_weight).toarray()
+    assert np.linalg.eigvalsh(ours)[0] > -1e-14
+    assert u @ ours @ u == pytest.approx(E, rel=1e-13)
+    assert energy(graph, torch.from_numpy(u), edge_weight).item() == pytest.approx(E, rel=1e-13)
+
+
+def test_the_papers_laplacian_is_right_where_in_and_out_degrees_agree():
+    ring = ga.from_edge_index(torch.tensor([[0, 1, 2, 3], [1, 2, 3, 0]]), 4)
+    W = np.roll(np.eye(4), -1, axis=1)
+    papers = np.eye(4) - W
+    np.testing.assert_array_equal(laplacian(ring).toarray(), (papers + papers.T) / 2)
+
+
+def test_scipy_layout_stores_no_zeros_and_is_float64():
+    graph = ga.window_path_graph(4, 1)
+    edge_weight = torch.tensor([1.0, 1.0, 0.0, 0.0, 0.0, 0.0])  # tokens 2 and 3 are isolated
+    L = laplacian(graph, edge_weight)
+    assert L.format == "csr"
+    assert L.dtype == np.float64
+    assert L.nnz == 4
+
+
+def test_tensor_layouts_follow_the_weights_dtype():
+    graph = ga.window_path_graph(4, 1)
+    for dtype in (torch.float32, torch.float64):
+        ones = torch.ones(graph.num_edges, dtype=dtype)
+        assert laplacian(graph, ones, layout="dense").dtype == dtype
+    assert laplacian(graph, layout="dense").dtype == torch.float32
+    assert laplacian(graph, ones.long(), layout="dense").dtype == torch.float32
+    sparse = laplacian(graph, ones, layout="torch")
+    assert sparse.layout == torch.sparse_coo
+    assert sparse.is_coalesced()
+
+
+@pytest.mark.parametrize("layout", ["torch", "dense"])
+def test_tensor_layouts_are_differentiable_in_the_weights(layout):
+    graph, edge_weight, _ = random_digraph(4, seed=2)
+    u = torch.randn(4, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+    def quadratic_form(weight):
+        return (u * (laplacian(graph, weight, layout=layout) @ u)).sum()
+
+    assert torch.autograd.gradcheck(quadratic_form, edge_weight.requires_grad_())
+
+
+@settings(max_examples=50, deadline=None)
+@given(num_tokens=st.integers(1, 12), seed=st.integers(0, 2**32 - 1), density=st.floats(0, 1))
+def test_rows_sum_to_zero_and_no_eigenvalue_is_negative(num_tokens, seed, density):
+    graph, edge_weight, _ = random_digraph(num_tokens, seed, density=density)
+    L = laplacian(graph, edge_weight).toarray()
+    size = max(L.max(), 1)
+    assert np.abs(L.sum(axis=1)).max() <= 1e-13 * size
+    assert np.linalg.eigvalsh(L)[0] >= -1e-13 * size
+
+
+@pytest.mark.parametrize(
+    ("edge_weight", "message"),
+    [
+        (torch.tensor([1.0, -0.5]), r"edge_weight must be finite and >= 0, got .*\[1\] = -0.5"),
+        (torch.tensor([float("nan"), 1.0]), r"edge_weight .* >= 0, got edge_weight\[0\] = nan"),
+        (torch.tensor([float("inf"), 1.0]), r"edge_weight .* >= 0, got edge_weight\[0\] = inf"),
+        (torch.ones(3), r"edge_weight must have shape \[2\] .*, got \[3\]"),
+        (torch.ones(2, 1), r"edge_weight must have shape \[2\] .*, got \[2, 1\]"),
+        (torch.tensor(1.0), r"edge_weight must have shape \[2\] .*, got \[\]"),
+        ([1.0, 1.0], r"edge_weight must be a tensor of shape \[2\] .*, got list"),
+        (np.ones(2), r"edge_weight must be a tensor of shape \[2\] .*, got ndarray"),
+        (torch.ones(2, dtype=torch.complex64), "edge_weight must hold real numbers"),
+    ],
+)
+def test_bad_weights_are_refused_by_every_function(edge_weight, message):
+    graph = ga.window_path_graph(2, 1)
+    s = ga.spectral
+    for function in (s.laplacian, s.fiedler_value, s.max_eigenvalue, s.max_step_size):
+        with pytest.raises(ValueError, match=message):
+            function(graph, edge_weight)
+    with pytest.raises(ValueError, match=message):
+        energy(graph, torch.zeros(2), edge_weight)
+
+
+def test_graphs_of_unknown_or_unequal_sizes_are_refused():
+    bipartite = ga.bipartite_complete_graph(num_targets=2, num_sources=3)
+    s = ga.spectral
+    for function in (s.laplacian, s.fiedler_value, s.max_eigenvalue, s.max_step_size):
+        with pytest.raises(ValueError, match=r"graph must have the same tokens .* 2 targets and 3"):
+            function(bipartite)
+        with pytest.raises(ValueError, match="got Tensor: an edge list does not tell how many"):
+            function(bipartite.edge_index)
+        with pytest.raises(ValueError, match="graph must be a TokenGraph, got str"):
+            function("path")
+    with pytest.raises(ValueError, match="layout must be one of 'scipy', 'torch', 'dense'"):
+        laplacian(ga.complete_graph(3), layout="csr")

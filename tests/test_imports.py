@@ -1,0 +1,219 @@
+"""`import graphattn` is cheap, parts load on first use, and imports point in one direction."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import graphattn as ga
+
+ROOT = Path(ga.__file__).resolve().parent
+KERNELS = ROOT.parent / "kernels"
+
+
+def in_fresh_interpreter(code: str) -> str:
+    """What `code` prints in a new Python, started away from the repository."""
+    run = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT.anchor, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    return run.stdout.strip()
+
+
+MEASURE = """
+import sys, time
+import torch
+before = set(sys.modules)
+start = time.perf_counter()
+import graphattn
+seconds = time.perf_counter() - start
+print(seconds, *sorted(set(sys.modules) - before))
+"""
+
+
+@pytest.fixture(scope="module")
+def first_import() -> tuple[float, set[str]]:
+    """Seconds and modules that `import graphattn` adds to `import torch`; best of three."""
+    runs = [in_fresh_interpreter(MEASURE).split() for _ in range(3)]
+    return min(float(run[0]) for run in runs), set(runs[0][1:])
+
+
+def test_importing_graphattn_adds_under_half_a_second_to_importing_torch(first_import):
+    assert first_import[0] < 0.5
+
+
+@pytest.mark.parametrize(
+    "heavy",
+    ["torch_geometric", "scipy", "triton", "matplotlib", "transformers", "networkx", "sklearn"],
+)
+def test_importing_graphattn_pulls_in_nothing_heavy_that_torch_does_not(first_import, heavy):
+    added = {name for name in first_import[1] if name.split(".")[0] == heavy}
+    assert not added
+
+
+def test_importing_graphattn_adds_its_own_modules_and_the_standard_library_only(first_import):
+    added = {name.split(".")[0] for name in first_import[1]}
+    allowed = set(sys.stdlib_module_names) | {"graphattn", "numpy"}
+    finders = {name for name in added if name.startswith("__editable__")}
+    assert added - finders <= allowed
+
+
+def test_parts_load_on_first_use():
+    code = """
+import sys
+import graphattn as ga
+for part in ("nn", "spectral", "data"):
+    name = "graphattn." + part
+    assert name not in sys.modules, name
+    assert getattr(ga, part) is sys.modules[name]
+    assert getattr(ga, part) is getattr(ga, part)
+assert ga.nn.SelfConsensus(8, 2, edge_hidden=4).dim == 8
+assert "torch_geometric" in sys.modules
+"""
+    in_fresh_interpreter(code)
+
+
+def test_star_import_gives_everything_public():
+    names: dict[str, object] = {}
+    exec("from graphattn import *", names)
+    assert set(ga.__all__) <= set(names)
+
+
+def test_an_unknown_attribute_raises_attribute_error_and_names_it():
+    with pytest.raises(AttributeError, match="no_such_thing"):
+        ga.no_such_thing  # noqa: B018
+    assert not hasattr(ga, "torch_geometric")
+
+
+def test_dir_lists_every_public_name():
+    assert set(ga.__all__) <= set(dir(ga))
+    assert set(ga.nn.__all__) <= set(dir(ga.nn))
+
+
+def test_public_names_are_listed_once_and_exist():
+    for module in (ga, ga.nn):
+        assert len(module.__all__) == len(set(module.__all__))
+        assert all(hasattr(module, name) for name in module.__all__)
+
+
+# Who may import whom: the folder, and the folders of graphattn it may read.
+
+ARROWS = {
+    "graphs": {"kernels"},
+    "ops": {"graphs", "kernels"},
+    "nn": {"ops", "graphs"},
+    "spectral": {"graphs"},
+    "data": set(),
+    "dynamics": {"ops", "graphs"},
+    "diagnostics": {"ops", "graphs"},
+    "models": {"nn", "ops", "graphs"},
+    "integrations": {"nn", "ops", "graphs"},
+    "train": {"models", "integrations", "nn", "ops", "graphs", "data", "diagnostics"},
+    "plot": {"models", "integrations", "nn", "ops", "graphs", "spectral", "dynamics",
+             "diagnostics", "data"},
+    "kernels": set(),
+}  # fmt: skip
+IMPLEMENTATIONS = {"reference", "structured", "triton", "streaming"}
+
+
+def modules() -> dict[str, Path]:
+    """Every module of the library: its dotted name and its file."""
+    found = {}
+    for top, folder in (("graphattn", ROOT), ("graphattn.kernels", KERNELS)):
+        for path in folder.rglob("*.py"):
+            parts = path.relative_to(folder).with_suffix("").parts
+            parts = parts[:-1] if parts[-1] == "__init__" else parts
+            found[".".join((top, *parts))] = path
+    return found
+
+
+MODULES = modules()
+
+
+def imported_modules(name: str) -> set[str]:
+    """Dotted names of the graphattn modules that a module imports, anywhere in its text."""
+    path, found = MODULES[name], set()
+    package = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            base = ".".join([*base, *(node.module.split(".") if node.module else [])])
+            below = {f"{base}.{alias.name}" for alias in node.names}
+            found |= {name if name in MODULES else base for name in below}
+    return {name for name in found if name.split(".")[0] == "graphattn"}
+
+
+def folder_of(name: str) -> str:
+    parts = name.split(".")
+    return parts[1] if len(parts) > 1 else "graphattn itself"
+
+
+def test_the_reading_of_imports_sees_what_it_should():
+    """The checks below are worth nothing if this one is wrong."""
+    seen = imported_modules("graphattn.ops.attention.api")
+    assert "graphattn.ops.attention.reference" in seen
+    assert "graphattn.graphs.token_graph" in seen
+    assert "graphattn.nn.rotary" in imported_modules("graphattn.nn")
+    assert len(MODULES) > 30
+
+
+def test_every_folder_has_a_rule():
+    folders = {folder_of(name) for name in MODULES} - {"graphattn itself", "cli"}
+    assert folders <= set(ARROWS)
+
+
+@pytest.mark.parametrize("name", sorted(MODULES))
+def test_imports_point_downward_only(name):
+    folder = folder_of(name)
+    if folder == "cli":
+        return
+    allowed = {"graphs", "ops"} if folder == "graphattn itself" else {folder, *ARROWS[folder]}
+    reached = {folder_of(other) for other in imported_modules(name)}
+    assert reached <= allowed
+
+
+@pytest.mark.parametrize("name", sorted(n for n in MODULES if folder_of(n) != "cli"))
+def test_nothing_imports_the_command_line(name):
+    assert not {other for other in imported_modules(name) if folder_of(other) == "cli"}
+
+
+def engine_of(name: str) -> str | None:
+    """graphattn.ops.attention for graphattn.ops.attention.reference, None outside the engines."""
+    parts = name.split(".")
+    return ".".join(parts[:3]) if parts[1:2] == ["ops"] and len(parts) == 4 else None
+
+
+@pytest.mark.parametrize("name", sorted(n for n in MODULES if engine_of(n)))
+def test_only_api_chooses_among_the_implementations_of_an_engine(name):
+    """reference.py, structured.py, triton.py and streaming.py never import each other."""
+    if name.endswith(".api"):
+        return
+    siblings = {f"{engine_of(name)}.{part}" for part in IMPLEMENTATIONS} - {name}
+    assert not imported_modules(name) & siblings
+    assert f"{engine_of(name)}.api" not in imported_modules(name)  # no step back up
+
+
+def test_engines_do_not_import_each_other():
+    for name in filter(engine_of, MODULES):
+        engines = {engine_of(other) for other in imported_modules(name)} - {None}
+        assert engines <= {engine_of(name)}, name
+
+
+OPTIONAL = ("transformers", "matplotlib", "triton", "biotite", "sklearn", "torch_scatter")
+
+
+@pytest.mark.parametrize("name", sorted(n for n in MODULES if folder_of(n) in ("graphs", "ops")))
+def test_graphs_and_operations_import_no_heavy_package_at_the_top(name):
+    """Inside a function, or under TYPE_CHECKING, they may."""
+    heavy = {*OPTIONAL, "torch_geometric", "scipy", "networkx"}
+    top = set()
+    for node in ast.parse(MODULES[name].read_text()).body:
+        if isinstance(node, ast.Import):
+            top |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            top.add(node.module.split(".")[0])
+    assert not top & heavy

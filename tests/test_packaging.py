@@ -1,0 +1,133 @@
+"""An installation gives what pyproject.toml promises; every public name has a running example."""
+
+import doctest
+import importlib
+import inspect
+import subprocess
+import sys
+import tomllib
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+import graphattn as ga
+
+TOP = Path(ga.__file__).resolve().parents[1]
+PYPROJECT = TOP / "pyproject.toml"
+if not PYPROJECT.exists():
+    pytest.skip("graphattn is not installed from a checkout", allow_module_level=True)
+SETTINGS = tomllib.loads(PYPROJECT.read_text())
+
+
+def test_every_folder_with_an_init_is_listed_as_a_package():
+    listed = SETTINGS["tool"]["setuptools"]["packages"]
+    found = {
+        ".".join(path.parent.relative_to(TOP).parts)
+        for path in (TOP / "graphattn").rglob("__init__.py")
+    }
+    assert set(listed) == found | {"graphattn.kernels"}
+    assert len(listed) == len(set(listed))
+    assert listed == sorted(listed)
+
+
+def test_every_folder_that_holds_code_has_an_init():
+    for top in ("graphattn", "kernels"):
+        for path in (TOP / top).rglob("*.py"):
+            assert (path.parent / "__init__.py").exists(), path
+
+
+def test_no_other_folder_stands_at_the_top():
+    """The layout of the architecture; hidden and derived folders aside."""
+    allowed = {"graphattn", "kernels", "examples", "tests", "docs", "build", "dist"}
+    found = {
+        path.name
+        for path in TOP.iterdir()
+        if path.is_dir() and not path.name.startswith((".", "_")) and "egg-info" not in path.name
+    }
+    assert found <= allowed
+
+
+def test_kernels_lie_at_the_top_and_are_mapped_into_the_package():
+    assert SETTINGS["tool"]["setuptools"]["package-dir"]["graphattn.kernels"] == "kernels"
+    module = importlib.import_module("graphattn.kernels")
+    assert Path(module.__file__).resolve().parent == TOP / "kernels"
+
+
+def test_kernels_is_importable_as_graphattn_kernels_only(tmp_path):
+    """PyPI's `kernels` is another project; where it is installed, it must be that one."""
+    code = """
+try:
+    import kernels
+except ModuleNotFoundError:
+    print("absent")
+else:
+    print(kernels.__file__)
+"""
+    run = subprocess.run(
+        [sys.executable, "-I", "-c", code],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    where = run.stdout.strip()
+    assert where == "absent" or not Path(where).resolve().is_relative_to(TOP)
+
+
+def test_the_package_says_that_it_is_typed():
+    assert (TOP / "graphattn" / "py.typed").exists()
+    assert "py.typed" in SETTINGS["tool"]["setuptools"]["package-data"]["graphattn"]
+
+
+def test_the_version_is_the_same_everywhere():
+    assert SETTINGS["project"]["version"] == ga.__version__ == metadata.version("graphattn")
+
+
+def test_the_command_points_to_a_function():
+    module, function = SETTINGS["project"]["scripts"]["graphattn"].split(":")
+    assert callable(getattr(importlib.import_module(module), function))
+
+
+# Every public name has a docstring with an example that runs.
+
+PUBLIC = {
+    f"{module.__name__}.{name}": getattr(module, name)
+    for module in (ga, ga.nn)
+    for name in module.__all__
+    if name != "__version__"
+}
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_a_public_name_has_a_docstring(name):
+    text = inspect.getdoc(PUBLIC[name])
+    assert text
+    assert text.splitlines()[0].endswith((".", "::")), "the first line is a sentence"
+
+
+CALLABLE = [name for name, thing in PUBLIC.items() if not inspect.ismodule(thing)]
+
+
+@pytest.mark.parametrize("name", CALLABLE)
+def test_a_public_name_has_an_example_that_runs(name):
+    thing = PUBLIC[name]
+    text = thing.__doc__ or ""
+    assert "Example:" in text
+    tests = doctest.DocTestFinder(recurse=False).find(thing, name, globs={})
+    assert sum(len(test.examples) for test in tests) > 0
+    flags = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
+    report: list[str] = []
+    for test in tests:
+        doctest.DocTestRunner(optionflags=flags, verbose=False).run(test, out=report.append)
+    assert not report, "".join(report)
+
+
+@pytest.mark.parametrize("name", ga.nn.__all__)
+def test_a_layer_documents_its_shapes_its_source_and_every_argument(name):
+    layer = getattr(ga.nn, name)
+    assert "Shapes:" in layer.__doc__
+    assert ".. math::" in layer.__doc__
+    for argument in inspect.signature(layer).parameters:
+        assert argument in layer.__doc__, argument
