@@ -349,17 +349,18 @@ def as_token_graph(graph: Any, num_targets: int, num_sources: int) -> TokenGraph
     if isinstance(graph, Tensor):
         from graphattn.graphs.convert import from_edge_index
 
+        if hasattr(graph, "sparse_size"):  # an EdgeIndex may know its sizes
+            known = graph.sparse_size()
+            if known[0] not in (None, num_sources) or known[1] not in (None, num_targets):
+                raise ValueError(
+                    f"graph has sparse_size {tuple(known)} (sources, targets), but the tensors "
+                    f"have {num_sources} sources and {num_targets} targets"
+                )
         return from_edge_index(graph, num_targets, num_sources)
     raise ValueError(
         "graph must be a TokenGraph, an edge_index tensor [2, E] or a PyG EdgeIndex, "
         f"got {type(graph).__name__}"
     )
-
-
-def is_sorted(edge_index: Tensor, num_sources: int) -> bool:
-    """Whether edges stand in a TokenGraph's order: by target, then source, without repeats."""
-    key = edge_index[1] * num_sources + edge_index[0]
-    return bool((key[1:] > key[:-1]).all())
 
 
 def sorted_edge_list(edge_index: Any, num_targets: int, num_sources: int) -> tuple[Tensor, Tensor]:

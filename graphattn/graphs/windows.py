@@ -49,8 +49,7 @@ def window_cycle_graph(num_tokens: int, window: int) -> TokenGraph:
     """
     num_tokens, window = as_int("num_tokens", num_tokens, 0), as_int("window", window, 1)
     if 2 * window >= num_tokens:
-        reach = max(num_tokens - 1, 0)
-        return TokenGraph(structure=Band(num_tokens, reach, reach, 1, self_loops=False))
+        return complete_graph(num_tokens, self_loops=False)
     return TokenGraph(structure=Cycle(num_tokens, window))
 
 
@@ -105,7 +104,7 @@ def complete_graph(num_tokens: int, *, self_loops: bool = True) -> TokenGraph:
     num_tokens = as_int("num_tokens", num_tokens, 0)
     if self_loops:
         return TokenGraph(structure=Complete(num_tokens, num_tokens))
-    reach = max(num_tokens - 1, 0)
+    reach = max(num_tokens - 1, 1)  # a band that reaches 0 ahead would count as causal
     return TokenGraph(structure=Band(num_tokens, reach, reach, 1, self_loops=False))
 
 

@@ -15,7 +15,7 @@ from graphattn.nn.graph_layer import GraphLayer, Positions, edge_mask, rows_of_v
 from graphattn.nn.rotary import RotaryEmbedding
 from graphattn.ops.attention.api import attention_weights, rbf_attention
 from graphattn.ops.attention.reference import repeat_heads
-from graphattn.ops.inputs import Valid, ValidPair, compute_dtype
+from graphattn.ops.inputs import Valid, ValidPair, compute_dtype, full_precision
 from graphattn.ops.segments import segment_softmax, segment_top_k
 
 
@@ -131,19 +131,22 @@ class GraphAttention(GraphLayer):
         return_attention_weights: bool,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """The forward pass of every attention layer."""
-        x, context, graph, pair = self.prepare(x, context, context_dim, graph, valid)
+        x, context, graph, pair = self.prepare(
+            x, context, context_dim, graph, valid, per_edge=return_attention_weights
+        )
         query, key, value = self.project(x, context, graph, positions)
         if self.uses_propagate():
             dtype = compute_dtype(query.dtype)
-            mixed = self.propagate(
-                graph.edge_index,
-                size=(graph.num_sources, graph.num_targets),
-                query=query.to(dtype),
-                key=repeat_heads(key, self.heads).to(dtype),
-                value=repeat_heads(value, self.heads).to(dtype),
-                valid=rows_of_valid(pair),
-                rowptr=graph.rowptr,
-            ).to(query.dtype)
+            with full_precision(x.device):
+                mixed = self.propagate(
+                    graph.edge_index,
+                    size=(graph.num_sources, graph.num_targets),
+                    query=query.to(dtype),
+                    key=repeat_heads(key, self.heads).to(dtype),
+                    value=repeat_heads(value, self.heads).to(dtype),
+                    valid=rows_of_valid(pair),
+                    rowptr=graph.rowptr,
+                ).to(query.dtype)
         else:
             mixed = self.fused(query, key, value, graph, pair)
         out = self.output_proj(mixed.flatten(-2))
@@ -170,7 +173,11 @@ class DistanceAttention(GraphAttention):
 
     def log_affinity(self, query_i: Tensor, key_j: Tensor) -> Tensor:
         distance = (query_i - key_j).square().sum(-1)
-        return -distance / (2 * (2 * self.log_sigma).exp())
+        return -distance / (2 * self.sigma().to(distance.dtype) ** 2)
+
+    def sigma(self) -> Tensor:
+        """The bandwidths, [heads] or [1]; float32 at least."""
+        return self.log_sigma.to(compute_dtype(self.log_sigma.dtype)).exp()
 
     def fused(
         self, query: Tensor, key: Tensor, value: Tensor, graph: TokenGraph, valid: ValidPair
@@ -180,7 +187,7 @@ class DistanceAttention(GraphAttention):
             key,
             value,
             graph,
-            self.log_sigma.exp(),
+            self.sigma(),
             top_k=self.top_k,
             eps=self.eps,
             valid=valid,
@@ -190,7 +197,6 @@ class DistanceAttention(GraphAttention):
     def edge_weights(
         self, query: Tensor, key: Tensor, graph: TokenGraph, valid: ValidPair
     ) -> Tensor:
-        sigma = self.log_sigma.exp()
         return attention_weights(
-            query, key, graph, sigma=sigma, top_k=self.top_k, eps=self.eps, valid=valid
+            query, key, graph, sigma=self.sigma(), top_k=self.top_k, eps=self.eps, valid=valid
         )

@@ -16,8 +16,8 @@ from graphattn.nn.edge_network import EdgeNetwork
 from graphattn.nn.graph_layer import GraphLayer, Positions, edge_mask, rows_of_valid
 from graphattn.nn.rotary import RotaryEmbedding
 from graphattn.ops.consensus.api import check_energy_graph, consensus_update
-from graphattn.ops.consensus.reference import automatic_step, edge_matrix
-from graphattn.ops.inputs import Valid, ValidPair, compute_dtype
+from graphattn.ops.consensus.reference import automatic_step
+from graphattn.ops.inputs import Valid, ValidPair, compute_dtype, full_precision
 
 StepSize = float | Literal["learned", "auto"]
 Rope = bool | Literal["isometric"] | RotaryEmbedding
@@ -115,7 +115,7 @@ class _Consensus(GraphLayer):
         valid_j: Tensor | None,
     ) -> Tensor:
         """R_ij (u_i - u_j), R_ij from the edge network's hidden vector of the two tokens."""
-        R = edge_matrix(hidden_i + hidden_j, self.edge_net.second_layer())
+        R = self.edge_net.edge_matrix(hidden_i + hidden_j)
         pull = R.apply(u_i - u_j)
         keep = edge_mask(valid_i, valid_j)
         return pull if keep is None else pull.masked_fill(~keep[..., None], 0)
@@ -191,30 +191,34 @@ class _Consensus(GraphLayer):
         hidden = hidden[0].to(dtype), hidden[1].to(dtype)
         edge_index, (of_source, of_target) = graph.edge_index, rows_of_valid(pair)
         sizes = (graph.num_sources, graph.num_targets)
-        gradient = self.propagate(
-            edge_index,
-            size=sizes,
-            u=(rotated_v, rotated_u),
-            hidden=(hidden[1], hidden[0]),
-            valid=(of_source, of_target),
-        )
-        if self.update_rule == "energy":
-            check_energy_graph(graph)
-            gradient = gradient + self.propagate(
-                edge_index.flip(0),
-                size=sizes[::-1],
-                u=(rotated_u, rotated_v),
-                hidden=hidden,
-                valid=(of_target, of_source),
+        with full_precision(u.device):
+            gradient = self.propagate(
+                edge_index,
+                size=sizes,
+                u=(rotated_v, rotated_u),
+                hidden=(hidden[1], hidden[0]),
+                valid=(of_source, of_target),
             )
-        eta = self.step_tensor()
-        if eta == "auto":
-            eta = self.edge_updater(
-                edge_index, size=sizes, hidden=(hidden[1], hidden[0]), valid=(of_source, of_target)
-            )
-            eta = automatic_step(eta, graph, self.update_rule)[..., None]
-        elif isinstance(eta, Tensor):
-            eta = eta[:, None]
+            if self.update_rule == "energy":
+                check_energy_graph(graph)
+                gradient = gradient + self.propagate(
+                    edge_index.flip(0),
+                    size=sizes[::-1],
+                    u=(rotated_u, rotated_v),
+                    hidden=hidden,
+                    valid=(of_target, of_source),
+                )
+            eta = self.step_tensor()
+            if eta == "auto":
+                eta = self.edge_updater(
+                    edge_index,
+                    size=sizes,
+                    hidden=(hidden[1], hidden[0]),
+                    valid=(of_source, of_target),
+                )
+                eta = automatic_step(eta, graph, self.update_rule)[..., None]
+            elif isinstance(eta, Tensor):
+                eta = eta[:, None]
         return (u - eta * gradient).to(u.dtype)
 
     def edge_update(
@@ -225,17 +229,16 @@ class _Consensus(GraphLayer):
         valid_j: Tensor | None,
     ) -> Tensor:
         """alpha + beta, an upper bound on the norm of R_ij, [*, E, H]."""
-        R = edge_matrix(hidden_i + hidden_j, self.edge_net.second_layer())
+        R = self.edge_net.edge_matrix(hidden_i + hidden_j)
         keep = edge_mask(valid_i, valid_j)
         bound = R.alpha + R.beta
         return bound if keep is None else bound.masked_fill(~keep, 0)
 
     def __repr__(self) -> str:
-        options = {
+        options: dict[str, tuple[Any, Any]] = {
             "rank": (self.rank, 4),
             "edge_hidden": (self.edge_hidden, 256),
             "step_size": (self.step_size, 0.1),
-            "rope": ("isometric" if self.isometric else self.rotary is not None, False),
             "edge_input": (self.edge_input, "head"),
             "trunk": (self.trunk, "shared"),
         }

@@ -122,7 +122,6 @@ class DotProductAttention(GraphAttention):
             "value_projection": (self.value_proj is not None, True),
             "kv_heads": (self.kv_heads, self.heads),
             "context_dim": (self.context_dim, self.dim),
-            "rope": (self.rotary is not None, False),
             "top_k": (self.top_k, None),
         }
         return self.one_line(options)

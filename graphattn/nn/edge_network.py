@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from graphattn.ops.consensus.parameters import EdgeNetworkParameters
+from graphattn.ops.consensus.reference import EdgeMatrix, edge_matrix
 
 
 class GroupedLinear(nn.Module):
@@ -87,6 +88,11 @@ class EdgeNetwork(nn.Module):
             self.shear,
             self.shear_bias,
         )
+
+    def edge_matrix(self, hidden_sum: Tensor) -> EdgeMatrix:
+        """R of every edge from target_hidden_i + source_hidden_j, in the dtype of that sum."""
+        parameters = (tensor.to(hidden_sum.dtype) for tensor in self.second_layer())
+        return edge_matrix(hidden_sum, EdgeNetworkParameters(*parameters))
 
     def target_hidden(self, y: Tensor) -> Tensor:
         """First layer on the targets: [*, N, dim] -> [*, N, G, xi]."""

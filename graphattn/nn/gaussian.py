@@ -99,7 +99,6 @@ class GaussianKernelAttention(DistanceAttention):
     def __repr__(self) -> str:
         options = {
             "init_sigma": (self.init_sigma, math.sqrt(self.head_dim)),
-            "rope": (self.rotary is not None, False),
             "normalize": (self.normalize, False),
             "eps": (self.eps, 0.0),
         }

@@ -37,7 +37,14 @@ class GraphLayer(MessagePassing):
         return wanted_backend(self.backend) == "reference"
 
     def prepare(
-        self, x: Tensor, context: Tensor, context_dim: int, graph: Any, valid: Valid
+        self,
+        x: Tensor,
+        context: Tensor,
+        context_dim: int,
+        graph: Any,
+        valid: Valid,
+        *,
+        per_edge: bool = False,
     ) -> tuple[Tensor, Tensor, TokenGraph, ValidPair]:
         """Checked inputs; what invalid tokens hold is replaced by zeros before any projection."""
         for name, tokens, width in (("x", x, self.dim), ("context", context, context_dim)):
@@ -50,7 +57,7 @@ class GraphLayer(MessagePassing):
                 f"got {list(context.shape[:-2])}"
             )
         N, M = x.shape[-2], context.shape[-2]
-        graph = check_graph(graph, x, N, M)
+        graph = check_graph(graph, x, N, M, per_edge=per_edge)
         pair = check_valid(valid, x.shape[:-2], x.device, N, M)
         same = context is x
         if pair[0] is not None:
@@ -85,6 +92,11 @@ class GraphLayer(MessagePassing):
         """Positions of targets and sources: the caller's, otherwise the graph's."""
         if isinstance(positions, Tensor) and graph.num_targets != graph.num_sources:
             raise ValueError("positions must be a pair (targets, sources) on a bipartite graph")
+        if not isinstance(positions, Tensor | tuple | None):
+            raise ValueError(
+                "positions must be a tensor or a pair (targets, sources) of them, "
+                f"got a {type(positions).__name__}"
+            )
         given = positions if isinstance(positions, tuple) else (positions, positions)
         return (
             graph.positions if given[0] is None else given[0],
@@ -94,6 +106,15 @@ class GraphLayer(MessagePassing):
     def one_line(self, options: dict[str, tuple[Any, Any]]) -> str:
         """``Layer(dim, heads=H, option=...)`` of the options (value, default) that differ."""
         facts = [f"{self.dim}", f"heads={self.heads}"]
+        rope: Any = self.rotary is not None
+        if self.rotary is not None and self.rotary.base != 10000:
+            rope = self.rotary
+        options = {
+            **options,
+            "rope": ("isometric" if getattr(self, "isometric", False) else rope, False),
+            "bias": (self.output_proj.bias is not None, True),
+            "backend": (self.backend, "auto"),
+        }
         for name, (value, default) in options.items():
             if value != default:
                 shown = f"{value:.4g}" if isinstance(value, float) else repr(value)

@@ -90,6 +90,5 @@ class KrauseAttention(DistanceAttention):
             "init_sigma": (self.init_sigma, math.sqrt(self.head_dim)),
             "sigma_per_head": (self.log_sigma.numel() == self.heads, True),
             "kv_heads": (self.kv_heads, self.heads),
-            "rope": (self.rotary is not None, False),
         }
         return self.one_line(options)

@@ -80,4 +80,6 @@ def as_rotary(rope: object, head_dim: int) -> RotaryEmbedding | None:
         return rope
     if not isinstance(rope, bool):
         raise ValueError(f"rope must be True, False or a RotaryEmbedding, got {rope!r}")
+    if rope and head_dim % 2:
+        raise ValueError(f"rope needs an even number of features per head, got {head_dim}")
     return RotaryEmbedding(head_dim) if rope else None

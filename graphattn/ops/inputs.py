@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from graphattn.graphs.arguments import as_edge_index
-from graphattn.graphs.token_graph import TokenGraph, as_token_graph, is_sorted
+from graphattn.graphs.token_graph import TokenGraph, as_token_graph
 
 Valid = Tensor | tuple[Tensor | None, Tensor | None] | None
 ValidPair = tuple[Tensor | None, Tensor | None]
@@ -48,15 +48,15 @@ def check_graph(
     With `per_edge` the caller holds, or will get, one value per edge; a raw edge_index must then
     stand in sorted order already, because per-edge values follow that order.
     """
-    if per_edge and isinstance(graph, Tensor):
-        edge_index = as_edge_index(graph)
-        if not is_sorted(edge_index, num_sources):
+    given = graph
+    graph = as_token_graph(given, num_targets, num_sources)
+    if per_edge and isinstance(given, Tensor):
+        if not torch.equal(as_edge_index(given), graph.edge_index):
             raise ValueError(
                 "edge_index must be sorted by target, then source, where per-edge values are "
                 "used; graphattn.from_edge_index(..., return_permutation=True) sorts it and "
                 "relates your order to the sorted one"
             )
-    graph = as_token_graph(graph, num_targets, num_sources)
     if graph.device != like.device:
         raise ValueError(
             f"graph is on {graph.device}, but the tensors are on {like.device}: "
@@ -118,3 +118,8 @@ def valid_edges(valid: ValidPair, source: Tensor, target: Tensor) -> Tensor | No
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     """float32 for half precision, otherwise the dtype itself."""
     return torch.promote_types(dtype, torch.float32)
+
+
+def full_precision(device: torch.device) -> torch.autocast:
+    """Autocast switched off: an operation computes in :func:`compute_dtype` wherever it runs."""
+    return torch.autocast(device.type, enabled=False)

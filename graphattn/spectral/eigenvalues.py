@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
-import scipy.linalg
 import scipy.sparse
 from numpy.typing import NDArray
 from scipy.sparse.csgraph import connected_components
@@ -23,7 +22,9 @@ from graphattn.spectral.laplacian import float64_weights, laplacian_of, symmetri
 
 Array = NDArray[np.float64]
 
-DENSE = 200  # tokens up to which a dense eigensolver is used
+# Tokens up to which a dense eigensolver is used: the one for all eigenvalues. LAPACK's for a few
+# of them fails ("Internal Error") on spectra as degenerate as those of blocks and complete graphs.
+DENSE = 200
 WIDE = 2e10  # multiplications from which a graph is called wide: elimination takes many seconds
 TOLERANCE = 1e-9  # of a Lanczos residual; the eigenvalue itself is then usually good to 1e-14
 
@@ -104,9 +105,7 @@ def max_eigenvalue(graph: TokenGraph, edge_weight: Tensor | None = None) -> floa
     L = laplacian_of(adjacency)
     num_tokens = adjacency.shape[0]
     if num_tokens <= DENSE:
-        last = [num_tokens - 1, num_tokens - 1]
-        value = scipy.linalg.eigh(L.toarray(), eigvals_only=True, subset_by_index=last)[0]
-        return float(value) * scale
+        return float(np.linalg.eigvalsh(L.toarray())[-1]) * scale
     found = _lanczos(lambda u: L @ u, num_tokens, "LA", (THOROUGHLY[0],))
     if found is None and elimination_order(adjacency).cost > WIDE:
         found = _lanczos(lambda u: L @ u, num_tokens, "LA", (BRIEFLY,))
@@ -170,8 +169,7 @@ def _fiedler_value_by_elimination(
             f"{adjacency.data.min():.1e} to 1 (relative to the largest)"
         ) from error
     if num_tokens <= DENSE:
-        last = [num_tokens - 1, num_tokens - 1]
-        return 1 / scipy.linalg.eigh(inverse, eigvals_only=True, subset_by_index=last)[0]
+        return 1 / np.linalg.eigvalsh(inverse)[-1]
 
     def pseudo_inverse(u: Array) -> Array:
         # Scaled to the order of 1, because Lanczos squares what it gets.

@@ -94,6 +94,7 @@ def check_graph() -> Callable[..., None]:
         assert flipped.positions.tolist() == source_positions
         assert flipped.source_positions.tolist() == positions
         assert flipped.transpose() == graph
+        assert copy.copy(flipped).transpose() == graph, "a copy knows nothing of where it came from"
 
         assert graph.positions.dtype == torch.int64
         assert graph.positions.tolist() == positions

@@ -253,6 +253,8 @@ def test_a_batch_differs_from_one_sequence_with_the_same_edges():
 def test_batches_of_one_window_share_one_table_of_offsets():
     packed = ga.batch([ga.window_path_graph(n, 2) for n in (5, 3, 8)])
     assert packed.structure.num_offsets == ga.window_path_graph(9, 2).structure.num_offsets == 5
+    dilated = ga.batch([ga.dilated_window_graph(n, 2, 4) for n in (10, 3, 1)])
+    assert dilated.structure.num_offsets == 5
     images = ga.batch([ga.grid_window_graph(2, 3, 1), ga.grid_window_graph(4, 2, 1)])
     assert images.structure.num_offsets == 9
     cells = [(y, x) for y in range(2) for x in range(3)]

@@ -271,6 +271,12 @@ def test_a_common_offset_of_a_million_changes_nothing_in_float32():
     check_knn(far, 6)
 
 
+def test_finite_tokens_far_apart_are_neighbours_even_where_float32_overflows():
+    x = torch.tensor([[0.0], [1e25], [3e25]])  # squares do not fit into float32, distances do
+    for within in (None, ga.complete_graph(3)):
+        assert ga.knn(x, 2, within=within)[0].tolist() == [[1, 2], [0, 2], [1, 0]]
+
+
 def test_gradient_of_a_distance_is_twice_the_difference():
     x = random_points(12, 3).requires_grad_()
     index, squared = ga.knn(x, 4)

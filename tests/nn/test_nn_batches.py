@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from nn_by_hand import CASES, DIM, run, tokens_of
+from nn_by_hand import CASES, DIM, ONE_OF_EACH, run, tokens_of
 
 import graphattn as ga
 
@@ -34,12 +34,12 @@ def test_packed_sequences_equal_each_alone(case, backend):
 @pytest.mark.parametrize("backend", ["auto", "reference"])
 def test_a_shared_graph_treats_every_sequence_alone(case, backend):
     layer, graph = case.make(), graph_for(case, 7)
-    tokens = tokens_of(case, graph, (2, 3))
+    tokens = tokens_of(case, graph, (2, 2))
     with ga.use_backend(backend):
         out = run(layer, tokens, graph)
-        alone = [[run(layer, tuple(t[a, b] for t in tokens), graph) for b in range(3)]
+        alone = [[run(layer, tuple(t[a, b] for t in tokens), graph) for b in range(2)]
                  for a in range(2)]  # fmt: skip
-    assert out.shape == (2, 3, 7, DIM)
+    assert out.shape == (2, 2, 7, DIM)
     torch.testing.assert_close(out, torch.stack([torch.stack(row) for row in alone]), **TIGHT)
 
 
@@ -100,3 +100,18 @@ def test_raw_edges_of_a_bipartite_graph_are_taken_as_the_graph(case):
     expected = run(layer, tokens, graph)
     for raw in (graph.edge_index, graph.edge_index.flip(1), graph.to_pyg()):
         torch.testing.assert_close(run(layer, tokens, raw), expected, **TIGHT)
+
+
+@pytest.mark.parametrize("case", ONE_OF_EACH, ids=str)
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+@pytest.mark.parametrize(("batch", "n"), [((), 0), ((2,), 0), ((0,), 5), ((2,), 1)], ids=str)
+def test_empty_batches_empty_sequences_and_single_tokens_are_sequences_too(case, backend, batch, n):
+    layer = case.make()
+    sources = n if case.context_width is None else 6
+    graph = ga.from_edge_index(torch.empty(2, 0, dtype=torch.long), n, sources)
+    if n == 5:
+        graph = graph_for(case, 5)
+    with ga.use_backend(backend):
+        out = run(layer, tokens_of(case, graph, batch), graph)
+    assert out.shape == (*batch, n, DIM)
+    assert out.isfinite().all()

@@ -27,7 +27,7 @@ def test_no_output_changes_by_a_bit_when_the_future_does(case, name, backend):
     (x,) = tokens_of(case, graph, dtype=torch.float32)
     with ga.use_backend(backend), torch.no_grad():
         before = layer(x, graph)
-        for start in (1, 5, 9):
+        for start in (1, 6):
             for content in (torch.nan, torch.inf, 1e4):
                 changed = x.clone()
                 changed[:, start:] = content
@@ -37,7 +37,7 @@ def test_no_output_changes_by_a_bit_when_the_future_does(case, name, backend):
 
 
 @pytest.mark.parametrize("case", CAUSAL_CASES, ids=str)
-@pytest.mark.parametrize("name", CAUSAL_GRAPHS)
+@pytest.mark.parametrize("name", ["packed", "union"])
 def test_gradients_of_a_causal_layer_point_backward_only(case, name):
     layer, graph = case.make(), CAUSAL_GRAPHS[name]
     assert graph.is_causal
@@ -48,15 +48,13 @@ def test_gradients_of_a_causal_layer_point_backward_only(case, name):
 
 
 @pytest.mark.parametrize("case", [c for c in SELF_CASES if c.is_energy], ids=str)
-@pytest.mark.parametrize("name", CAUSAL_GRAPHS)
 @BACKENDS
-def test_energy_consensus_refuses_a_causal_graph_and_names_the_way_out(case, name, backend):
-    layer, graph = case.make(), CAUSAL_GRAPHS[name]
-    with (
-        ga.use_backend(backend),
-        pytest.raises(ValueError, match=r"causal graph.*update='target'"),
-    ):
-        layer(torch.randn(10, DIM, dtype=torch.float64), graph)
+def test_energy_consensus_refuses_a_causal_graph_and_names_the_way_out(case, backend):
+    layer, x = case.make(), torch.randn(10, DIM, dtype=torch.float64)
+    with ga.use_backend(backend):
+        for graph in CAUSAL_GRAPHS.values():
+            with pytest.raises(ValueError, match=r"causal graph.*update='target'"):
+                layer(x, graph)
 
 
 @BACKENDS
@@ -163,7 +161,7 @@ def test_isolated_tokens_give_finite_gradients_in_every_dtype(case, dtype, backe
         assert gradient.isfinite().all()
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", ONE_OF_EACH, ids=str)
 @BACKENDS
 def test_a_graph_without_edges_has_finite_gradients(case, backend):
     layer = case.make()

@@ -155,6 +155,7 @@ FORWARDS = [
     (ALL[:4], {"positions": torch.arange(8), "options": {"rope": True}}, "positions", "[8]"),
     (ALL[:4], {"positions": torch.zeros(3, 9), "options": {"rope": True}}, "positions", "[3, 9]"),
     (ALL[:4], {"positions": list(range(9)), "options": {"rope": True}}, "positions", "list"),
+    (ALL, {"positions": (None, None, None), "options": {"rope": True}}, "positions", "3"),
     (ALL[4:], {"positions": torch.arange(9), "options": {"rope": True}}, "positions", "pair"),
     (
         ALL[4:],

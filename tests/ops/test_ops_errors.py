@@ -4,6 +4,7 @@ import re
 from collections.abc import Callable
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from cases_ops import consensus_inputs, qkv, random
@@ -133,7 +134,7 @@ BACKEND = [
 SIGMA = [
     ({"sigma": 0.0}, ("sigma", "0.0", "> 0")),
     ({"sigma": -1.0}, ("sigma", "-1.0", "> 0")),
-    ({"sigma": nan}, ("sigma", "nan", "> 0")),
+    ({"sigma": nan}, ("sigma", "nan")),
     ({"sigma": float("inf")}, ("sigma", "inf", "finite")),
     ({"sigma": torch.tensor([1.0, 0.0])}, ("sigma", "0.0", "> 0")),
     ({"sigma": torch.tensor(-2.0)}, ("sigma", "-2.0", "> 0")),
@@ -185,7 +186,7 @@ CONSENSUS = [
     ({"target_hidden": HIDDEN_3}, ("target_hidden", "4", "12", "[2, 3]")),
     ({"target_hidden": A[:, :1]}, ("target_hidden", "source_hidden", "[1, 4]", "[2, 4]")),
     ({"target_hidden": random(N, 3, 4, seed=1)}, ("target_hidden", "[3, 4]")),
-    ({"edge_network": None}, ("edge_network", "NoneType")),
+    ({"edge_network": None}, ("edge_network", "None")),
     ({"edge_network": tuple(NETWORK)[:5]}, ("edge_network", "tuple")),
     (
         {"edge_network": NETWORK._replace(alpha=NETWORK.alpha[:1])},
@@ -305,3 +306,14 @@ def test_good_input_of_every_kind_passes() -> None:
     step(step_size=1, edge_network=tuple(NETWORK), disagreement=(U, U))
     step(step_size="auto", update="target", valid=[None, None])
     matrices(graph=GRAPH.edge_index)
+
+
+@pytest.mark.parametrize("number", [np.float32(2), np.int64(2), np.float64(2), 2])
+def test_numbers_from_numpy_are_numbers(number: float) -> None:
+    """A sweep over np.arange or a float32 array must not stop at the type of its numbers."""
+    assert torch.equal(rbf(sigma=number, eps=number), rbf(sigma=2.0, eps=2.0))
+    assert torch.equal(dot(scale=number), dot(scale=2.0))
+    assert torch.equal(weights(sigma=number), weights(sigma=2.0))
+    assert torch.equal(step(step_size=number), step(step_size=2.0))
+    if not isinstance(number, np.floating):
+        assert torch.equal(rbf(top_k=number), rbf(top_k=2))

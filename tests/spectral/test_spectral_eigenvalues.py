@@ -337,3 +337,15 @@ def test_the_step_for_a_large_window_graph_is_never_too_large():
     N = 5000
     exact = 1 / (8 * math.cos(math.pi / (2 * N)) ** 2)
     assert 1 - 2e-10 <= max_step_size(ga.window_path_graph(N, 1)) / exact <= 1
+
+
+@pytest.mark.parametrize("num_tokens", [34, 64, 100, 200])
+def test_degenerate_spectra_are_solved(num_tokens):
+    # Hundreds of equal eigenvalues: LAPACK's solver for a few of them gives up on these.
+    complete = ga.complete_graph(num_tokens)
+    assert ga.spectral.max_eigenvalue(complete) == pytest.approx(num_tokens, rel=1e-12)
+    assert ga.spectral.fiedler_value(complete) == pytest.approx(num_tokens, rel=1e-12)
+    blocks = ga.block_window_graph(num_tokens, block_size=32)
+    assert ga.spectral.max_eigenvalue(blocks) == pytest.approx(32, rel=1e-12)
+    # Of a causal graph symmetrised: every pair weighs 1/2, so half the complete graph's.
+    assert ga.spectral.max_eigenvalue(ga.causal_graph(num_tokens)) == pytest.approx(num_tokens / 2)

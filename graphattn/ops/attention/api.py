@@ -9,6 +9,7 @@ centre of their choice, so that it cannot cancel.)
 from __future__ import annotations
 
 import math
+from numbers import Real
 from typing import Any, Literal, overload
 
 import torch
@@ -19,7 +20,15 @@ from graphattn.graphs.token_graph import TokenGraph
 from graphattn.ops.attention import reference
 from graphattn.ops.attention.reference import Score
 from graphattn.ops.backends import wanted_backend
-from graphattn.ops.inputs import Valid, check_graph, check_tensors, check_valid, compute_dtype
+from graphattn.ops.inputs import (
+    Valid,
+    check_graph,
+    check_tensors,
+    check_valid,
+    clear_invalid,
+    compute_dtype,
+    full_precision,
+)
 
 
 @overload
@@ -117,16 +126,9 @@ def rbf_attention(
         tensor([  0.,   1., 100.])
     """
     heads = _check_qkv(query, key, value)
-    sigma_h = _per_head("sigma", sigma, heads, query)
-    if isinstance(sigma, Tensor):
-        if sigma.device.type == "cpu" and not bool((sigma > 0).all()):
-            raise ValueError(f"sigma must be > 0, got {sigma.detach().tolist()}")
-    else:
-        as_float("sigma", sigma, positive=True)
+    strength = _rbf_scale(sigma, heads, query)
     eps = as_float("eps", eps, positive=False)
-    out, lse = _attend(
-        query, key, value, graph, "rbf", sigma_h**-2, top_k, edge_bias, valid, backend
-    )
+    out, lse = _attend(query, key, value, graph, "rbf", strength, top_k, edge_bias, valid, backend)
     if eps > 0:
         # sum / (eps + sum) = sigmoid(log sum - log eps); the form whose gradient cannot overflow.
         out = out * torch.sigmoid(lse - math.log(eps))[..., None]
@@ -240,21 +242,22 @@ def attention_weights(
     if sigma is None:
         strength = _dot_scale(scale, heads, query)
     else:
-        strength = _per_head("sigma", sigma, heads, query) ** -2
+        strength = _rbf_scale(sigma, heads, query)
     eps = as_float("eps", eps, positive=False)
     graph = check_graph(graph, query, query.shape[-3], key.shape[-3], per_edge=True)
     pair = check_valid(valid, query.shape[:-3], query.device, graph.num_targets, graph.num_sources)
     dtype = compute_dtype(query.dtype)
-    weights, lse, _ = reference.edge_weights(
-        reference.clear_invalid(query, pair[0]).to(dtype),
-        reference.clear_invalid(key, pair[1]).to(dtype),
-        graph,
-        score=score,
-        scale=strength,
-        edge_bias=_edge_bias(edge_bias, graph, heads, dtype, query.device),
-        top_k=None if top_k is None else as_int("top_k", top_k, 1),
-        valid=pair,
-    )
+    with full_precision(query.device):
+        weights, lse, _ = reference.edge_weights(
+            clear_invalid(query, pair[0]).to(dtype),
+            clear_invalid(key, pair[1]).to(dtype),
+            graph,
+            score=score,
+            scale=strength,
+            edge_bias=_edge_bias(edge_bias, graph, heads, dtype, query.device),
+            top_k=None if top_k is None else as_int("top_k", top_k, 1),
+            valid=pair,
+        )
     if eps > 0:
         share = torch.sigmoid(lse - math.log(eps))
         weights = weights * share.index_select(-2, graph.edge_index[1])
@@ -279,19 +282,20 @@ def _attend(
         graph, query, query.shape[-3], key.shape[-3], per_edge=edge_bias is not None
     )
     dtype = compute_dtype(query.dtype)
-    return reference.attend(
-        query.to(dtype),
-        key.to(dtype),
-        value.to(dtype),
-        graph,
-        score=score,
-        scale=scale,
-        edge_bias=_edge_bias(edge_bias, graph, query.shape[-2], dtype, query.device),
-        top_k=None if top_k is None else as_int("top_k", top_k, 1),
-        valid=check_valid(
-            valid, query.shape[:-3], query.device, graph.num_targets, graph.num_sources
-        ),
-    )
+    with full_precision(query.device):
+        return reference.attend(
+            query.to(dtype),
+            key.to(dtype),
+            value.to(dtype),
+            graph,
+            score=score,
+            scale=scale,
+            edge_bias=_edge_bias(edge_bias, graph, query.shape[-2], dtype, query.device),
+            top_k=None if top_k is None else as_int("top_k", top_k, 1),
+            valid=check_valid(
+                valid, query.shape[:-3], query.device, graph.num_targets, graph.num_sources
+            ),
+        )
 
 
 def _check_qkv(query: Any, key: Any, value: Any) -> int:
@@ -313,6 +317,8 @@ def _per_head(name: str, number: float | Tensor, heads: int, like: Tensor) -> Te
     """`number` as a tensor [H] in the compute dtype and on the device of `like`."""
     dtype = compute_dtype(like.dtype)
     if not isinstance(number, Tensor):
+        if isinstance(number, bool) or not isinstance(number, Real):
+            raise ValueError(f"{name} must be a number or a tensor, got {number!r}")
         return torch.full((heads,), float(number), dtype=dtype, device=like.device)
     try:
         return number.to(like.device, dtype).broadcast_to((heads,))
@@ -323,9 +329,20 @@ def _per_head(name: str, number: float | Tensor, heads: int, like: Tensor) -> Te
         ) from None
 
 
+def _rbf_scale(sigma: float | Tensor, heads: int, query: Tensor) -> Tensor:
+    """1 / sigma^2 per head. Tensors on other devices are not read: that would wait for them."""
+    per_head = _per_head("sigma", sigma, heads, query)
+    if per_head.device.type == "cpu" and not bool(((per_head > 0) & per_head.isfinite()).all()):
+        got = sigma.tolist() if isinstance(sigma, Tensor) else sigma
+        raise ValueError(f"sigma must be > 0 and finite, got {got}")
+    return per_head**-2
+
+
 def _dot_scale(scale: float | Tensor | None, heads: int, query: Tensor) -> Tensor:
     if scale is None:
         scale = 1 / math.sqrt(max(query.shape[-1], 1))
+    if isinstance(scale, Real) and not math.isfinite(scale):
+        raise ValueError(f"scale must be finite, got {scale}")
     return _per_head("scale", scale, heads, query)
 
 

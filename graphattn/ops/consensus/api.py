@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import warnings
+from numbers import Real
 from typing import Any, Literal
 
 import torch
@@ -13,7 +15,14 @@ from graphattn.graphs.token_graph import TokenGraph
 from graphattn.ops.backends import wanted_backend
 from graphattn.ops.consensus import reference
 from graphattn.ops.consensus.parameters import EdgeNetworkParameters
-from graphattn.ops.inputs import Valid, check_graph, check_tensors, check_valid, compute_dtype
+from graphattn.ops.inputs import (
+    Valid,
+    check_graph,
+    check_tensors,
+    check_valid,
+    compute_dtype,
+    full_precision,
+)
 
 Update = Literal["energy", "target"]
 
@@ -64,7 +73,7 @@ def consensus_update(
         disagreement: (u, v) to use inside the differences only (rotary embedding, Eq. 42).
         valid: bool [*, N] or [N], or a pair for (targets, sources); an edge that touches an
             invalid token is no edge, and what invalid tokens hold is never read. They keep their
-            state; NaN in it reads as 0.
+            state; NaN and infinity in it read as 0.
         backend: "auto" or "reference".
 
     Returns:
@@ -92,29 +101,25 @@ def consensus_update(
     if as_choice("update", update, ("energy", "target")) == "energy":
         check_energy_graph(graph)
     dtype = compute_dtype(state.dtype)
-    u, v = (state, neighbor_state) if disagreement is None else disagreement
-    for name, own, like in (("u", u, state), ("v", v, neighbor_state)):
-        if not isinstance(own, Tensor) or own.shape != like.shape or own.dtype != like.dtype:
-            raise ValueError(
-                f"disagreement must be a pair (u, v) like state and neighbor_state; {name} must "
-                f"be {like.dtype} of shape {list(like.shape)}, got "
-                f"{f'{own.dtype} of shape {list(own.shape)}' if isinstance(own, Tensor) else own}"
-            )
+    u, v = _disagreement(disagreement, state, neighbor_state)
+    step = _step(step_size, state, dtype)
     moving = state
     if pair[0] is not None:  # an invalid token keeps its state, but hands on no NaN
-        moving = torch.where(pair[0][..., None, None], state, state.nan_to_num(nan=0.0))
-    new = reference.consensus_update(
-        moving.to(dtype),
-        neighbor_state.to(dtype),
-        target_hidden.to(dtype),
-        source_hidden.to(dtype),
-        network,
-        graph,
-        _step(step_size, state, dtype),
-        update=update,
-        disagreement=(u.to(dtype), v.to(dtype)),
-        valid=pair,
-    )
+        moving = torch.where(pair[0][..., None, None], state, state.nan_to_num(0.0, 0.0, 0.0))
+        if step is not None:
+            step = torch.where(pair[0][..., None], step, 0)
+    with full_precision(state.device):
+        new = reference.consensus_update(
+            moving.to(dtype),
+            target_hidden.to(dtype),
+            source_hidden.to(dtype),
+            network,
+            graph,
+            step,
+            update=update,
+            disagreement=(u.to(dtype), v.to(dtype)),
+            valid=pair,
+        )
     return new.to(state.dtype)
 
 
@@ -150,7 +155,8 @@ def consensus_edge_matrices(
     pre_activation = target_hidden.to(dtype).index_select(-3, target) + source_hidden.to(
         dtype
     ).index_select(-3, source)
-    return reference.edge_matrix(pre_activation, network).dense().to(target_hidden.dtype)
+    with full_precision(target_hidden.device):
+        return reference.edge_matrix(pre_activation, network).dense().to(target_hidden.dtype)
 
 
 def check_energy_graph(graph: TokenGraph) -> None:
@@ -211,18 +217,43 @@ def _check(
     return graph, network, check_valid(valid, state.shape[:-3], state.device, N, M)
 
 
+def _disagreement(
+    disagreement: Any, state: Tensor, neighbor_state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The pair (u, v) that is compared: the states themselves unless given."""
+    if disagreement is None:
+        return state, neighbor_state
+    if not isinstance(disagreement, tuple | list) or len(disagreement) != 2:
+        got = len(disagreement) if hasattr(disagreement, "__len__") else disagreement
+        raise ValueError(f"disagreement must be a pair (u, v) or None, got {got!r}")
+    for name, own, like in zip("uv", disagreement, (state, neighbor_state), strict=True):
+        if not isinstance(own, Tensor) or own.shape != like.shape or own.dtype != like.dtype:
+            got = f"{own.dtype} of shape {list(own.shape)}" if isinstance(own, Tensor) else own
+            raise ValueError(
+                f"disagreement {name} must be {like.dtype} of shape {list(like.shape)}, got {got}"
+            )
+    return disagreement[0], disagreement[1]
+
+
 def _check_network(
     edge_network: Any, target_hidden: Tensor, source_hidden: Tensor
 ) -> EdgeNetworkParameters:
     """The parameters in the compute dtype, shapes checked against the hidden vectors."""
     try:
         network = EdgeNetworkParameters(*edge_network)
-        heads, rank, features, xi = network.shear.shape
-    except (TypeError, ValueError, AttributeError):
+    except TypeError:
         raise ValueError(
-            "edge_network must be an EdgeNetworkParameters with shear [H, r, D, xi], "
-            f"got {type(edge_network).__name__}"
+            f"edge_network must be an EdgeNetworkParameters, got {edge_network!r}"
         ) from None
+    for name, tensor in zip(network._fields, network, strict=True):
+        if not isinstance(tensor, Tensor):
+            raise ValueError(f"edge_network.{name} must be a tensor, got {tensor!r}")
+    if network.shear.dim() != 4 or network.shear.shape[1] == 0:
+        raise ValueError(
+            "edge_network.shear must have shape [H, r, D, xi] with rank r >= 1, "
+            f"got {list(network.shear.shape)}"
+        )
+    heads, rank, features, xi = network.shear.shape
     shapes = ((heads, xi), (heads,), (heads, xi), (heads,), None, (heads, rank, features))
     for name, tensor, shape in zip(network._fields, network, shapes, strict=True):
         if shape is not None and tensor.shape != shape:
@@ -250,6 +281,11 @@ def _step(step_size: float | Tensor | str, state: Tensor, dtype: torch.dtype) ->
         as_choice("step_size", step_size, ("auto",))
         return None
     if not isinstance(step_size, Tensor):
+        number = isinstance(step_size, Real) and not isinstance(step_size, bool)
+        if not number or not math.isfinite(step_size):
+            raise ValueError(
+                f"step_size must be a finite number, a tensor or 'auto', got {step_size!r}"
+            )
         return torch.full((), float(step_size), dtype=dtype, device=state.device)
     try:
         step_size.broadcast_to(state.shape[:-1])

@@ -13,6 +13,17 @@ class EdgeNetworkParameters(NamedTuple):
     The paper's W_alpha, b_alpha, W_beta, b_beta, W_Lambda, b_Lambda for each of H heads, rank r,
     D features per head: ``alpha = softplus(W_alpha . h + b_alpha)``, beta likewise, and the rows
     of ``W_Lambda h + b_Lambda``, normalised and divided by sqrt(r), are Lambda.
+
+    Example:
+        >>> import torch, graphattn as ga
+        >>> H, r, D, xi = 2, 4, 8, 16
+        >>> network = ga.EdgeNetworkParameters(
+        ...     alpha=torch.randn(H, xi), alpha_bias=torch.zeros(H),
+        ...     beta=torch.randn(H, xi), beta_bias=torch.zeros(H),
+        ...     shear=torch.randn(H, r, D, xi), shear_bias=torch.zeros(H, r, D))
+        >>> hidden = torch.randn(10, H, xi)
+        >>> ga.consensus_edge_matrices(hidden, hidden, network, ga.window_path_graph(10, 1)).shape
+        torch.Size([18, 2, 8, 8])
     """
 
     alpha: Tensor  # [H, xi]

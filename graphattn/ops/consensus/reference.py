@@ -71,7 +71,6 @@ def _unit_rows(rows: Tensor) -> Tensor:
 
 def consensus_update(
     state: Tensor,
-    neighbor_state: Tensor,
     target_hidden: Tensor,
     source_hidden: Tensor,
     network: EdgeNetworkParameters,
