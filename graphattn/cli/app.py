@@ -51,7 +51,7 @@ def demo(
     """Send real tokens through every graph and every layer, spectral bounds checked on the way."""
     from graphattn.cli.demo import run_demo
 
-    console = Console(width=None if sys.stdout.isatty() else 110)
+    console = Console(width=None if sys.stdout.isatty() else 124)
     try:
         run_demo(file, tokens, seed, console)
     except (FileFormatError, ImportError) as error:  # ImportError: an extra this file needs

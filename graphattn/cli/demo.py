@@ -196,10 +196,10 @@ def layer_table(sample: Sample, console: Console) -> Table:
         title="Layers: what they do to the tokens", title_justify="left", box=box.SIMPLE_HEAD
     )
     table.add_column("layer", no_wrap=True)
-    table.add_column("graph")
+    table.add_column("graph", no_wrap=True)
     for name in ("parameters", "time"):
         table.add_column(name, justify="right")
-    table.add_column("disagreement, before → after", justify="center")
+    table.add_column("disagreement, before → after", justify="center", no_wrap=True)
     with console.status("applying the layers") as status:
         for run in layer_runs(sample):
             status.update(f"applying {run.name}")

@@ -12,13 +12,15 @@ from torch import Tensor
 def as_int(name: str, value: Any, minimum: int) -> int:
     """`value` as an int of at least `minimum`; booleans and floats are refused."""
     try:
-        if isinstance(value, bool):
+        if isinstance(value, bool) or str(getattr(value, "dtype", "")).endswith("bool"):
             raise TypeError
         number = operator.index(value)
     except TypeError:
         raise ValueError(f"{name} must be an integer >= {minimum}, got {value!r}") from None
     if number < minimum:
         raise ValueError(f"{name} must be >= {minimum}, got {number}")
+    if number >= 2**63:
+        raise ValueError(f"{name} must be < 2**63, got {number}")
     return number
 
 

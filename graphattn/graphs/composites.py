@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -9,7 +10,15 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from graphattn.graphs.structure import Device, OffsetTable, Structure, masked_rows, sort_edges
+from graphattn.graphs.structure import (
+    Band,
+    Complete,
+    Device,
+    OffsetTable,
+    Structure,
+    masked_rows,
+    sort_edges,
+)
 
 
 @dataclass(frozen=True)
@@ -33,9 +42,13 @@ class RandomSources(Structure):
         return left.clamp(max=self.num_random)
 
     def contains(self, target: Tensor, source: Tensor) -> Tensor:
-        own_source, own_target = self.edges(target.device)
-        keys = own_target * self.num_sources + own_source
+        keys = self._keys.to(target.device)
         return torch.isin(target * self.num_sources + source, keys)
+
+    @cached_property
+    def _keys(self) -> Tensor:
+        source, target = self.edges()
+        return target * self.num_sources + source
 
     def edges(self, device: Device = None) -> Tensor:
         base_source, base_target = self.base.edges()
@@ -135,8 +148,26 @@ def union_of(parts: list[Structure] | tuple[Structure, ...]) -> Structure:
     return parts[0] if len(parts) == 1 else Union(tuple(parts))
 
 
+def _intersection(a: Structure, b: Structure) -> Structure | None:
+    """The edges that both have, where that is a structure too."""
+    match a, b:
+        case (Complete(), _):
+            return b
+        case (_, Complete()):
+            return a
+        case (Band(), Band()):
+            step = math.lcm(a.dilation, b.dilation)
+            before = min(a.before * a.dilation, b.before * b.dilation) // step
+            after = min(a.after * a.dilation, b.after * b.dilation) // step
+            return Band(a.num_tokens, before, after, step, a.self_loops and b.self_loops)
+    return None
+
+
 def _shared_in_degree(a: Structure, b: Structure, device: Device) -> Tensor:
-    """Edges per target that both have, [N], counted piece by piece."""
+    """Edges per target that both have, [N]: in closed form, or counted piece by piece."""
+    both = _intersection(a, b)
+    if both is not None:
+        return both.in_degree(device)
     few, many = (a, b) if a.num_edges() <= b.num_edges() else (b, a)
     shared = torch.zeros(a.num_targets, dtype=torch.int64, device=device)
     for source, target in few.pieces(device):

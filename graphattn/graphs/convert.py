@@ -147,7 +147,8 @@ def from_scipy(matrix: Any) -> TokenGraph:
 def from_pyg(data: Any) -> TokenGraph:
     """A graph of a PyG ``Data`` or ``EdgeIndex``.
 
-    Sizes are read from it: a Data's ``num_nodes``, an EdgeIndex's ``sparse_size``.
+    Sizes are read from it: a Data's ``num_nodes``, an EdgeIndex's ``sparse_size``. In a PyG
+    ``Batch`` positions restart in every graph, as in :func:`batch`.
 
     Raises:
         ValueError: if it has no edges attribute or does not know its number of nodes.
@@ -176,4 +177,14 @@ def from_pyg(data: Any) -> TokenGraph:
     if "num_nodes" not in data and "x" not in data and "pos" not in data:
         # PyG would guess from the largest index and lose isolated tokens at the end.
         raise ValueError("data must have num_nodes (or x, or pos): edges do not tell it")
-    return from_edge_index(edge_index, data.num_nodes)
+    graph = from_edge_index(edge_index, data.num_nodes)
+    ptr = getattr(data, "ptr", None)
+    if ptr is None:
+        return graph
+    sizes = tuple((n, n) for n in ptr.diff().tolist())  # a PyG Batch: positions restart
+    return TokenGraph(
+        edge_index=graph.edge_index,
+        num_targets=graph.num_targets,
+        num_sources=graph.num_sources,
+        sizes=sizes,
+    )

@@ -70,8 +70,6 @@ def bigbird_graph(
     """
     parts = _window_and_hubs(num_tokens, window, global_tokens, 1)
     num_random, seed = as_int("num_random", num_random, 0), as_int("seed", seed, 0)
-    if seed >= 2**63:
-        raise ValueError(f"seed must be < 2**63, got {seed}")
     num_random = min(num_random, parts[0].num_targets)
     if num_random:
         parts = [*parts, RandomSources(union_of(parts), num_random, seed)]
@@ -83,7 +81,7 @@ def _window_and_hubs(
 ) -> list[Structure]:
     """The parts, global tokens first: an edge both have belongs to them."""
     num_tokens, window = as_int("num_tokens", num_tokens, 0), as_int("window", window, 1)
-    dilation = min(as_int("dilation", dilation, 1), max(num_tokens, 1))
+    dilation = as_int("dilation", dilation, 1)
     band = Band(num_tokens, window, window, dilation)
     tokens = _as_tokens(global_tokens, num_tokens)
     return [GlobalTokens(num_tokens, tokens), band] if tokens else [band]

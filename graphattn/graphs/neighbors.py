@@ -8,10 +8,9 @@ from torch import Tensor
 from graphattn.graphs.arguments import as_float, as_int, as_points
 from graphattn.graphs.knn import (
     TILE,
-    exact_squared_distances,
+    exact_tile,
     knn,
-    nearest_edges,
-    place_self,
+    nearest_columns,
     rounded_distances,
     with_rounding,
 )
@@ -97,16 +96,13 @@ def radius_graph(
     for start in range(0, N, rows):
         tile = points[start : start + rows]
         near = rounded_distances(tile, points) <= with_rounding(reach, points)
-        row, source = near.nonzero().T
-        squared = exact_squared_distances(tile, points, row, source)
+        squared = exact_tile(tile, points, near, start, True, bool(self_loops))
         squared.masked_fill_(squared > reach**2, torch.inf)
-        place_self(squared, row + start == source, bool(self_loops))
-        if max_neighbors is None:
-            inside = squared < torch.inf
-            pieces.append(torch.stack([source[inside], row[inside] + start]))
+        if max_neighbors is None or max_neighbors >= N:
+            row, source = squared.isfinite().nonzero().T
+            pieces.append(torch.stack([source, row + start]))
         else:
-            index = nearest_edges(row, source, squared, len(tile), min(max_neighbors, N))
-            pieces.append(edges_of_rows(index, start))
+            pieces.append(edges_of_rows(nearest_columns(squared, max_neighbors), start))
     return TokenGraph(edge_index=torch.cat(pieces, dim=1), num_targets=N, num_sources=N)
 
 

@@ -112,6 +112,11 @@ class Band(Structure):
     def offset_table(self) -> OffsetTable:
         return ("sequence", -self.before, self.after, self.dilation)
 
+    @property
+    def _stride(self) -> int:
+        """The dilation, cut where one hop is beyond the sequence anyway."""
+        return min(self.dilation, max(self.num_tokens, 1))
+
     def _reach(self, hops: int) -> int:
         """Hops that can land inside the sequence at all."""
         return min(hops, max(self.num_tokens - 1, 0) // self.dilation)
@@ -124,8 +129,8 @@ class Band(Structure):
 
     def in_degree(self, device: Device = None) -> Tensor:
         i = torch.arange(self.num_tokens, device=device)
-        before = (i // self.dilation).clamp(max=self.before)
-        after = ((self.num_tokens - 1 - i) // self.dilation).clamp(max=self.after)
+        before = (i // self._stride).clamp(max=self.before)
+        after = ((self.num_tokens - 1 - i) // self._stride).clamp(max=self.after)
         return before + after + int(self.self_loops)
 
     def contains(self, target: Tensor, source: Tensor) -> Tensor:
@@ -133,7 +138,7 @@ class Band(Structure):
         before, after = self._reach(self.before), self._reach(self.after)
         inside = (distance >= -before * self.dilation) & (distance <= after * self.dilation)
         if self.dilation > 1:
-            inside &= distance % self.dilation == 0
+            inside &= distance % self._stride == 0
         return inside if self.self_loops else inside & (distance != 0)
 
     def edges(self, device: Device = None) -> Tensor:

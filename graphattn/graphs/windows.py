@@ -156,7 +156,7 @@ def dilated_window_graph(
         tensor([ 0,  3,  6,  9, 12])
     """
     num_tokens, window = as_int("num_tokens", num_tokens, 0), as_int("window", window, 1)
-    dilation = min(as_int("dilation", dilation, 1), max(num_tokens, 1))
+    dilation = as_int("dilation", dilation, 1)
     return TokenGraph(structure=Band(num_tokens, window, window, dilation, bool(self_loops)))
 
 

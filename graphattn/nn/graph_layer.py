@@ -95,9 +95,13 @@ class GraphLayer(MessagePassing):
         if not isinstance(positions, Tensor | tuple | None):
             raise ValueError(
                 "positions must be a tensor or a pair (targets, sources) of them, "
-                f"got a {type(positions).__name__}"
+                f"got the {type(positions).__name__} {positions!r}"
             )
         given = positions if isinstance(positions, tuple) else (positions, positions)
+        if len(given) != 2:
+            raise ValueError(
+                f"positions must be a pair (targets, sources), got {len(given)} of them"
+            )
         return (
             graph.positions if given[0] is None else given[0],
             graph.source_positions if given[1] is None else given[1],

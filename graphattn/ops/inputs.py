@@ -50,13 +50,13 @@ def check_graph(
     """
     given = graph
     graph = as_token_graph(given, num_targets, num_sources)
-    if per_edge and isinstance(given, Tensor):
-        if not torch.equal(as_edge_index(given), graph.edge_index):
-            raise ValueError(
-                "edge_index must be sorted by target, then source, where per-edge values are "
-                "used; graphattn.from_edge_index(..., return_permutation=True) sorts it and "
-                "relates your order to the sorted one"
-            )
+    raw = as_edge_index(given) if per_edge and isinstance(given, Tensor) else None
+    if raw is not None and not torch.equal(raw, graph.edge_index):
+        raise ValueError(
+            "edge_index must be sorted by target, then source, where per-edge values are used; "
+            "graphattn.from_edge_index(..., return_permutation=True) sorts it and relates your "
+            "order to the sorted one"
+        )
     if graph.device != like.device:
         raise ValueError(
             f"graph is on {graph.device}, but the tensors are on {like.device}: "

@@ -6,7 +6,7 @@ import pytest
 import scipy.sparse
 import torch
 from torch_geometric import EdgeIndex
-from torch_geometric.data import Data
+from torch_geometric.data import Batch, Data
 from torch_geometric.nn import SimpleConv
 from torch_geometric.utils import to_scipy_sparse_matrix
 
@@ -291,3 +291,12 @@ def test_an_entry_stored_twice_raises_and_names_the_edge(kind):
         matrix = build((np.ones(3), indices, indptr), shape=(3, 4))
     with pytest.raises(ValueError, match=r"source 1, target 2\) more than once"):
         ga.from_scipy(matrix)
+
+
+def test_a_pyg_batch_keeps_its_sequences_apart():
+    one = Data(edge_index=torch.tensor([[0, 1], [1, 2]]), num_nodes=3)
+    two = Data(edge_index=torch.tensor([[1], [0]]), num_nodes=2)
+    graph = ga.from_pyg(Batch.from_data_list([one, two]))
+    assert graph.edge_index.tolist() == [[0, 1, 4], [1, 2, 3]]
+    assert graph.positions.tolist() == [0, 1, 2, 0, 1]
+    assert graph.sizes == ((3, 3), (2, 2))

@@ -242,9 +242,8 @@ def _check_network(
     try:
         network = EdgeNetworkParameters(*edge_network)
     except TypeError:
-        raise ValueError(
-            f"edge_network must be an EdgeNetworkParameters, got {edge_network!r}"
-        ) from None
+        got = "None" if edge_network is None else type(edge_network).__name__
+        raise ValueError(f"edge_network must be an EdgeNetworkParameters, got {got}") from None
     for name, tensor in zip(network._fields, network, strict=True):
         if not isinstance(tensor, Tensor):
             raise ValueError(f"edge_network.{name} must be a tensor, got {tensor!r}")
