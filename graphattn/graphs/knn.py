@@ -114,38 +114,12 @@ def _nearest_of_all(
         kth = distance.topk(k, dim=1, largest=False).values.amax(dim=1, keepdim=True)
         near = distance <= with_rounding(kth, points)
         near &= finite[0][start : start + rows] & finite[1]
-        squared = exact_tile(tile, candidates, near, start, to_self, self_loops)
-        index[start : start + rows] = nearest_columns(squared, k)
+        row, source = near.nonzero().T
+        squared = exact_squared_distances(tile, candidates, row, source)
+        if to_self:
+            place_self(squared, row + start == source, self_loops)
+        index[start : start + rows] = nearest_pairs(row, source, squared, len(tile), k)
     return index
-
-
-def exact_tile(
-    tile: Tensor,
-    candidates: Tensor,
-    near: Tensor,
-    first_row: int,
-    to_self: bool,
-    self_loops: bool,
-) -> Tensor:
-    """Squared distances where `near` holds, infinite elsewhere, [n, M] float64; self placed."""
-    row, source = near.nonzero().T
-    pairs = exact_squared_distances(tile, candidates, row, source)
-    if to_self:
-        place_self(pairs, row + first_row == source, self_loops)
-    squared = torch.full(near.shape, torch.inf, dtype=torch.float64, device=near.device)
-    squared[row, source] = pairs
-    return squared
-
-
-def nearest_columns(squared: Tensor, k: int) -> Tensor:
-    """Columns of the k smallest finite entries of every row, ties by column; -1 where fewer."""
-    kth = squared.topk(k, dim=1, largest=False).values.amax(dim=1, keepdim=True)
-    closer, tied = squared < kth, squared == kth
-    room = k - closer.sum(dim=1, keepdim=True)
-    keep = closer | (tied & (tied.cumsum(dim=1) <= room))  # topk promises nothing about ties
-    column = keep.nonzero()[:, 1].view(-1, k)
-    kept, order = squared.gather(1, column).sort(dim=1, stable=True)
-    return torch.where(kept < torch.inf, column.gather(1, order), -1)
 
 
 def _nearest_in_graph(
@@ -161,13 +135,22 @@ def _nearest_in_graph(
     squared = exact_squared_distances(points, candidates, target, source)
     if to_self:
         place_self(squared, target == source, self_loops)
-    # Two stable sorts, by distance and then by target, leave equal distances in order of source.
+    return nearest_pairs(target, source, squared, len(points), k)
+
+
+def nearest_pairs(row: Tensor, source: Tensor, squared: Tensor, num_rows: int, k: int) -> Tensor:
+    """The k nearest sources of every row, [num_rows, k]; -1 where fewer are in finite reach.
+
+    Pairs stand sorted by row, then source. Two stable sorts, by distance and then by row, leave
+    equal distances in order of source.
+    """
     order = squared.argsort(stable=True)
-    order = order[target[order].argsort(stable=True)]
-    rank = torch.arange(len(target), device=target.device) - graph.rowptr[target]
+    order = order[row[order].argsort(stable=True)]
+    count = torch.bincount(row, minlength=num_rows)
+    rank = torch.arange(len(row), device=row.device) - (count.cumsum(0) - count)[row]
     keep = (rank < k) & (squared[order] < torch.inf)
-    index = torch.full((len(points), k), -1, dtype=torch.int64, device=target.device)
-    index[target[keep], rank[keep]] = source[order][keep]
+    index = torch.full((num_rows, k), -1, dtype=torch.int64, device=row.device)
+    index[row[keep], rank[keep]] = source[order][keep]
     return index
 
 

@@ -8,9 +8,10 @@ from torch import Tensor
 from graphattn.graphs.arguments import as_float, as_int, as_points
 from graphattn.graphs.knn import (
     TILE,
-    exact_tile,
+    exact_squared_distances,
     knn,
-    nearest_columns,
+    nearest_pairs,
+    place_self,
     rounded_distances,
     with_rounding,
 )
@@ -96,13 +97,16 @@ def radius_graph(
     for start in range(0, N, rows):
         tile = points[start : start + rows]
         near = rounded_distances(tile, points) <= with_rounding(reach, points)
-        squared = exact_tile(tile, points, near, start, True, bool(self_loops))
+        row, source = near.nonzero().T
+        squared = exact_squared_distances(tile, points, row, source)
         squared.masked_fill_(squared > reach**2, torch.inf)
-        if max_neighbors is None or max_neighbors >= N:
-            row, source = squared.isfinite().nonzero().T
-            pieces.append(torch.stack([source, row + start]))
+        place_self(squared, row + start == source, bool(self_loops))
+        if max_neighbors is None:
+            inside = squared < torch.inf
+            pieces.append(torch.stack([source[inside], row[inside] + start]))
         else:
-            pieces.append(edges_of_rows(nearest_columns(squared, max_neighbors), start))
+            index = nearest_pairs(row, source, squared, len(tile), min(max_neighbors, N))
+            pieces.append(edges_of_rows(index, start))
     return TokenGraph(edge_index=torch.cat(pieces, dim=1), num_targets=N, num_sources=N)
 
 
