@@ -120,7 +120,7 @@ class _Consensus(GraphLayer):
         keep = edge_mask(valid_i, valid_j)
         return pull if keep is None else pull.masked_fill(~keep[..., None], 0)
 
-    def step(
+    def one_step(
         self,
         x: Tensor,
         context: Tensor,
@@ -279,7 +279,9 @@ class SelfConsensus(_Consensus):
             overall scale of R.
         rope: rotate the disagreements by position: True or a :class:`RotaryEmbedding` (Eq. 42 of
             the paper; no gradient step any more: constants move and a safe step can amplify), or
-            "isometric" (the step is rotated back, which restores every guarantee).
+            "isometric" (the step is rotated back: the map without RoPE in another orthogonal basis,
+            so every guarantee returns, with tokens that are equal after rotation in the place of
+            constants).
         edge_input: "head" (each head's network sees its slice of y) or "full".
         trunk: "shared" or "separate" first layers for alpha, beta and Lambda.
         update: "energy" or "target".
@@ -345,7 +347,7 @@ class SelfConsensus(_Consensus):
     ) -> Tensor:
         """One consensus step of the tokens of `x` among themselves."""
         x, _, graph, pair = self.prepare(x, x, self.dim, graph, valid)
-        return self.step(x, x, None, graph, pair, positions)
+        return self.one_step(x, x, None, graph, pair, positions)
 
 
 class CrossConsensus(_Consensus):
@@ -427,4 +429,4 @@ class CrossConsensus(_Consensus):
         """One consensus step of the tokens of `x` towards those of `context`."""
         x, context, graph, pair = self.prepare(x, context, self.context_dim, graph, valid)
         v = self.split(self.context_proj(context), self.heads)
-        return self.step(x, context, v, graph, pair, positions)
+        return self.one_step(x, context, v, graph, pair, positions)
