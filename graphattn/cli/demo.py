@@ -197,8 +197,8 @@ def layer_table(sample: Sample, console: Console) -> Table:
     )
     table.add_column("layer", no_wrap=True)
     table.add_column("graph", no_wrap=True)
-    for name in ("parameters", "time"):
-        table.add_column(name, justify="right")
+    table.add_column("parameters", justify="right")
+    table.add_column("time", justify="right", min_width=9)
     table.add_column("disagreement, before → after", justify="center", no_wrap=True)
     with console.status("applying the layers") as status:
         for run in layer_runs(sample):

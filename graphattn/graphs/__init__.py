@@ -9,8 +9,8 @@ from graphattn.graphs.convert import (
     from_scipy,
 )
 from graphattn.graphs.grids import grid_window_graph
-from graphattn.graphs.knn import knn
 from graphattn.graphs.long_range import bigbird_graph, longformer_graph
+from graphattn.graphs.nearest_neighbors import knn
 from graphattn.graphs.neighbors import knn_graph, radius_graph
 from graphattn.graphs.token_graph import TokenGraph
 from graphattn.graphs.windows import (

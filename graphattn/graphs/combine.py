@@ -60,6 +60,7 @@ def union(a: TokenGraph, b: TokenGraph) -> TokenGraph:
         num_sources=a.num_sources,
         sizes=a.sizes,
         is_causal=a.is_causal and b.is_causal,
+        has_causal_part=a.has_causal_part and b.has_causal_part,
         device=a.device,
     )
 
@@ -71,7 +72,7 @@ def batch(graphs: Iterable[TokenGraph]) -> TokenGraph:
     batch; no edge is listed. Features follow as ``torch.cat([x_0, x_1, ...])``, [N_total, C].
 
     Raises:
-        ValueError: if `graphs` is empty or the devices differ.
+        ValueError: if `graphs` is empty, holds something else, or the devices differ.
 
     Example:
         >>> import graphattn as ga
@@ -113,5 +114,6 @@ def batch(graphs: Iterable[TokenGraph]) -> TokenGraph:
         num_sources=sum(graph.num_sources for graph in graphs),
         sizes=tuple(size for graph in graphs for size in graph.sizes),
         is_causal=all(graph.is_causal for graph in graphs),
+        has_causal_part=any(graph.has_causal_part for graph in graphs),
         device=graphs[0].device,
     )

@@ -99,6 +99,10 @@ class Union(Structure):
     def is_causal(self) -> bool:
         return all(part.is_causal for part in self.parts)
 
+    @property
+    def has_causal_part(self) -> bool:
+        return all(part.has_causal_part for part in self.parts)
+
     @cached_property
     def _counted_edges(self) -> int:
         return int(self.in_degree().sum())
@@ -200,6 +204,10 @@ class Parts(Structure):
     @property
     def is_causal(self) -> bool:
         return all(part.is_causal for part in self.parts)
+
+    @property
+    def has_causal_part(self) -> bool:
+        return any(part.has_causal_part for part in self.parts)
 
     @property
     def offset_table(self) -> OffsetTable | None:

@@ -25,7 +25,7 @@ def longformer_graph(
         num_tokens: N.
         window: hops on each side, >= 1 (a "Longformer window of 512" is 256 on each side).
         global_tokens: indices of the global tokens, such as ``[0]``; may be empty.
-        dilation: tokens between two hops, >= 1.
+        dilation: distance between two hops in tokens, >= 1.
 
     Raises:
         ValueError: if a size is too small or a global token is not a token.

@@ -6,15 +6,15 @@ import torch
 from torch import Tensor
 
 from graphattn.graphs.arguments import as_float, as_int, as_points
-from graphattn.graphs.knn import (
+from graphattn.graphs.distances import (
     TILE,
     exact_squared_distances,
-    knn,
     nearest_pairs,
     place_self,
     rounded_distances,
     with_rounding,
 )
+from graphattn.graphs.nearest_neighbors import knn
 from graphattn.graphs.token_graph import TokenGraph
 
 

@@ -10,8 +10,8 @@ An edge is (source j, target i): target i looks at source j. Papers write that p
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, fields
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -26,6 +26,10 @@ OffsetTable = tuple[str, int, int, int]
 class Structure:
     """Base of all structures: a set of edges between `num_sources` and `num_targets` tokens."""
 
+    def __getstate__(self) -> dict[str, Any]:
+        """The fields alone: what is cached can be derived again."""
+        return {field.name: getattr(self, field.name) for field in fields(cast(Any, self))}
+
     @property
     def num_targets(self) -> int:
         raise NotImplementedError
@@ -38,6 +42,11 @@ class Structure:
     def is_causal(self) -> bool:
         """No target sees a source after it."""
         return False
+
+    @property
+    def has_causal_part(self) -> bool:
+        """Some sequence of two tokens or more is causal, be it one of a batch."""
+        return self.is_causal and self.num_targets > 1
 
     @property
     def offset_table(self) -> OffsetTable | None:

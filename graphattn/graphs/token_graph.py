@@ -47,11 +47,12 @@ class TokenGraph:
         num_sources: int | None = None,
         sizes: tuple[tuple[int, int], ...] | None = None,
         is_causal: bool = False,
+        has_causal_part: bool | None = None,
         device: Device = None,
     ) -> None:
         if structure is not None:
             num_targets, num_sources = structure.num_targets, structure.num_sources
-            is_causal = structure.is_causal
+            is_causal, has_causal_part = structure.is_causal, structure.has_causal_part
         elif edge_index is None or num_targets is None or num_sources is None:
             raise ValueError("a TokenGraph is made by a builder, such as graphattn.from_edge_index")
         else:
@@ -62,6 +63,7 @@ class TokenGraph:
         self._num_sources = num_sources
         self._structure = structure
         self._is_causal = is_causal
+        self._has_causal_part = is_causal if has_causal_part is None else has_causal_part
         self._device = torch.device("cpu" if device is None else device)
         self._sizes = sizes or ((num_targets, num_sources),)
         self._edge_index = edge_index
@@ -73,6 +75,7 @@ class TokenGraph:
             self._edge_index = None
         self._rowptr: Tensor | None = None
         self._points_backward: bool | None = None
+        self.warned_backward = False  # whether its user was told what that may mean
         self._positions: Tensor | None = None
         self._source_positions: Tensor | None = None
         self._transposed: TokenGraph | None = None
@@ -110,6 +113,11 @@ class TokenGraph:
         its edges happen to point backward: "after" is then a matter of reading.
         """
         return self._is_causal
+
+    @property
+    def has_causal_part(self) -> bool:
+        """Whether the graph, or some graph of a batch, is causal by construction."""
+        return self._has_causal_part
 
     @property
     def points_backward(self) -> bool:

@@ -5,18 +5,16 @@ from __future__ import annotations
 import math
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor, nn
 from torch_geometric.typing import OptTensor
 
 from graphattn.graphs.arguments import as_float, as_int
 from graphattn.graphs.token_graph import TokenGraph
-from graphattn.nn.graph_layer import GraphLayer, Positions, edge_mask, rows_of_valid
+from graphattn.nn.graph_layer import GraphLayer, Positions, edge_mask, valid_for_propagate
 from graphattn.nn.rotary import RotaryEmbedding
 from graphattn.ops.attention.api import attention_weights, rbf_attention
-from graphattn.ops.attention.reference import repeat_heads
-from graphattn.ops.inputs import Valid, ValidPair, compute_dtype, full_precision
-from graphattn.ops.segments import segment_softmax, segment_top_k
+from graphattn.ops.inputs import Valid, ValidPair, compute_dtype, full_precision, repeat_heads
+from graphattn.ops.segments import edge_softmax
 
 
 class GraphAttention(GraphLayer):
@@ -48,14 +46,6 @@ class GraphAttention(GraphLayer):
             raise ValueError(f"kv_heads must divide heads = {heads}, got {kv_heads}")
         self.top_k = None if top_k is None else as_int("top_k", top_k, 1)
 
-    def add_projections(self, context_dim: int, *, value_projection: bool, bias: bool) -> None:
-        """The four linear maps of attention (without `value_proj` in a Value-Less Transformer)."""
-        kv_dim = self.kv_heads * self.head_dim
-        self.query_proj = nn.Linear(self.dim, self.dim, bias=bias)
-        self.key_proj = nn.Linear(context_dim, kv_dim, bias=bias)
-        self.value_proj = nn.Linear(context_dim, kv_dim, bias=bias) if value_projection else None
-        self.output_proj = nn.Linear(self.dim, self.dim, bias=bias)
-
     def reset_parameters(self) -> None:
         """Draw every projection anew."""
         super().reset_parameters()
@@ -63,7 +53,12 @@ class GraphAttention(GraphLayer):
             if isinstance(projection, nn.Linear):
                 projection.reset_parameters()
 
-    # What a subclass states.
+    # What a subclass states; those with projections call them query_proj, key_proj, value_proj.
+
+    query_proj: nn.Linear
+    key_proj: nn.Linear
+    value_proj: nn.Linear | None
+    output_proj: nn.Linear
 
     def log_affinity(self, query_i: Tensor, key_j: Tensor) -> Tensor:
         """How alike the two tokens of every edge are, [*, E, H]."""
@@ -91,7 +86,8 @@ class GraphAttention(GraphLayer):
         key = self.split(self.key_proj(context), self.kv_heads)
         value = context if self.value_proj is None else self.value_proj(context)
         query, key = self.rotate(query, key, graph, positions)
-        return query, key, self.split(value, self.kv_heads).to(query.dtype)  # autocast
+        # Autocast leaves an unprojected value in float32 beside bfloat16 queries.
+        return query, key, self.split(value, self.kv_heads).to(query.dtype)
 
     def message(
         self,
@@ -102,20 +98,16 @@ class GraphAttention(GraphLayer):
         valid_j: Tensor | None,
         index: Tensor,
         rowptr: Tensor,
-        size_i: int,
     ) -> Tensor:
         """weight_ij * v_j, with weights that sum to 1 over the edges of target i."""
-        logits = self.log_affinity(query_i, key_j)
-        keep = edge_mask(valid_i, valid_j)
-        if keep is not None:
-            logits = logits.masked_fill(~keep, -torch.inf)
-        if self.top_k is not None:
-            best = segment_top_k(logits, index, rowptr, self.top_k)
-            keep = best if keep is None else best & keep
-        weights, lse = segment_softmax(logits, index, size_i, keep)
-        if self.eps > 0:
-            share = torch.sigmoid(lse - math.log(self.eps))
-            weights = weights * share.index_select(-2, index)
+        weights, _, keep = edge_softmax(
+            self.log_affinity(query_i, key_j),
+            index,
+            rowptr,
+            keep=edge_mask(valid_i, valid_j),
+            top_k=self.top_k,
+            eps=self.eps,
+        )
         if keep is not None:  # 0 * NaN is NaN
             value_j = value_j.masked_fill(~keep[..., None], 0)
         return weights[..., None] * value_j
@@ -144,7 +136,7 @@ class GraphAttention(GraphLayer):
                     query=query.to(dtype),
                     key=repeat_heads(key, self.heads).to(dtype),
                     value=repeat_heads(value, self.heads).to(dtype),
-                    valid=rows_of_valid(pair),
+                    valid=valid_for_propagate(pair),
                     rowptr=graph.rowptr,
                 ).to(query.dtype)
         else:
@@ -158,13 +150,14 @@ class GraphAttention(GraphLayer):
 class DistanceAttention(GraphAttention):
     """Attention whose affinity is a Gaussian of the distance, with learned bandwidths sigma."""
 
-    def add_bandwidths(self, init_sigma: float | None, count: int) -> None:
-        """`log_sigma` [count], starting at `init_sigma`, or sqrt(D)."""
+    init_sigma: float
+    log_sigma: nn.Parameter
+
+    def initial_sigma(self, init_sigma: float | None) -> float:
+        """The bandwidth at the start: sqrt(D) unless given."""
         if init_sigma is None:
-            self.init_sigma = math.sqrt(self.head_dim)
-        else:
-            self.init_sigma = as_float("init_sigma", init_sigma, positive=True)
-        self.log_sigma = nn.Parameter(torch.full((count,), math.log(self.init_sigma)))
+            return math.sqrt(self.head_dim)
+        return as_float("init_sigma", init_sigma, positive=True)
 
     def reset_parameters(self) -> None:
         """Draw every projection anew and return to the initial bandwidth."""

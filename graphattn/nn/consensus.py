@@ -13,10 +13,10 @@ from torch_geometric.typing import OptTensor, PairTensor
 from graphattn.graphs.arguments import as_choice, as_float, as_int
 from graphattn.graphs.token_graph import TokenGraph
 from graphattn.nn.edge_network import EdgeNetwork
-from graphattn.nn.graph_layer import GraphLayer, Positions, edge_mask, rows_of_valid
+from graphattn.nn.graph_layer import GraphLayer, Positions, edge_mask, valid_for_propagate
 from graphattn.nn.rotary import RotaryEmbedding
 from graphattn.ops.consensus.api import check_energy_graph, consensus_update
-from graphattn.ops.consensus.reference import automatic_step
+from graphattn.ops.consensus.step_size import automatic_step
 from graphattn.ops.inputs import Valid, ValidPair, compute_dtype, full_precision
 
 StepSize = float | Literal["learned", "auto"]
@@ -80,8 +80,8 @@ class _Consensus(GraphLayer):
         self.step_size: StepSize
         if step_size == "learned":
             self.step_size = "learned"
-            # softplus(raw) = 0.1
-            self.raw_step_size = nn.Parameter(torch.full((self.heads,), math.log(math.expm1(0.1))))
+            self.raw_step_size = nn.Parameter(torch.empty(self.heads))
+            self.reset_step_size()
         elif step_size == "auto":
             if self.rotary is not None and not self.isometric:
                 raise ValueError(
@@ -103,7 +103,11 @@ class _Consensus(GraphLayer):
             if isinstance(part, nn.Linear | EdgeNetwork):
                 part.reset_parameters()
         if self.step_size == "learned":
-            nn.init.constant_(self.raw_step_size, math.log(math.expm1(0.1)))
+            self.reset_step_size()
+
+    def reset_step_size(self) -> None:
+        """softplus(raw_step_size) = 0.1."""
+        nn.init.constant_(self.raw_step_size, math.log(math.expm1(0.1)))
 
     def message(
         self,
@@ -124,24 +128,24 @@ class _Consensus(GraphLayer):
         self,
         x: Tensor,
         context: Tensor,
-        v: Tensor | None,
+        u: Tensor,
+        v: Tensor,
         graph: TokenGraph,
-        pair: ValidPair,
+        valid: ValidPair,
         positions: Positions,
     ) -> Tensor:
-        """W_o u' + b_o with u' one consensus step from u = W_s x + b_s; v = None: u itself."""
-        u = self.split(self.source_proj(x), self.heads)
-        v = u if v is None else v
-        rotated_u, rotated_v = self.rotate(u, v, graph, positions)
-        hidden = (self.edge_net.target_hidden(x), self.edge_net.source_hidden(context))
-        run = self.unfused if self.uses_propagate() else self.fused
+        """W_o u' + b_o with u' one consensus step from the states u towards the states v."""
+        if self.update_rule == "energy":
+            check_energy_graph(graph, stacklevel=6)  # forward's caller
+        compared = self.rotate(u, v, graph, positions)
         if self.isometric:  # step in the rotated frame, and back
-            places = self.places(graph, positions)[0]
-            moved = run(rotated_u, rotated_v, rotated_u, rotated_v, hidden, graph, pair)
+            u = compared[0]
+        hidden = self.edge_net.target_hidden(x), self.edge_net.source_hidden(context)
+        run = self.unfused if self.uses_propagate() else self.fused
+        moved = run(u, compared, hidden, graph, valid)
+        if self.isometric:
             assert self.rotary is not None
-            moved = self.rotary(moved, places, back=True)
-        else:
-            moved = run(u, v, rotated_u, rotated_v, hidden, graph, pair)
+            moved = self.rotary(moved, self.resolve_positions(graph, positions)[0], back=True)
         return self.output_proj(moved.flatten(-2))
 
     def step_tensor(self) -> Any:
@@ -153,70 +157,58 @@ class _Consensus(GraphLayer):
     def fused(
         self,
         u: Tensor,
-        v: Tensor,
-        rotated_u: Tensor,
-        rotated_v: Tensor,
-        hidden: tuple[Tensor, Tensor],
+        compared: PairTensor,
+        hidden: PairTensor,
         graph: TokenGraph,
-        pair: ValidPair,
+        valid: ValidPair,
     ) -> Tensor:
-        """The operation that gives the same as `unfused`."""
+        """The operation: u moved by what the pair (targets, sources) `compared` disagrees on."""
         return consensus_update(
             u,
-            v,
+            compared[1],
             hidden[0],
             hidden[1],
             self.edge_net.second_layer(),
             graph,
             self.step_tensor(),
             update=self.update_rule,
-            disagreement=(rotated_u, rotated_v),
-            valid=pair,
+            disagreement=compared,
+            valid=valid,
             backend=self.backend,
         )
 
     def unfused(
         self,
         u: Tensor,
-        v: Tensor,
-        rotated_u: Tensor,
-        rotated_v: Tensor,
-        hidden: tuple[Tensor, Tensor],
+        compared: PairTensor,
+        hidden: PairTensor,
         graph: TokenGraph,
-        pair: ValidPair,
+        valid: ValidPair,
     ) -> Tensor:
-        """Messages to the target of every edge, and for "energy" to its source as well."""
+        """The same by messages to the target of every edge, and for "energy" to its source too."""
         dtype = compute_dtype(u.dtype)
-        rotated_u, rotated_v = rotated_u.to(dtype), rotated_v.to(dtype)
-        hidden = hidden[0].to(dtype), hidden[1].to(dtype)
-        edge_index, (of_source, of_target) = graph.edge_index, rows_of_valid(pair)
-        sizes = (graph.num_sources, graph.num_targets)
+        targets, sources = compared[0].to(dtype), compared[1].to(dtype)
+        target_hidden, source_hidden = hidden[0].to(dtype), hidden[1].to(dtype)
+        valid_source, valid_target = valid_for_propagate(valid)
+        forward = {
+            "hidden": (source_hidden, target_hidden),
+            "valid": (valid_source, valid_target),
+        }
+        backward = {
+            "hidden": (target_hidden, source_hidden),
+            "valid": (valid_target, valid_source),
+        }
+        edge_index, size = graph.edge_index, (graph.num_sources, graph.num_targets)
         with full_precision(u.device):
-            gradient = self.propagate(
-                edge_index,
-                size=sizes,
-                u=(rotated_v, rotated_u),
-                hidden=(hidden[1], hidden[0]),
-                valid=(of_source, of_target),
-            )
+            gradient = self.propagate(edge_index, size=size, u=(sources, targets), **forward)
             if self.update_rule == "energy":
-                check_energy_graph(graph)
                 gradient = gradient + self.propagate(
-                    edge_index.flip(0),
-                    size=sizes[::-1],
-                    u=(rotated_u, rotated_v),
-                    hidden=hidden,
-                    valid=(of_target, of_source),
+                    edge_index.flip(0), size=size, u=(targets, sources), **backward
                 )
             eta = self.step_tensor()
             if eta == "auto":
-                eta = self.edge_updater(
-                    edge_index,
-                    size=sizes,
-                    hidden=(hidden[1], hidden[0]),
-                    valid=(of_source, of_target),
-                )
-                eta = automatic_step(eta, graph, self.update_rule)[..., None]
+                bound = self.edge_updater(edge_index, size=size, **forward)
+                eta = automatic_step(bound, graph, self.update_rule)[..., None]
             elif isinstance(eta, Tensor):
                 eta = eta[:, None]
         return (u - eta * gradient).to(u.dtype)
@@ -234,19 +226,18 @@ class _Consensus(GraphLayer):
         bound = R.alpha + R.beta
         return bound if keep is None else bound.masked_fill(~keep, 0)
 
-    def __repr__(self) -> str:
-        options: dict[str, tuple[Any, Any]] = {
-            "rank": (self.rank, 4),
-            "edge_hidden": (self.edge_hidden, 256),
-            "step_size": (self.step_size, 0.1),
-            "edge_input": (self.edge_input, "head"),
-            "trunk": (self.trunk, "shared"),
-        }
-        if isinstance(self, CrossConsensus):
-            options["context_dim"] = (self.context_dim, self.dim)
-        else:
-            options["update"] = (self.update_rule, "energy")
-        return self.one_line(options)
+    def describe(self, options: dict[str, tuple[Any, Any]]) -> str:
+        return super().describe(
+            {
+                "rank": (self.rank, 4),
+                "edge_hidden": (self.edge_hidden, 256),
+                "step_size": (self.step_size, 0.1),
+                "edge_input": (self.edge_input, "head"),
+                "trunk": (self.trunk, "shared"),
+                **({"rope": ("isometric", False)} if self.isometric else {}),
+                **options,
+            }
+        )
 
 
 class SelfConsensus(_Consensus):
@@ -271,7 +262,8 @@ class SelfConsensus(_Consensus):
         rank: r, rows of Lambda.
         edge_hidden: xi, hidden width of the edge network.
         step_size: eta: a number > 0; "learned" (one per head, softplus, starts at 0.1); or "auto",
-            the largest step the edge weights allow for certain. For "energy": with d_i the sum of
+            a step that is safe for certain (0.3 to 0.5 of the exact limit, typically). For
+            "energy": with d_i the sum of
             alpha + beta over the in- and out-edges of i, lambda_max(R_ij) <= alpha + beta and
             Gershgorin give lambda_max(L_sym) <= max_i d_i, and eta = 1 / (2 max_i d_i) never
             oscillates (per head, over one sequence's valid tokens). For "target":
@@ -292,8 +284,8 @@ class SelfConsensus(_Consensus):
     Shapes:
         - **x**: [*, N, dim]
         - **graph**: TokenGraph, edge_index [2, E] or PyG EdgeIndex, square
-        - **valid**: bool [*, N] (keyword)
-        - **positions**: [*, N] (keyword)
+        - **valid**: bool [N] or [*, N] (keyword)
+        - **positions**: [N] or [*, N] (keyword)
         - **output**: [*, N, dim]
 
     Raises:
@@ -347,7 +339,11 @@ class SelfConsensus(_Consensus):
     ) -> Tensor:
         """One consensus step of the tokens of `x` among themselves."""
         x, _, graph, pair = self.prepare(x, x, self.dim, graph, valid)
-        return self.one_step(x, x, None, graph, pair, positions)
+        u = self.split(self.source_proj(x), self.heads)
+        return self.one_step(x, x, u, u, graph, pair, positions)
+
+    def __repr__(self) -> str:
+        return self.describe({"update": (self.update_rule, "energy")})
 
 
 class CrossConsensus(_Consensus):
@@ -358,8 +354,8 @@ class CrossConsensus(_Consensus):
         u_i' = u_i - \eta \sum_{j: (i,j) \in E_+} R_{ij} (u_i - v_j), \qquad
         y_i' = W_o u_i' + b_o
 
-    on a bipartite graph, R_ij from [y_i; c_j] (Algorithms 3, 4 and 6 of the consensus paper, whose
-    b_Lambda has r d entries). The context does not move, so the update is always "target".
+    on the edges from one track to the other, R_ij from [y_i; c_j] (Algorithms 3, 4 and 6 of the
+    consensus paper, whose b_Lambda has r d entries). The context does not move, so the update is always "target".
 
     Args:
         context_dim: width of `context`; `dim` if None. With ``edge_input="head"`` it is sliced
@@ -372,9 +368,13 @@ class CrossConsensus(_Consensus):
         - **x**: [*, N, dim]
         - **graph**: TokenGraph, edge_index [2, E] or PyG EdgeIndex; N targets, M sources
         - **context**: [*, M, context_dim]
-        - **valid**: bool [*, N], or a pair for targets and sources (keyword)
-        - **positions**: [*, N], or a pair (keyword)
+        - **valid**: bool [N] or [*, N], or a pair for targets and sources (keyword); one
+          mask serves both tracks where they are equally long
+        - **positions**: [N] or [*, N], or a pair (keyword)
         - **output**: [*, N, dim]
+
+    Raises:
+        ValueError: names the argument, its value and what is allowed.
 
     Example:
         >>> import torch, graphattn as ga
@@ -428,5 +428,9 @@ class CrossConsensus(_Consensus):
     ) -> Tensor:
         """One consensus step of the tokens of `x` towards those of `context`."""
         x, context, graph, pair = self.prepare(x, context, self.context_dim, graph, valid)
+        u = self.split(self.source_proj(x), self.heads)
         v = self.split(self.context_proj(context), self.heads)
-        return self.one_step(x, context, v, graph, pair, positions)
+        return self.one_step(x, context, u, v, graph, pair, positions)
+
+    def __repr__(self) -> str:
+        return self.describe({"context_dim": (self.context_dim, self.dim)})

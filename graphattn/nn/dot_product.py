@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from graphattn.graphs.arguments import as_int
 from graphattn.graphs.token_graph import TokenGraph
@@ -43,9 +43,14 @@ class DotProductAttention(GraphAttention):
         - **x**: [*, N, dim]
         - **graph**: TokenGraph, edge_index [2, E] or PyG EdgeIndex; N targets, M sources
         - **context**: [*, M, context_dim]; `x` itself if None
-        - **valid**: bool [*, N], or a pair for targets and sources (keyword)
-        - **positions**: [*, N], or a pair (keyword)
+        - **valid**: bool [N] or [*, N], or a pair for targets and sources (keyword); one
+          mask serves both tracks where they are equally long
+        - **positions**: [N] or [*, N], or a pair (keyword)
         - **output**: [*, N, dim]; with ``return_attention_weights=True`` also [*, E, heads]
+
+    Raises:
+        ValueError: names the argument, its value and what is allowed. With
+            ``return_attention_weights=True`` also for a raw edge_index that is not sorted.
 
     Example:
         >>> import torch, graphattn as ga
@@ -84,7 +89,13 @@ class DotProductAttention(GraphAttention):
             raise ValueError(
                 f"context_dim must be {dim} (dim) without value_projection, got {context_dim}"
             )
-        self.add_projections(self.context_dim, value_projection=bool(value_projection), bias=bias)
+        kv_dim = self.kv_heads * self.head_dim
+        self.query_proj = nn.Linear(self.dim, self.dim, bias=bias)
+        self.key_proj = nn.Linear(self.context_dim, kv_dim, bias=bias)
+        self.value_proj = (
+            nn.Linear(self.context_dim, kv_dim, bias=bias) if value_projection else None
+        )
+        self.output_proj = nn.Linear(self.dim, self.dim, bias=bias)
 
     def forward(
         self,
@@ -124,4 +135,4 @@ class DotProductAttention(GraphAttention):
             "context_dim": (self.context_dim, self.dim),
             "top_k": (self.top_k, None),
         }
-        return self.one_line(options)
+        return self.describe(options)

@@ -7,8 +7,8 @@ import math
 import torch
 from torch import Tensor, nn
 
+from graphattn.ops.consensus.edge_matrix import EdgeMatrix, edge_matrix
 from graphattn.ops.consensus.parameters import EdgeNetworkParameters
-from graphattn.ops.consensus.reference import EdgeMatrix, edge_matrix
 
 
 class GroupedLinear(nn.Module):
@@ -21,7 +21,8 @@ class GroupedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = torch.einsum("...gi,goi->...go", x, self.weight)
-        return y if self.bias is None else y + self.bias.to(y.dtype)  # autocast
+        # Autocast computes y in bfloat16; a float32 bias would promote it back.
+        return y if self.bias is None else y + self.bias.to(y.dtype)
 
     def __repr__(self) -> str:
         groups, outputs, inputs = self.weight.shape

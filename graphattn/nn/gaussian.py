@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -44,9 +45,13 @@ class GaussianKernelAttention(DistanceAttention):
     Shapes:
         - **x**: [*, N, dim]
         - **graph**: TokenGraph, edge_index [2, E] or PyG EdgeIndex, square
-        - **valid**: bool [*, N] (keyword)
-        - **positions**: [*, N] (keyword)
+        - **valid**: bool [N] or [*, N] (keyword)
+        - **positions**: [N] or [*, N] (keyword)
         - **output**: [*, N, dim]; with ``return_attention_weights=True`` also [*, E, heads]
+
+    Raises:
+        ValueError: names the argument, its value and what is allowed. With
+            ``return_attention_weights=True`` also for a raw edge_index that is not sorted.
 
     Example:
         >>> import torch, graphattn as ga
@@ -73,7 +78,9 @@ class GaussianKernelAttention(DistanceAttention):
         self.normalize = bool(normalize)
         self.eps = as_float("eps", eps, positive=False)
         self.output_proj = nn.Linear(self.dim, self.dim, bias=bias)
-        self.add_bandwidths(init_sigma, self.heads)
+        self.init_sigma = self.initial_sigma(init_sigma)
+        self.log_sigma = nn.Parameter(torch.empty(self.heads))
+        self.reset_parameters()
 
     def forward(
         self,
@@ -102,4 +109,4 @@ class GaussianKernelAttention(DistanceAttention):
             "normalize": (self.normalize, False),
             "eps": (self.eps, 0.0),
         }
-        return self.one_line(options)
+        return self.describe(options)

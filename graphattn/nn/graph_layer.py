@@ -51,6 +51,8 @@ class GraphLayer(MessagePassing):
             if not isinstance(tokens, Tensor) or tokens.dim() < 2 or tokens.shape[-1] != width:
                 got = list(tokens.shape) if isinstance(tokens, Tensor) else type(tokens).__name__
                 raise ValueError(f"{name} must be a tensor of shape [*, N, {width}], got {got}")
+            if not tokens.is_floating_point():
+                raise ValueError(f"{name} must be floating-point, got {tokens.dtype}")
         if x.shape[:-2] != context.shape[:-2]:
             raise ValueError(
                 f"context must have the batch dimensions of x ({list(x.shape[:-2])}), "
@@ -82,13 +84,13 @@ class GraphLayer(MessagePassing):
         """Both tensors, rotated by the positions of targets and of sources where rope is on."""
         if self.rotary is None:
             return target, source
-        target_positions, source_positions = self.places(graph, positions)
+        target_positions, source_positions = self.resolve_positions(graph, positions)
         rotated = self.rotary(target, target_positions)
         if source is target and target_positions is source_positions:
             return rotated, rotated
         return rotated, self.rotary(source, source_positions)
 
-    def places(self, graph: TokenGraph, positions: Positions) -> tuple[Tensor, Tensor]:
+    def resolve_positions(self, graph: TokenGraph, positions: Positions) -> tuple[Tensor, Tensor]:
         """Positions of targets and sources: the caller's, otherwise the graph's."""
         if isinstance(positions, Tensor) and graph.num_targets != graph.num_sources:
             raise ValueError("positions must be a pair (targets, sources) on a bipartite graph")
@@ -107,17 +109,17 @@ class GraphLayer(MessagePassing):
             graph.source_positions if given[1] is None else given[1],
         )
 
-    def one_line(self, options: dict[str, tuple[Any, Any]]) -> str:
+    def describe(self, options: dict[str, tuple[Any, Any]]) -> str:
         """``Layer(dim, heads=H, option=...)`` of the options (value, default) that differ."""
         facts = [f"{self.dim}", f"heads={self.heads}"]
         rope: Any = self.rotary is not None
         if self.rotary is not None and self.rotary.base != 10000:
             rope = self.rotary
         options = {
-            **options,
-            "rope": ("isometric" if getattr(self, "isometric", False) else rope, False),
+            "rope": (rope, False),
             "bias": (self.output_proj.bias is not None, True),
             "backend": (self.backend, "auto"),
+            **options,
         }
         for name, (value, default) in options.items():
             if value != default:
@@ -126,7 +128,7 @@ class GraphLayer(MessagePassing):
         return f"{type(self).__name__}({', '.join(facts)})"
 
 
-def rows_of_valid(valid: ValidPair) -> tuple[Tensor | None, Tensor | None]:
+def valid_for_propagate(valid: ValidPair) -> tuple[Tensor | None, Tensor | None]:
     """(sources, targets) as [*, M, 1, 1] and [*, N, 1, 1], the way `propagate` lifts pairs."""
     of_target, of_source = valid
     return (

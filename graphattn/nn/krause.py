@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from graphattn.graphs.token_graph import TokenGraph
 from graphattn.nn.attention import DistanceAttention
@@ -41,9 +42,13 @@ class KrauseAttention(DistanceAttention):
     Shapes:
         - **x**: [*, N, dim]
         - **graph**: TokenGraph, edge_index [2, E] or PyG EdgeIndex, square
-        - **valid**: bool [*, N] (keyword)
-        - **positions**: [*, N] (keyword)
+        - **valid**: bool [N] or [*, N] (keyword)
+        - **positions**: [N] or [*, N] (keyword)
         - **output**: [*, N, dim]; with ``return_attention_weights=True`` also [*, E, heads]
+
+    Raises:
+        ValueError: names the argument, its value and what is allowed. With
+            ``return_attention_weights=True`` also for a raw edge_index that is not sorted.
 
     Example:
         >>> import torch, graphattn as ga
@@ -69,8 +74,14 @@ class KrauseAttention(DistanceAttention):
         backend: str = "auto",
     ) -> None:
         super().__init__(dim, heads, kv_heads=kv_heads, top_k=top_k, rope=rope, backend=backend)
-        self.add_projections(self.dim, value_projection=True, bias=bias)
-        self.add_bandwidths(init_sigma, self.heads if sigma_per_head else 1)
+        kv_dim = self.kv_heads * self.head_dim
+        self.query_proj = nn.Linear(self.dim, self.dim, bias=bias)
+        self.key_proj = nn.Linear(self.dim, kv_dim, bias=bias)
+        self.value_proj = nn.Linear(self.dim, kv_dim, bias=bias)
+        self.output_proj = nn.Linear(self.dim, self.dim, bias=bias)
+        self.init_sigma = self.initial_sigma(init_sigma)
+        self.log_sigma = nn.Parameter(torch.empty(self.heads if sigma_per_head else 1))
+        self.reset_parameters()
 
     def forward(
         self,
@@ -91,4 +102,4 @@ class KrauseAttention(DistanceAttention):
             "sigma_per_head": (self.log_sigma.numel() == self.heads, True),
             "kv_heads": (self.kv_heads, self.heads),
         }
-        return self.one_line(options)
+        return self.describe(options)

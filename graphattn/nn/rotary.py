@@ -28,6 +28,9 @@ class RotaryEmbedding(nn.Module):
         - **positions**: [N] or [*, N], integers or floats; 0 .. N-1 if None
         - **output**: [*, N, H, D]
 
+    Raises:
+        ValueError: for an odd or too small `dim`, `base` <= 0, and shapes that do not fit.
+
     Example:
         >>> import torch, graphattn as ga
         >>> rotary = ga.nn.RotaryEmbedding(2)
@@ -51,6 +54,8 @@ class RotaryEmbedding(nn.Module):
         tokens = x.shape[-3]
         if positions is None:
             positions = torch.arange(tokens, device=x.device)
+        if not isinstance(positions, Tensor):
+            raise ValueError(f"positions must be a tensor, got {positions!r}")
         if positions.shape not in ((tokens,), x.shape[:-2]):
             raise ValueError(
                 f"positions must have shape [{tokens}] or {list(x.shape[:-2])}, "
@@ -69,7 +74,8 @@ class RotaryEmbedding(nn.Module):
         return turned.to(x.dtype)
 
     def __repr__(self) -> str:
-        return f"RotaryEmbedding({self.dim}, base={self.base:g})"
+        base = int(self.base) if self.base.is_integer() else self.base
+        return f"RotaryEmbedding({self.dim}, base={base})"
 
 
 def as_rotary(rope: object, head_dim: int) -> RotaryEmbedding | None:
@@ -79,7 +85,10 @@ def as_rotary(rope: object, head_dim: int) -> RotaryEmbedding | None:
             raise ValueError(f"rope must rotate {head_dim} features per head, got {rope!r}")
         return rope
     if not isinstance(rope, bool):
-        raise ValueError(f"rope must be True, False or a RotaryEmbedding, got {rope!r}")
+        raise ValueError(
+            "rope must be True, False or a RotaryEmbedding (or 'isometric' in consensus layers), "
+            f"got {rope!r}"
+        )
     if rope and head_dim % 2:
         raise ValueError(f"rope needs an even number of features per head, got {head_dim}")
     return RotaryEmbedding(head_dim) if rope else None

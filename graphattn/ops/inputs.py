@@ -115,6 +115,12 @@ def valid_edges(valid: ValidPair, source: Tensor, target: Tensor) -> Tensor | No
     return None if keep is None else keep[..., None]
 
 
+def repeat_heads(x: Tensor, heads: int) -> Tensor:
+    """Key/value heads [*, M, Hk, D] repeated so that head h reads head h // (heads / Hk)."""
+    repeats = heads // x.shape[-2]
+    return x if repeats == 1 else x.repeat_interleave(repeats, dim=-2)
+
+
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     """float32 for half precision, otherwise the dtype itself."""
     return torch.promote_types(dtype, torch.float32)

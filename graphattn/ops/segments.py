@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -40,6 +42,36 @@ def segment_top_k(logits: Tensor, target: Tensor, rowptr: Tensor, k: int) -> Ten
     rank = torch.arange(len(target), device=target.device) - rowptr[target]
     keep = torch.zeros_like(logits, dtype=torch.bool)
     return keep.scatter(-2, order, (rank < k)[:, None].expand_as(keep))
+
+
+def edge_softmax(
+    logits: Tensor,
+    target: Tensor,
+    rowptr: Tensor,
+    *,
+    keep: Tensor | None = None,
+    top_k: int | None = None,
+    eps: float = 0.0,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Weights [*, E, H], log-sums without eps [*, N, H], and the edges that count (None: all).
+
+    Those of `keep` (broadcastable to the logits), and of them the `top_k` largest of every target.
+    """
+    if keep is not None:
+        keep = keep.expand_as(logits)
+    if top_k is not None:
+        candidates = logits if keep is None else logits.masked_fill(~keep, -torch.inf)
+        best = segment_top_k(candidates, target, rowptr, top_k)
+        keep = best if keep is None else best & keep
+    weights, lse = segment_softmax(logits, target, len(rowptr) - 1, keep)
+    if eps > 0:
+        weights = weights * share_beside_eps(lse, eps).index_select(-2, target)
+    return weights, lse, keep
+
+
+def share_beside_eps(lse: Tensor, eps: float) -> Tensor:
+    """sum / (eps + sum) from log(sum), in the form whose gradient cannot overflow."""
+    return torch.sigmoid(lse - math.log(eps))
 
 
 def segment_sum(messages: Tensor, target: Tensor, num_targets: int) -> Tensor:

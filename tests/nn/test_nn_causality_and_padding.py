@@ -95,6 +95,21 @@ def test_that_warning_comes_once_however_often_layers_run():
     assert len(caught) == 1
 
 
+@pytest.mark.parametrize("plain", [False, True])
+def test_energy_is_refused_where_one_sequence_of_a_batch_is_causal(plain):
+    mixed = [ga.causal_graph(4), ga.complete_graph(2)]
+    if plain:  # an edge list beside it leaves the batch without a structure
+        mixed.append(ga.from_edge_index(torch.tensor([[0, 1], [1, 0]]), 2))
+    graph = ga.batch(mixed)
+    layer = Case("SelfConsensus", {"edge_hidden": 6}).make()
+    x = torch.randn(graph.num_targets, DIM, dtype=torch.float64)
+    with pytest.raises(ValueError, match="update='target'"):
+        layer(x, graph)
+    # A sequence of one token has no future.
+    harmless = ga.batch([ga.causal_graph(1), ga.complete_graph(graph.num_targets - 1)])
+    assert layer(x, harmless).isfinite().all()
+
+
 def padded(case, graph):
     """Tokens, the `valid` argument, and the masks one by one."""
     tokens = tokens_of(case, graph, (2,))

@@ -19,16 +19,16 @@ from graphattn.graphs.arguments import as_float, as_int
 from graphattn.graphs.token_graph import TokenGraph
 from graphattn.ops.attention import reference
 from graphattn.ops.attention.reference import Score
-from graphattn.ops.backends import wanted_backend
+from graphattn.ops.backends import check_backend
 from graphattn.ops.inputs import (
     Valid,
     check_graph,
     check_tensors,
     check_valid,
-    clear_invalid,
     compute_dtype,
     full_precision,
 )
+from graphattn.ops.segments import share_beside_eps
 
 
 @overload
@@ -90,7 +90,8 @@ def rbf_attention(
     of equally near ones the smaller index; `edge_bias` counts). Gaussian kernel attention
     (Projection-Free Transformers, Eq. 3-4, 7) and Krause attention (Krause Synchronization
     Transformers) are this operation. It works on logarithms, so tokens far from everything still
-    get weights that sum to 1 (eps = 0), never 0 / 0. A target without edges gets exactly 0.
+    get weights that sum to 1 (eps = 0), never 0 / 0, as long as ||q - k||^2 / sigma^2 itself is a
+    number of the dtype. A target without edges gets exactly 0.
 
     Args:
         query: [*, N, H, D].
@@ -130,8 +131,7 @@ def rbf_attention(
     eps = as_float("eps", eps, positive=False)
     out, lse = _attend(query, key, value, graph, "rbf", strength, top_k, edge_bias, valid, backend)
     if eps > 0:
-        # sum / (eps + sum) = sigmoid(log sum - log eps); the form whose gradient cannot overflow.
-        out = out * torch.sigmoid(lse - math.log(eps))[..., None]
+        out = out * share_beside_eps(lse, eps)[..., None]
     out = out.to(query.dtype)
     return (out, lse) if return_lse else out
 
@@ -226,7 +226,8 @@ def attention_weights(
     whose arguments the others are. Edges that are not kept have weight 0.
 
     Raises:
-        ValueError: if both `sigma` and `scale` are given, or as in the two operations.
+        ValueError: if both `sigma` and `scale` are given, or `eps` without `sigma`, or as in the
+            two operations.
 
     Example:
         >>> import torch, graphattn as ga
@@ -244,23 +245,23 @@ def attention_weights(
     else:
         strength = _rbf_scale(sigma, heads, query)
     eps = as_float("eps", eps, positive=False)
+    if eps > 0 and sigma is None:
+        raise ValueError(f"eps needs sigma (RBF attention), got eps = {eps} without")
     graph = check_graph(graph, query, query.shape[-3], key.shape[-3], per_edge=True)
     pair = check_valid(valid, query.shape[:-3], query.device, graph.num_targets, graph.num_sources)
     dtype = compute_dtype(query.dtype)
     with full_precision(query.device):
-        weights, lse, _ = reference.edge_weights(
-            clear_invalid(query, pair[0]).to(dtype),
-            clear_invalid(key, pair[1]).to(dtype),
+        weights, _, _ = reference.edge_weights(
+            query.to(dtype),
+            key.to(dtype),
             graph,
             score=score,
             scale=strength,
+            eps=eps,
             edge_bias=_edge_bias(edge_bias, graph, heads, dtype, query.device),
             top_k=None if top_k is None else as_int("top_k", top_k, 1),
             valid=pair,
         )
-    if eps > 0:
-        share = torch.sigmoid(lse - math.log(eps))
-        weights = weights * share.index_select(-2, graph.edge_index[1])
     return weights.to(query.dtype)
 
 
@@ -277,7 +278,7 @@ def _attend(
     backend: str,
 ) -> tuple[Tensor, Tensor]:
     """Checks what both front doors share, then runs one backend."""
-    wanted_backend(backend)  # the reference is the only one yet
+    check_backend(backend)
     graph = check_graph(
         graph, query, query.shape[-3], key.shape[-3], per_edge=edge_bias is not None
     )
@@ -332,10 +333,13 @@ def _per_head(name: str, number: float | Tensor, heads: int, like: Tensor) -> Te
 def _rbf_scale(sigma: float | Tensor, heads: int, query: Tensor) -> Tensor:
     """1 / sigma^2 per head. Tensors on other devices are not read: that would wait for them."""
     per_head = _per_head("sigma", sigma, heads, query)
-    if per_head.device.type == "cpu" and not bool(((per_head > 0) & per_head.isfinite()).all()):
-        got = sigma.tolist() if isinstance(sigma, Tensor) else sigma
-        raise ValueError(f"sigma must be > 0 and finite, got {got}")
-    return per_head**-2
+    scale = per_head**-2
+    if scale.device.type == "cpu":
+        allowed = (per_head > 0) & (scale > 0) & scale.isfinite()
+        if not bool(allowed.all()):
+            got = sigma.tolist() if isinstance(sigma, Tensor) else sigma
+            raise ValueError(f"sigma must be > 0 and finite, like 1 / sigma^2, got {got}")
+    return scale
 
 
 def _dot_scale(scale: float | Tensor | None, heads: int, query: Tensor) -> Tensor:

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from typing import Literal
 
-import torch
 from torch import Tensor
 
 from graphattn.graphs.token_graph import TokenGraph
-from graphattn.ops.inputs import ValidPair, clear_invalid, valid_edges
-from graphattn.ops.segments import segment_softmax, segment_sum, segment_top_k
+from graphattn.ops.inputs import ValidPair, clear_invalid, repeat_heads, valid_edges
+from graphattn.ops.segments import edge_softmax, segment_sum
 
 Score = Literal["dot", "rbf"]
 
@@ -36,26 +35,22 @@ def edge_weights(
     *,
     score: Score,
     scale: Tensor,
+    eps: float = 0.0,
     edge_bias: Tensor | None = None,
     top_k: int | None = None,
     valid: ValidPair = (None, None),
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Weights [*, E, H], log-sums [*, N, H], and which edges are kept ([*, E, H]; None: all)."""
     source, target = graph.edge_index
-    key = repeat_heads(key, query.shape[-2])
-    query_i, key_j = query.index_select(-3, target), key.index_select(-3, source)
-    logits = log_affinity(query_i, key_j, score, scale)
+    query = clear_invalid(query, valid[0])
+    key = repeat_heads(clear_invalid(key, valid[1]), query.shape[-2])
+    logits = log_affinity(
+        query.index_select(-3, target), key.index_select(-3, source), score, scale
+    )
     if edge_bias is not None:
         logits = logits + edge_bias
     keep = valid_edges(valid, source, target)
-    if keep is not None:
-        keep = keep.expand_as(logits)
-    if top_k is not None:
-        candidates = logits if keep is None else logits.masked_fill(~keep, -torch.inf)
-        best = segment_top_k(candidates, target, graph.rowptr, top_k)
-        keep = best if keep is None else best & keep
-    weights, lse = segment_softmax(logits, target, graph.num_targets, keep)
-    return weights, lse, keep
+    return edge_softmax(logits, target, graph.rowptr, keep=keep, top_k=top_k, eps=eps)
 
 
 def attend(
@@ -71,19 +66,11 @@ def attend(
     valid: ValidPair = (None, None),
 ) -> tuple[Tensor, Tensor]:
     """Output [*, N, H, Dv] and log-sums [*, N, H]: every target averages the values it sees."""
-    query = clear_invalid(query, valid[0])
-    key, value = clear_invalid(key, valid[1]), clear_invalid(value, valid[1])
     weights, lse, keep = edge_weights(
         query, key, graph, score=score, scale=scale, edge_bias=edge_bias, top_k=top_k, valid=valid
     )
     source, target = graph.edge_index
-    value_j = repeat_heads(value, query.shape[-2]).index_select(-3, source)
+    value_j = repeat_heads(clear_invalid(value, valid[1]), query.shape[-2]).index_select(-3, source)
     if keep is not None:  # 0 * NaN is NaN: a value that is not kept must not be read either
         value_j = value_j.masked_fill(~keep[..., None], 0)
     return segment_sum(weights[..., None] * value_j, target, graph.num_targets), lse
-
-
-def repeat_heads(x: Tensor, heads: int) -> Tensor:
-    """Key/value heads [*, M, Hk, D] repeated so that head h reads head h // (heads / Hk)."""
-    repeats = heads // x.shape[-2]
-    return x if repeats == 1 else x.repeat_interleave(repeats, dim=-2)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from graphattn.graphs.arguments import as_choice
 from graphattn.graphs.token_graph import TokenGraph
-from graphattn.ops.backends import wanted_backend
+from graphattn.ops.backends import check_backend
 from graphattn.ops.consensus import reference
 from graphattn.ops.consensus.parameters import EdgeNetworkParameters
 from graphattn.ops.inputs import (
@@ -94,7 +94,7 @@ def consensus_update(
         >>> ga.consensus_update(u, u, hidden, hidden, network, graph, 0.1).flatten()
         tensor([0.0000, 0.1386, 0.8614])
     """
-    wanted_backend(backend)  # the reference is the only one yet
+    check_backend(backend)
     graph, network, pair = _check(
         state, neighbor_state, target_hidden, source_hidden, edge_network, graph, valid
     )
@@ -134,6 +134,9 @@ def consensus_edge_matrices(
     The arguments are those of :func:`consensus_update`; symmetric positive definite, with
     eigenvalues between alpha and alpha + beta.
 
+    Raises:
+        ValueError: names the argument, its value and what is allowed.
+
     Example:
         >>> import torch, graphattn as ga
         >>> network = ga.EdgeNetworkParameters(
@@ -150,33 +153,34 @@ def consensus_edge_matrices(
     graph = check_graph(
         graph, target_hidden, target_hidden.shape[-3], source_hidden.shape[-3], per_edge=True
     )
-    source, target = graph.edge_index
     dtype = compute_dtype(target_hidden.dtype)
-    pre_activation = target_hidden.to(dtype).index_select(-3, target) + source_hidden.to(
-        dtype
-    ).index_select(-3, source)
     with full_precision(target_hidden.device):
-        return reference.edge_matrix(pre_activation, network).dense().to(target_hidden.dtype)
+        R = reference.edge_matrices(
+            target_hidden.to(dtype), source_hidden.to(dtype), network, graph
+        )
+        return R.dense().to(target_hidden.dtype)
 
 
-def check_energy_graph(graph: TokenGraph) -> None:
+def check_energy_graph(graph: TokenGraph, stacklevel: int = 3) -> None:
     """Refuse "energy" where it would leak the future; warn where that is a matter of reading."""
     if graph.num_targets != graph.num_sources:
         raise ValueError(
             "update='energy' moves both ends of an edge and needs one set of tokens, got "
             f"{graph.num_targets} targets and {graph.num_sources} sources: use update='target'"
         )
-    if graph.is_causal:
+    if graph.has_causal_part:
         raise ValueError(
-            "update='energy' on a causal graph leaks the future: an edge (i, j) with j < i also "
-            "moves j, by what i knows. Use update='target', which moves i only"
+            "update='energy' on a causal graph (or a batch that holds one) leaks the future: an "
+            "edge (i, j) with j < i also moves j, by what i knows. Use update='target', which "
+            "moves i only"
         )
-    if graph.points_backward:
+    if graph.points_backward and not graph.warned_backward:
+        graph.warned_backward = True
         warnings.warn(
             "all edges of this edge list point backward. If the order of tokens is time, "
             "update='energy' leaks the future: use update='target'. If it is not (one direction "
             "of an undirected graph, say), update='energy' is right and moves both ends",
-            stacklevel=3,
+            stacklevel=stacklevel,
         )
 
 
@@ -247,6 +251,10 @@ def _check_network(
     for name, tensor in zip(network._fields, network, strict=True):
         if not isinstance(tensor, Tensor):
             raise ValueError(f"edge_network.{name} must be a tensor, got {tensor!r}")
+        if tensor.device != target_hidden.device:
+            raise ValueError(
+                f"edge_network.{name} must be on {target_hidden.device}, got {tensor.device}"
+            )
     if network.shear.dim() != 4 or network.shear.shape[1] == 0:
         raise ValueError(
             "edge_network.shear must have shape [H, r, D, xi] with rank r >= 1, "
@@ -286,6 +294,8 @@ def _step(step_size: float | Tensor | str, state: Tensor, dtype: torch.dtype) ->
                 f"step_size must be a finite number, a tensor or 'auto', got {step_size!r}"
             )
         return torch.full((), float(step_size), dtype=dtype, device=state.device)
+    if step_size.device != state.device:
+        raise ValueError(f"step_size must be on {state.device}, got {step_size.device}")
     try:
         step_size.broadcast_to(state.shape[:-1])
     except RuntimeError:

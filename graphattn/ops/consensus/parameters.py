@@ -8,11 +8,12 @@ from torch import Tensor
 
 
 class EdgeNetworkParameters(NamedTuple):
-    """What turns an edge's hidden vector h [xi] into alpha, beta and Lambda (Algorithm 2).
+    """What turns an edge's hidden vector h [xi] into alpha, beta and Lambda.
 
-    The paper's W_alpha, b_alpha, W_beta, b_beta, W_Lambda, b_Lambda for each of H heads, rank r,
-    D features per head: ``alpha = softplus(W_alpha . h + b_alpha)``, beta likewise, and the rows
-    of ``W_Lambda h + b_Lambda``, normalised and divided by sqrt(r), are Lambda.
+    W_alpha, b_alpha, W_beta, b_beta, W_Lambda, b_Lambda of Algorithm 2 of the consensus paper, for
+    each of H heads, rank r and D features per head:
+    ``alpha = softplus(W_alpha . h + b_alpha)``, beta likewise, and the rows of
+    ``W_Lambda h + b_Lambda``, normalised and divided by sqrt(r), are Lambda.
 
     Example:
         >>> import torch, graphattn as ga

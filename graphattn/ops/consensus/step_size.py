@@ -1,0 +1,39 @@
+"""The step that never overshoots."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from graphattn.graphs.token_graph import TokenGraph
+
+
+def automatic_step(strength: Tensor, graph: TokenGraph, update: str) -> Tensor:
+    """A step that never overshoots, [*, N, H], from upper bounds on ||R|| per edge, [*, E, H].
+
+    "energy": with d_i the sum of the bounds over the in- and out-edges of i,
+    lambda_max(L_sym) <= max_i d_i (Gershgorin, blockwise: L_sym has diagonal blocks of norm
+    <= d_i / 2 and off-diagonal norms that sum to <= d_i / 2), so eta = 1 / (2 max d_i); the
+    maximum is per head over one sequence. "target": per row, eta_i = 1 / d_i over its own edges;
+    a maximum over tokens would let the future in. A token (sequence) without edges stays: eta = 0.
+    """
+    source, target = graph.edge_index
+    degree = strength.new_zeros(*strength.shape[:-2], graph.num_targets, strength.shape[-1])
+    degree = degree.index_add(-2, target, strength)
+    if update == "energy":
+        degree = degree.index_add(-2, source, strength)
+        bound = 2 * _maximum_per_sequence(degree, graph)
+    else:
+        bound = degree
+    still = bound == 0
+    return bound.masked_fill(still, 1).reciprocal().masked_fill(still, 0)
+
+
+def _maximum_per_sequence(degree: Tensor, graph: TokenGraph) -> Tensor:
+    """The largest entry over the tokens of each sequence of a batch, at each of its tokens."""
+    if degree.shape[-2] == 0:
+        return degree
+    pieces = degree.split([targets for targets, _ in graph.sizes], dim=-2)
+    return torch.cat(
+        [p.amax(-2, keepdim=True).expand_as(p) if p.shape[-2] else p for p in pieces], dim=-2
+    )
