@@ -355,7 +355,8 @@ class CrossConsensus(_Consensus):
         y_i' = W_o u_i' + b_o
 
     on the edges from one track to the other, R_ij from [y_i; c_j] (Algorithms 3, 4 and 6 of the
-    consensus paper, whose b_Lambda has r d entries). The context does not move, so the update is always "target".
+    consensus paper, whose b_Lambda has r d entries). The context does not move, so the update is
+    always "target".
 
     Args:
         context_dim: width of `context`; `dim` if None. With ``edge_input="head"`` it is sliced
