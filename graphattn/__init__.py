@@ -10,8 +10,7 @@ Graph builders and operations live here. `ga.nn`, `ga.spectral` and `ga.data` lo
 so that importing graphattn costs little more than importing torch.
 """
 
-import importlib
-from types import ModuleType
+from typing import Any
 
 from graphattn.graphs import *  # noqa: F403
 from graphattn.graphs import __all__ as _graphs
@@ -25,11 +24,13 @@ _ON_FIRST_USE = ("data", "nn", "spectral")
 __all__ = [*_graphs, *_ops, *_ON_FIRST_USE, "__version__"]
 
 
-def __getattr__(name: str) -> ModuleType:
+def __getattr__(name: str) -> Any:
     if name in _ON_FIRST_USE:
-        return importlib.import_module(f"graphattn.{name}")
+        from importlib import import_module
+
+        return import_module(f"graphattn.{name}")
     raise AttributeError(f"module 'graphattn' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_ON_FIRST_USE})
+    return sorted(__all__)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -44,16 +43,15 @@ def demo(
         ),
     ] = None,
     tokens: Annotated[
-        int, typer.Option(min=1, max=4096, help="Use at most so many tokens of the file.")
+        int, typer.Option(min=1, max=2048, help="Use at most so many; 2048 take a minute.")
     ] = 512,
     seed: Annotated[int, typer.Option(help="Seed of the random weights.")] = 0,
 ) -> None:
     """Send real tokens through every graph and every layer, spectral bounds checked on the way."""
     from graphattn.cli.demo import run_demo
 
-    console = Console(width=None if sys.stdout.isatty() else 124)
     try:
-        run_demo(file, tokens, seed, console)
+        run_demo(file, tokens, seed, Console())
     except (FileFormatError, ImportError) as error:  # ImportError: an extra this file needs
         typer.echo(f"graphattn: {error}", err=True)
         raise typer.Exit(2) from None

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import graphattn as ga
 from graphattn.cli.sample import Sample, load_sample
 
-DIM, HEADS = 64, 4
+DIM, HEADS, EDGE_HIDDEN = 64, 4, 64
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,9 @@ def run_demo(file: Path | None, num_tokens: int, seed: int, console: Console) ->
     torch.manual_seed(seed)
     console.print(f"[bold]{escape(sample.title)}[/bold]", highlight=False)
     graphs = graphs_that_fit(sample)
-    console.print(graph_table(graphs, len(sample.tokens)))
+    console.print()
+    console.print(graph_table(graphs))
+    console.print()
     console.print(layer_table(sample, console))
     console.print(f"done in {time.perf_counter() - started:.1f} s", highlight=False)
 
@@ -55,65 +57,75 @@ def graphs_that_fit(sample: Sample) -> list[NamedGraph]:
         cycle = (ga.spectral.cycle_fiedler_value(N, 2),) * 2
     path = ga.window_path_graph(N, 2)
     graphs = [
-        NamedGraph("window path, 2 each side", path, bounds),
-        NamedGraph("window cycle, 2 each side", ga.window_cycle_graph(N, 2), cycle),
-        NamedGraph("causal window, 16 keys", ga.causal_window_graph(N, 16)),
+        NamedGraph("path, window 2", path, bounds),
+        NamedGraph("cycle, window 2", ga.window_cycle_graph(N, 2), cycle),
+        NamedGraph("causal window 32", ga.causal_window_graph(N, 32)),
         NamedGraph("causal", ga.causal_graph(N)),
         NamedGraph("complete", ga.complete_graph(N), (float(N), float(N)) if N > 1 else None),
         NamedGraph("blocks of 32", ga.block_window_graph(N, 32)),
-        NamedGraph("dilated window, 2 x 4", ga.dilated_window_graph(N, 2, 4)),
-        NamedGraph("Longformer, 8 each side + 1 global", ga.longformer_graph(N, 8, [0])),
-        NamedGraph("BigBird, 3 each side + 3 random", ga.bigbird_graph(N, 3, 3, [0], seed=0)),
+        NamedGraph("dilated, 2 x 4", ga.dilated_window_graph(N, 2, 4)),
+        NamedGraph("Longformer 8 + 1", ga.longformer_graph(N, 8, [0])),
+        NamedGraph("BigBird 3 + 3 + 1", ga.bigbird_graph(N, 3, 3, [0], seed=0)),
     ]
-    if sample.packed:
+    if len(sample.packed) > 1:
         packed = ga.batch([ga.window_path_graph(n, 2) for n in sample.packed])
-        graphs.append(NamedGraph(f"batch of {len(sample.packed)} window paths", packed))
+        graphs.append(NamedGraph(f"batch of {len(sample.packed)} paths", packed))
     if sample.ca_positions is not None:
         if N > 1:
-            nearest = ga.knn_graph(sample.ca_positions, k=min(8, N - 1))
-            graphs.append(NamedGraph("8 nearest C-alpha atoms", nearest))
-            graphs.append(NamedGraph("window path + 8 nearest", ga.union(path, nearest)))
+            nearest = ga.knn_graph(sample.ca_positions, k=min(16, N - 1))
+            graphs.append(NamedGraph("16 nearest C-alpha", nearest))
         contacts = ga.radius_graph(sample.ca_positions, radius=8.0)
-        graphs.append(NamedGraph("C-alpha contacts within 8 Å", contacts))
+        graphs.append(NamedGraph("C-alpha within 8 Å", contacts))
     return graphs
 
 
-def graph_table(graphs: list[NamedGraph], num_tokens: int) -> Table:
+def graph_table(graphs: list[NamedGraph]) -> Table:
     """Facts of every graph; a bound that fails would be a bug, and is marked as one."""
-    table = Table(title="Graphs: who talks to whom", title_justify="left", box=box.SIMPLE_HEAD)
-    table.add_column("graph", no_wrap=True)
-    for name in ("tokens", "edges", "mean degree"):
-        table.add_column(name, justify="right")
-    table.add_column("lower ≤ Fiedler value ≤ upper", justify="center", no_wrap=True)
-    table.add_column("largest step", justify="right")
+    table = _table("Graphs: who talks to whom")
+    table.add_column("graph", min_width=10)
+    for name in ("tokens", "edges", "degree", "at least", "Fiedler", "at most"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("", no_wrap=True)
+    table.add_column("max step", justify="right", no_wrap=True)
     for entry in graphs:
         graph, tokens = entry.graph, entry.graph.num_targets
         fiedler = ga.spectral.fiedler_value(graph)
         step = ga.spectral.max_step_size(graph)
+        lower, upper, mark = "", "", ""
+        if entry.fiedler_bounds is not None:
+            least, most = entry.fiedler_bounds
+            holds = least * (1 - 1e-9) <= fiedler <= most * (1 + 1e-9)
+            lower, upper = f"{least:.3g}", f"{most:.3g}"
+            mark = "[green]✓[/green]" if holds else "[red]violated[/red]"
         table.add_row(
             entry.name,
             f"{tokens:,}",
             f"{graph.num_edges:,}",
             f"{graph.num_edges / tokens:.1f}",
-            _sandwich(fiedler, entry.fiedler_bounds),
-            f"{step:.4g}" if math.isfinite(step) else "any",
+            lower,
+            f"{fiedler:.3g}",
+            upper,
+            mark,
+            f"{step:.3g}" if math.isfinite(step) else "any",
         )
     table.caption = (
-        "Bounds: Remarks 4.1 and 4.2 of the consensus paper, and K_N. Fiedler value 0: not "
-        "connected. Largest step: 1 / (2 λ_max), the last at which no mode changes sign."
+        "Degree: sources per token. Fiedler: second-smallest eigenvalue of the Laplacian of the "
+        "symmetrised graph, how fast "
+        "information mixes; 0 where the tokens do not hang together. At least / at most: what "
+        "theory says (consensus paper, Remarks 4.1 and 4.2; complete graph: N). Max step: the "
+        "largest consensus step at which no mode changes sign, 1 / (2 λ_max)."
     )
-    table.caption_justify = "left"
     return table
 
 
-def _sandwich(value: float, bounds: tuple[float, float] | None) -> str:
-    if bounds is None:
-        return f"{value:.4g}"
-    lower, upper = bounds
-    slack = 1e-9 * max(upper, 1e-300)
-    holds = lower - slack <= value <= upper + slack
-    mark = "[green]✓[/green]" if holds else "[red]✗ bound violated[/red]"
-    return f"{lower:.4g} ≤ {value:.4g} ≤ {upper:.4g} {mark}"
+def _table(title: str) -> Table:
+    return Table(
+        title=title,
+        title_justify="left",
+        caption_justify="left",
+        box=box.SIMPLE_HEAD,
+        padding=0,  # one blank between columns comes with the box; it all fits 80 columns
+    )
 
 
 # Layers.
@@ -126,9 +138,10 @@ class Measurement(NamedTuple):
     before: float
     after: float
 
-    def __str__(self) -> str:
-        change = f" ({self.after / self.before - 1:+.0%})" if self.before > 0 else ""
-        return f"{self.what} {self.before:.4g} → {self.after:.4g}{change}"
+    def cells(self) -> tuple[str, str, str, str]:
+        """What, before, after and the change in percent."""
+        change = f"{self.after / self.before - 1:+.1%}" if self.before > 0 else ""
+        return self.what, f"{self.before:.3g}", f"{self.after:.3g}", change
 
 
 @dataclass(frozen=True)
@@ -144,40 +157,40 @@ class Run:
 
 
 def layer_runs(sample: Sample) -> list[Run]:
-    """Every mechanism of the four papers on a graph it is meant for."""
+    """Every mechanism of the papers on a graph it is meant for."""
     N = len(sample.tokens)
     path = ga.window_path_graph(N, 2)
     causal = ga.causal_window_graph(N, 32)
     if sample.ca_positions is not None and N > 1:
         near, near_name = ga.knn_graph(sample.ca_positions, k=min(16, N - 1)), "16 nearest C-alpha"
     else:
-        near, near_name = causal, "causal window, 32 keys"
-    context = embed(sample)
+        near, near_name = causal, "causal window 32"
+    track = embed(sample)
+    consensus: dict[str, Any] = {"edge_hidden": EDGE_HIDDEN, "step_size": "auto"}
     nn_ = ga.nn
     return [
-        Run("SelfConsensus", "window path, 2 each side",
-            nn_.SelfConsensus(DIM, HEADS, edge_hidden=64, step_size="auto"), path, _energy),
-        Run("SelfConsensus, target", "causal window, 32 keys",
-            nn_.SelfConsensus(DIM, HEADS, edge_hidden=64, step_size="auto", update="target"),
-            causal, _spread),
-        Run("CrossConsensus", "two tracks, 2 each side",
-            nn_.CrossConsensus(DIM, HEADS, edge_hidden=64, step_size="auto"),
-            ga.bipartite_window_graph(N, 2), _energy, context),
+        Run("SelfConsensus", "path, window 2",
+            nn_.SelfConsensus(DIM, HEADS, **consensus), path, _energy),
+        Run("SelfConsensus, target", "causal window 32",
+            nn_.SelfConsensus(DIM, HEADS, update="target", **consensus), causal, _spread),
+        Run("CrossConsensus", "another track, window 2",
+            nn_.CrossConsensus(DIM, HEADS, **consensus),
+            ga.bipartite_window_graph(N, 2), _energy, track),
         Run("GaussianKernelAttention", "complete", nn_.GaussianKernelAttention(DIM, HEADS),
             ga.complete_graph(N), _spread),
         Run("KrauseAttention, top 8", near_name, nn_.KrauseAttention(DIM, HEADS, top_k=8),
             near, _spread),
         Run("DotProductAttention", "complete", nn_.DotProductAttention(DIM, HEADS, rope=True),
             ga.complete_graph(N), _spread),
-        Run("DotProductAttention", "window path + self",
+        Run("DotProductAttention", "path, window 2, with self",
             nn_.DotProductAttention(DIM, HEADS, rope=True),
             ga.window_path_graph(N, 2, self_loops=True), _spread),
-        Run("DotProductAttention, value-less", "causal",
+        Run("DotProductAttention value-less", "causal",
             nn_.DotProductAttention(DIM, HEADS, value_projection=False),
             ga.causal_graph(N), _spread),
-        Run("DotProductAttention, cross", "all of another track",
+        Run("DotProductAttention, cross", "another track, all of it",
             nn_.DotProductAttention(DIM, HEADS), ga.bipartite_complete_graph(N, N),
-            _spread, context),
+            _spread, track),
     ]  # fmt: skip
 
 
@@ -190,16 +203,18 @@ def embed(sample: Sample) -> Tensor:
 
 @torch.no_grad()
 def layer_table(sample: Sample, console: Console) -> Table:
-    """Apply every layer once for what it does, and three times for how long it takes."""
+    """Apply every layer once for what it does, then five times for how long it takes."""
     x = embed(sample)
-    table = Table(
-        title="Layers: what they do to the tokens", title_justify="left", box=box.SIMPLE_HEAD
+    table = _table(
+        f"Layers: what they do to the tokens (dim {DIM}, {HEADS} heads, random weights; "
+        f"consensus: rank 4, edge_hidden {EDGE_HIDDEN}, step_size auto)"
     )
-    table.add_column("layer", no_wrap=True)
-    table.add_column("graph", no_wrap=True)
-    table.add_column("parameters", justify="right")
-    table.add_column("time", justify="right", min_width=9)
-    table.add_column("disagreement, before → after", justify="center", no_wrap=True)
+    table.add_column("layer\n  on graph", min_width=20)
+    for name in ("weights", "time"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("", no_wrap=True)
+    for name in ("before", "after", "change"):
+        table.add_column(name, justify="right", no_wrap=True)
     with console.status("applying the layers") as status:
         for run in layer_runs(sample):
             status.update(f"applying {run.name}")
@@ -214,22 +229,21 @@ def layer_table(sample: Sample, console: Console) -> Table:
             for hook in hooks:
                 hook.remove()
             times = []
-            for _ in range(3):
+            for _ in range(5):
                 start = time.perf_counter()
                 run.layer(*inputs)
                 times.append(time.perf_counter() - start)
             table.add_row(
-                run.name,
-                run.graph_name,
+                f"{run.name}\n  [dim]{run.graph_name}[/dim]",
                 f"{sum(p.numel() for p in run.layer.parameters()):,}",
-                f"{1000 * sorted(times)[1]:.1f} ms",
-                str(run.measure(run.layer, run.graph, seen)),
+                f"{1000 * min(times):.1f} ms",
+                *run.measure(run.layer, run.graph, seen).cells(),
             )
     table.caption = (
-        "Random weights. Spread: variance of the features over the tokens, of what is averaged and "
-        "of the averages. Energy: Eq. 14 (Eq. 37 for two tracks), before and after the step."
+        "Time: best of five. Spread: variance of the features over the tokens, of what is averaged "
+        "and of the averages. Energy: disagreement along the edges, 1/2 sum of "
+        "(u_i - u_j)' R_ij (u_i - u_j), before and after the step (consensus paper, Eq. 14 and 37)."
     )
-    table.caption_justify = "left"
     return table
 
 

@@ -94,6 +94,16 @@ class TokenGraph:
         return self._num_sources
 
     @property
+    def num_tokens(self) -> int:
+        """N of a graph whose targets and sources are equally many; ValueError otherwise."""
+        if self._num_targets != self._num_sources:
+            raise ValueError(
+                f"num_tokens: this graph has {self._num_targets} targets and "
+                f"{self._num_sources} sources; use num_targets, num_sources"
+            )
+        return self._num_targets
+
+    @property
     def num_edges(self) -> int:
         """E, counted without listing the edges of a structured graph."""
         if self._edge_index is not None:
@@ -279,7 +289,11 @@ class TokenGraph:
         return mask
 
     def to_pyg(self) -> Tensor:
-        """PyG's ``EdgeIndex``, ``sort_order="col"``; any PyG layer takes it as `edge_index`."""
+        """PyG's ``EdgeIndex``, ``sort_order="col"``; any PyG layer takes it as `edge_index`.
+
+        It holds edges and sizes only: the borders of a :func:`~graphattn.batch`, and with them
+        positions that restart, are in :attr:`sizes` alone.
+        """
         from torch_geometric import EdgeIndex
 
         return EdgeIndex(
@@ -355,6 +369,11 @@ def as_token_graph(graph: Any, num_targets: int, num_sources: int) -> TokenGraph
             )
         return graph
     if isinstance(graph, Tensor):
+        if graph.dtype == torch.bool:
+            raise ValueError(
+                "graph must be a TokenGraph or an edge_index tensor of shape [2, E], got a bool "
+                f"tensor of shape {list(graph.shape)}: use graphattn.from_mask(mask)"
+            )
         from graphattn.graphs.convert import from_edge_index
 
         if hasattr(graph, "sparse_size"):  # an EdgeIndex may know its sizes

@@ -283,8 +283,10 @@ class SelfConsensus(_Consensus):
 
     Shapes:
         - **x**: [*, N, dim]
-        - **graph**: TokenGraph, edge_index [2, E] or PyG EdgeIndex, square
-        - **valid**: bool [N] or [*, N] (keyword)
+        - **graph**: TokenGraph, square; or an edge_index [2, E] or PyG EdgeIndex, which is read as
+          one sequence (a :func:`~graphattn.batch` keeps its borders in the TokenGraph alone)
+        - **valid**: bool [N] or [*, N], True where a token is real (keyword); others are not read,
+          and their own output means nothing
         - **positions**: [N] or [*, N] (keyword)
         - **output**: [*, N, dim]
 

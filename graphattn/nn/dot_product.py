@@ -46,7 +46,8 @@ class DotProductAttention(GraphAttention):
         - **valid**: bool [N] or [*, N], or a pair for targets and sources (keyword); one
           mask serves both tracks where they are equally long
         - **positions**: [N] or [*, N], or a pair (keyword)
-        - **output**: [*, N, dim]; with ``return_attention_weights=True`` also [*, E, heads]
+        - **output**: [*, N, dim]; with ``return_attention_weights=True`` also the
+          weights [*, E, heads], in the order of ``graph.edge_index``
 
     Raises:
         ValueError: names the argument, its value and what is allowed. With

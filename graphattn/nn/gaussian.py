@@ -44,10 +44,13 @@ class GaussianKernelAttention(DistanceAttention):
 
     Shapes:
         - **x**: [*, N, dim]
-        - **graph**: TokenGraph, edge_index [2, E] or PyG EdgeIndex, square
-        - **valid**: bool [N] or [*, N] (keyword)
+        - **graph**: TokenGraph, square; or an edge_index [2, E] or PyG EdgeIndex, which is read as
+          one sequence (a :func:`~graphattn.batch` keeps its borders in the TokenGraph alone)
+        - **valid**: bool [N] or [*, N], True where a token is real (keyword); others are not read,
+          and their own output means nothing
         - **positions**: [N] or [*, N] (keyword)
-        - **output**: [*, N, dim]; with ``return_attention_weights=True`` also [*, E, heads]
+        - **output**: [*, N, dim]; with ``return_attention_weights=True`` also the
+          weights [*, E, heads], in the order of ``graph.edge_index``
 
     Raises:
         ValueError: names the argument, its value and what is allowed. With

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
+import torch
 from torch import Tensor
 from torch_geometric.nn import MessagePassing
 
@@ -50,9 +51,18 @@ class GraphLayer(MessagePassing):
         for name, tokens, width in (("x", x, self.dim), ("context", context, context_dim)):
             if not isinstance(tokens, Tensor) or tokens.dim() < 2 or tokens.shape[-1] != width:
                 got = list(tokens.shape) if isinstance(tokens, Tensor) else type(tokens).__name__
-                raise ValueError(f"{name} must be a tensor of shape [*, N, {width}], got {got}")
+                count = "N" if name == "x" else "M"
+                raise ValueError(
+                    f"{name} must be a tensor of shape [*, {count}, {width}], got {got}"
+                )
             if not tokens.is_floating_point():
                 raise ValueError(f"{name} must be floating-point, got {tokens.dtype}")
+            dtype = cast(torch.nn.Linear, self.output_proj).weight.dtype
+            if tokens.dtype != dtype and not torch.is_autocast_enabled(tokens.device.type):
+                raise ValueError(
+                    f"{name} must have the layer's dtype {dtype}, got {tokens.dtype}: convert one "
+                    f"of them, layer.to({tokens.dtype}) for instance"
+                )
         if x.shape[:-2] != context.shape[:-2]:
             raise ValueError(
                 f"context must have the batch dimensions of x ({list(x.shape[:-2])}), "

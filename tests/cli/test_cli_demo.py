@@ -23,8 +23,8 @@ LAYERS = (
     "GaussianKernelAttention",
     "KrauseAttention",
     "DotProductAttention",
-    "value-less",
-    "cross",
+    "DotProductAttention value-less",
+    "DotProductAttention, cross",
 )
 
 
@@ -61,29 +61,36 @@ def test_the_default_needs_no_file_and_shows_every_layer(default_output):
 
 
 def test_the_fiedler_value_of_the_path_is_networkx_s_and_lies_between_its_bounds(default_output):
-    line = row(default_output, "window path, 2 each side")
-    tokens, edges, degree, lower, value, upper, step = numbers(line.split("side")[1])
+    line = row(default_output, "path, window 2")
+    tokens, edges, degree, lower, value, upper, step = numbers(line.split("window 2")[1])
     graph = networkx.Graph((i, j) for i in range(64) for j in (i + 1, i + 2) if j < 64)
     laplacian = networkx.laplacian_matrix(graph, sorted(graph)).toarray()
     spectrum = numpy.linalg.eigvalsh(laplacian)
     assert (tokens, edges) == (64, 2 * graph.number_of_edges())
     assert degree == pytest.approx(2 * graph.number_of_edges() / 64, abs=0.05)
-    assert value == pytest.approx(spectrum[1], rel=1e-3)
-    assert step == pytest.approx(1 / (2 * spectrum[-1]), rel=1e-3)
+    assert value == pytest.approx(spectrum[1], rel=5e-3)
+    assert step == pytest.approx(1 / (2 * spectrum[-1]), rel=5e-3)
     assert lower <= value <= upper
     assert "✓" in line
 
 
+def test_nothing_is_lost_on_a_terminal_of_80_columns(default_output):
+    assert max(map(len, default_output.splitlines())) <= 80
+    for name in ("tokens", "edges", "degree", "at least", "at most", "max step", "change"):
+        assert name in default_output
+    assert "…" not in default_output
+
+
 def test_energy_and_spread_fall(default_output):
     table = default_output.split("Layers:")[1]
-    falls = re.findall(r"\(([+-]\d+)%\)", table)
+    falls = re.findall(r"([+-][\d.]+)%", table)
     assert len(falls) == 9
-    assert all(int(fall) < 0 for fall in falls)
+    assert all(float(fall) < 0 for fall in falls)
 
 
 def test_two_runs_with_one_seed_agree(default_output):
     def without_times(text: str) -> str:
-        return re.sub(r"[\d.]+ (ms|s)\b", "", text)
+        return re.sub(r"[\d.]+ (ms|s)\b|─", "", text)
 
     again = demo("--tokens", "64").output
     assert without_times(again).split() == without_times(default_output).split()
@@ -92,21 +99,21 @@ def test_two_runs_with_one_seed_agree(default_output):
 def test_a_structure_brings_its_nearest_neighbour_graph():
     output = demo(shared("structure/pdb/1aki.pdb")).output
     assert "129 residues" in output
-    assert numbers(row(output, "8 nearest C-alpha atoms").split("atoms")[1])[:2] == [129, 129 * 8]
-    assert "16 nearest C-alpha" in output
+    assert numbers(row(output, "16 nearest C-alpha").split("alpha")[1])[:2] == [129, 129 * 16]
+    assert output.count("16 nearest C-alpha") == 2  # as a graph, and under Krause attention
 
 
 def test_mmcif_works_like_pdb():
     pdb = demo(shared("structure/pdb/1a8o.pdb")).output
     cif = demo(shared("structure/pdb/1a8o.cif")).output
-    for name in ("window path, 2 each side", "8 nearest C-alpha atoms", "C-alpha contacts"):
+    for name in ("path, window 2", "16 nearest C-alpha", "C-alpha within 8"):
         assert row(pdb, name) == row(cif, name)
 
 
 def test_fasta_brings_a_packed_batch():
     output = demo(shared("protein/sprot_archaea.fasta"), "--tokens", "512").output
     assert "record 1 of 2,872" in output
-    line = row(output, "batch of 2 window paths")
+    line = row(output, "batch of 2 paths")
     assert numbers(line.split("paths")[1])[0] == 512
 
 

@@ -201,3 +201,9 @@ def test_repr_says_sizes_edges_and_structure():
     )
     plain = ga.from_edge_index(torch.tensor([[2], [0]]), 1, 3)
     assert repr(plain) == "TokenGraph(num_targets=1, num_sources=3, num_edges=1)"
+
+
+def test_num_tokens_is_for_square_graphs():
+    assert ga.window_path_graph(7, 2).num_tokens == 7
+    with pytest.raises(ValueError, match="3 targets and 5 sources"):
+        _ = ga.bipartite_complete_graph(3, 5).num_tokens

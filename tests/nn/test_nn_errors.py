@@ -204,3 +204,15 @@ def test_energy_consensus_needs_one_set_of_tokens(backend):
 def test_an_unknown_backend_is_refused_by_the_context_manager_too():
     with refused("backend", "'fast'"), ga.use_backend("fast"):
         pass
+
+
+@pytest.mark.parametrize("kind", ["DotProductAttention", "GaussianKernelAttention"])
+def test_a_layer_of_another_dtype_says_what_to_convert(kind):
+    layer = getattr(ga.nn, kind)(8, 2)
+    with pytest.raises(ValueError, match=r"x must have the layer's dtype torch.float32.*float64"):
+        layer(torch.randn(5, 8, dtype=torch.float64), ga.complete_graph(5))
+
+
+def test_a_mask_in_place_of_a_graph_points_to_from_mask():
+    with pytest.raises(ValueError, match="from_mask"):
+        ga.nn.DotProductAttention(8, 2)(torch.randn(5, 8), torch.ones(5, 5).bool())
