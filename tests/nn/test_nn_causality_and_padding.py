@@ -105,6 +105,10 @@ def test_energy_is_refused_where_one_sequence_of_a_batch_is_causal(plain):
     x = torch.randn(graph.num_targets, DIM, dtype=torch.float64)
     with pytest.raises(ValueError, match="update='target'"):
         layer(x, graph)
+    # Nor does a choice among its edges lose that.
+    nearest = ga.knn_graph(x, k=1, within=graph)
+    with pytest.raises(ValueError, match="update='target'"):
+        layer(x, nearest)
     # A sequence of one token has no future.
     harmless = ga.batch([ga.causal_graph(1), ga.complete_graph(graph.num_targets - 1)])
     assert layer(x, harmless).isfinite().all()
