@@ -46,6 +46,20 @@ def as_choice(name: str, value: Any, allowed: tuple[Any, ...]) -> Any:
     return value
 
 
+def as_edge_type(edge_type: Any) -> tuple[str, str, str]:
+    """`edge_type` as PyG's (source node type, relation, target node type)."""
+    if (
+        not isinstance(edge_type, tuple)
+        or len(edge_type) != 3
+        or not all(isinstance(part, str) for part in edge_type)
+    ):
+        raise ValueError(
+            "edge_type must be a tuple (source node type, relation, target node type) of strings, "
+            f"got {edge_type!r}"
+        )
+    return edge_type
+
+
 def as_points(name: str, x: Any) -> Tensor:
     """`x` as a floating-point matrix [N, C]."""
     if not isinstance(x, Tensor):

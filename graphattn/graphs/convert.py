@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 from torch import Tensor
 
+from graphattn.graphs.arguments import as_edge_type
 from graphattn.graphs.token_graph import TokenGraph, sorted_edge_list
 
 if TYPE_CHECKING:
@@ -144,22 +145,39 @@ def from_scipy(matrix: Any) -> TokenGraph:
     return from_edge_index(torch.stack([rows, columns]), num_targets, num_sources)
 
 
-def from_pyg(data: Any) -> TokenGraph:
-    """A graph of a PyG ``Data`` or ``EdgeIndex``.
+def from_pyg(data: Any, edge_type: tuple[str, str, str] | None = None) -> TokenGraph:
+    """A graph of a PyG ``Data``, ``EdgeIndex``, or of one edge type of a ``HeteroData``.
 
     Sizes are read from it: a Data's ``num_nodes``, an EdgeIndex's ``sparse_size``. In a PyG
     ``Batch`` positions restart in every graph, as in :func:`batch`.
 
+    Args:
+        data: a Data, Batch, EdgeIndex or HeteroData.
+        edge_type: (source node type, relation, target node type) of a HeteroData; may be left out
+            where it has one only.
+
     Raises:
-        ValueError: if it has no edges attribute or does not know its number of nodes.
+        ValueError: if it has no edges, does not know its numbers of nodes, or the edge type is
+            missing or unknown.
 
     Example:
         >>> import torch, graphattn as ga
-        >>> from torch_geometric.data import Data
+        >>> from torch_geometric.data import Data, HeteroData
         >>> edge_index = torch.tensor([[0, 1], [1, 2]])
         >>> ga.from_pyg(Data(edge_index=edge_index, num_nodes=4))
         TokenGraph(num_tokens=4, num_edges=2)
+        >>> tracks = HeteroData()
+        >>> tracks["dna"].num_nodes, tracks["protein"].num_nodes = 6, 3
+        >>> tracks["dna", "read_by", "protein"].edge_index = edge_index
+        >>> ga.from_pyg(tracks, ("dna", "read_by", "protein"))
+        TokenGraph(num_targets=3, num_sources=6, num_edges=2)
     """
+    if hasattr(data, "edge_types"):  # a HeteroData
+        return _from_hetero(data, edge_type)
+    if edge_type is not None:
+        raise ValueError(
+            f"edge_type is for a HeteroData, got {edge_type!r} with a {type(data).__name__}"
+        )
     if isinstance(data, Tensor) and hasattr(data, "sparse_size"):  # an EdgeIndex
         num_sources, num_targets = data.sparse_size()
         if num_sources is None or num_targets is None:
@@ -171,20 +189,46 @@ def from_pyg(data: Any) -> TokenGraph:
     edge_index = getattr(data, "edge_index", None)
     if edge_index is None:
         raise ValueError(
-            "data must be a PyG Data with an edge_index, or an EdgeIndex, "
+            "data must be a PyG Data with an edge_index, an EdgeIndex or a HeteroData, "
             f"got {type(data).__name__}"
         )
-    if "num_nodes" not in data and "x" not in data and "pos" not in data:
+    num_nodes = _num_nodes(data, "data")
+    return _with_borders(from_edge_index(edge_index, num_nodes), data, data)
+
+
+def _from_hetero(data: Any, edge_type: tuple[str, str, str] | None) -> TokenGraph:
+    if edge_type is None:
+        if len(data.edge_types) != 1:
+            raise ValueError(
+                f"edge_type must say which of the edge types {data.edge_types} is meant"
+            )
+        edge_type = data.edge_types[0]
+    if as_edge_type(edge_type) not in data.edge_types:
+        raise ValueError(f"edge_type must be one of {data.edge_types}, got {edge_type}")
+    source, _, target = edge_type
+    num_targets = _num_nodes(data[target], f"data[{target!r}]")
+    num_sources = _num_nodes(data[source], f"data[{source!r}]")
+    graph = from_edge_index(data[edge_type].edge_index, num_targets, num_sources)
+    return _with_borders(graph, data[target], data[source])
+
+
+def _num_nodes(store: Any, name: str) -> int:
+    """The number of nodes that a Data or a node store tells by itself."""
+    if not any(key in store for key in ("num_nodes", "x", "pos")):
         # PyG would guess from the largest index and lose isolated tokens at the end.
-        raise ValueError("data must have num_nodes (or x, or pos): edges do not tell it")
-    graph = from_edge_index(edge_index, data.num_nodes)
-    ptr = getattr(data, "ptr", None)
-    if ptr is None:
+        raise ValueError(f"{name} must have num_nodes (or x, or pos): edges do not tell it")
+    return store.num_nodes
+
+
+def _with_borders(graph: TokenGraph, targets: Any, sources: Any) -> TokenGraph:
+    """The graph with the borders that the `ptr` of a PyG Batch draws: positions restart there."""
+    ptrs = [store.ptr for store in (targets, sources) if getattr(store, "ptr", None) is not None]
+    if len(ptrs) < 2:
         return graph
-    sizes = tuple((n, n) for n in ptr.diff().tolist())  # a PyG Batch: positions restart
+    sizes = [ptr.diff().tolist() for ptr in ptrs]
     return TokenGraph(
         edge_index=graph.edge_index,
         num_targets=graph.num_targets,
         num_sources=graph.num_sources,
-        sizes=sizes,
+        sizes=tuple(zip(*sizes, strict=True)),
     )

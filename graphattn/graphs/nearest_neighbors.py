@@ -28,7 +28,7 @@ def knn(
     """The `k` nearest sources of every token, by squared Euclidean distance.
 
     Squared distances come from coordinate differences in float64, never from
-    |a|^2 + |b|^2 - 2 a.b, so a common offset costs no accuracy. Neighbours stand in order of
+    ``|a|^2 + |b|^2 - 2 a.b``, so a common offset costs no accuracy. Neighbours stand in order of
     distance, equal distances in order of index. Tokens holding NaN or infinity are never neighbours
     and have none. The search itself is not differentiable; the returned distances are.
 

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, cast, overload
 
 import torch
 from torch import Tensor
 
-from graphattn.graphs.arguments import as_edge_index, as_int
+from graphattn.graphs.arguments import as_edge_index, as_edge_type, as_int
 from graphattn.graphs.composites import Parts
 from graphattn.graphs.structure import Device, Structure
 
 if TYPE_CHECKING:
     import networkx
     import scipy.sparse
+    from torch_geometric.data import HeteroData
 
 
 class TokenGraph:
@@ -288,19 +289,60 @@ class TokenGraph:
         mask[self.edge_index[1], self.edge_index[0]] = True
         return mask
 
-    def to_pyg(self) -> Tensor:
-        """PyG's ``EdgeIndex``, ``sort_order="col"``; any PyG layer takes it as `edge_index`.
+    @overload
+    def to_pyg(self, edge_type: None = None) -> Tensor: ...
 
-        It holds edges and sizes only: the borders of a :func:`~graphattn.batch`, and with them
-        positions that restart, are in :attr:`sizes` alone.
+    @overload
+    def to_pyg(self, edge_type: tuple[str, str, str]) -> HeteroData: ...
+
+    def to_pyg(self, edge_type: tuple[str, str, str] | None = None) -> Tensor | HeteroData:
+        """PyG's ``EdgeIndex``, or with an edge type a ``HeteroData`` of two kinds of nodes.
+
+        The EdgeIndex has ``sort_order="col"``; any PyG layer takes it as `edge_index`. It holds
+        edges and sizes only: the borders of a :func:`~graphattn.batch`, and with them positions
+        that restart, are in :attr:`sizes` alone. A HeteroData holds them too, as PyG's batches do
+        (``ptr`` and ``batch`` of both node types). :func:`~graphattn.from_pyg` leads back.
+
+        Args:
+            edge_type: (source node type, relation, target node type).
+
+        Raises:
+            ValueError: if `edge_type` is not three strings, or names one node type for sources and
+                targets that are not equally many.
+
+        Example:
+            >>> import graphattn as ga
+            >>> reads = ("dna", "read_by", "protein")
+            >>> data = ga.bipartite_complete_graph(num_targets=2, num_sources=5).to_pyg(reads)
+            >>> data["protein"].num_nodes, data[reads].edge_index.shape
+            (2, torch.Size([2, 10]))
         """
         from torch_geometric import EdgeIndex
+        from torch_geometric.data import HeteroData
 
-        return EdgeIndex(
+        edges = EdgeIndex(
             self.edge_index,
             sparse_size=(self._num_sources, self._num_targets),
             sort_order="col",
         )
+        if edge_type is None:
+            return edges
+        source, _, target = as_edge_type(edge_type)
+        if source == target and self._num_targets != self._num_sources:
+            raise ValueError(
+                f"edge_type {edge_type} names one node type, but the graph has "
+                f"{self._num_targets} targets and {self._num_sources} sources"
+            )
+        data = HeteroData()
+        for side, kind in enumerate((target, source)):
+            sizes = torch.tensor([size[side] for size in self._sizes], device=self._device)
+            data[kind].num_nodes = int(sizes.sum())
+            if len(sizes) > 1:
+                data[kind].ptr = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
+                count = torch.arange(len(sizes), device=self._device)
+                data[kind].batch = count.repeat_interleave(sizes)
+        data[edge_type].edge_index = edges
+        return data
 
     def to_networkx(self) -> networkx.DiGraph:
         """A networkx ``DiGraph`` with an edge j -> i for every source j of target i.

@@ -8,7 +8,7 @@ from graphattn.graphs.token_graph import TokenGraph
 
 
 def window_path_graph(num_tokens: int, window: int, *, self_loops: bool = False) -> TokenGraph:
-    """Every token sees the `window` tokens on each side of it: 0 < |i - j| <= window.
+    """Every token sees the `window` tokens on each side of it: ``0 < |i - j| <= window``.
 
     The window-path graph of Definition 3.1 (Stabilizing Transformer Training Through Consensus).
     With ``self_loops=True`` a token also sees itself, which sliding-window attention needs::
@@ -161,7 +161,7 @@ def dilated_window_graph(
 
 
 def bipartite_window_graph(num_tokens: int, window: int) -> TokenGraph:
-    """Target i sees the sources of another track around its own place: |i - j| <= window.
+    """Target i sees the sources of another track around its own place: ``|i - j| <= window``.
 
     Eq. 38 of the consensus paper: both tracks have `num_tokens` tokens.
 

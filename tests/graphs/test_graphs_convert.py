@@ -6,7 +6,7 @@ import pytest
 import scipy.sparse
 import torch
 from torch_geometric import EdgeIndex
-from torch_geometric.data import Batch, Data
+from torch_geometric.data import Batch, Data, HeteroData
 from torch_geometric.nn import SimpleConv
 from torch_geometric.utils import to_scipy_sparse_matrix
 
@@ -300,3 +300,83 @@ def test_a_pyg_batch_keeps_its_sequences_apart():
     assert graph.edge_index.tolist() == [[0, 1, 4], [1, 2, 3]]
     assert graph.positions.tolist() == [0, 1, 2, 0, 1]
     assert graph.sizes == ((3, 3), (2, 2))
+
+
+# HeteroData: one edge type between two kinds of nodes.
+
+READS = ("dna", "read_by", "protein")
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_hetero_data_holds_a_graph_and_gives_it_back(name):
+    graph = ALL[name]()
+    data = graph.to_pyg(READS)
+    data.validate()
+    assert data["protein"].num_nodes == graph.num_targets
+    assert data["dna"].num_nodes == graph.num_sources
+    assert torch.equal(data[READS].edge_index.as_tensor(), graph.edge_index)
+    for back in (ga.from_pyg(data), ga.from_pyg(data, READS)):
+        assert back == graph
+        assert torch.equal(back.positions, graph.positions)
+
+
+def test_the_edge_type_picks_among_several_and_leaves_isolated_tokens_where_they_are():
+    data = HeteroData()
+    data["dna"].x = torch.zeros(7, 2)
+    data["protein"].num_nodes = 4
+    data[READS].edge_index = torch.tensor([[5, 0], [1, 0]])
+    data["protein", "binds", "protein"].edge_index = torch.tensor([[0, 1], [1, 0]])
+    graph = ga.from_pyg(data, READS)
+    assert (graph.num_sources, graph.num_targets) == (7, 4)
+    assert graph.edge_index.tolist() == [[0, 5], [0, 1]]
+    square = ga.from_pyg(data, ("protein", "binds", "protein"))
+    assert square.num_tokens == 4
+    with pytest.raises(ValueError, match=r"edge_type must say which of .*read_by.*binds"):
+        ga.from_pyg(data)
+    with pytest.raises(ValueError, match=r"edge_type must be one of .* got \('dna', 'eats', 'dna'"):
+        ga.from_pyg(data, ("dna", "eats", "dna"))
+
+
+def test_a_hetero_batch_keeps_its_sequences_apart():
+    items = []
+    for dna, protein in ((3, 2), (4, 1)):
+        data = HeteroData()
+        data["dna"].num_nodes, data["protein"].num_nodes = dna, protein
+        data[READS].edge_index = torch.tensor([[dna - 1], [protein - 1]])
+        items.append(data)
+    graph = ga.from_pyg(Batch.from_data_list(items))
+    assert graph.sizes == ((2, 3), (1, 4))
+    assert graph.positions.tolist() == [0, 1, 0]
+    assert graph.source_positions.tolist() == [0, 1, 2, 0, 1, 2, 3]
+    assert graph.edge_index.tolist() == [[2, 6], [1, 2]]
+
+
+def test_a_batch_goes_to_hetero_data_with_the_borders_that_pyg_draws():
+    packed = ga.batch([ga.bipartite_complete_graph(2, 3), ga.bipartite_complete_graph(1, 4)])
+    data = packed.to_pyg(READS)
+    assert data["dna"].ptr.tolist() == [0, 3, 7]
+    assert data["protein"].batch.tolist() == [0, 0, 1]
+
+
+def test_a_square_graph_may_be_of_one_node_type_and_a_rectangular_one_may_not():
+    binds = ("protein", "binds", "protein")
+    graph = ga.window_cycle_graph(7, 2)
+    assert ga.from_pyg(graph.to_pyg(binds), binds) == graph
+    with pytest.raises(ValueError, match="2 targets and 3 sources"):
+        ga.bipartite_complete_graph(2, 3).to_pyg(binds)
+
+
+@pytest.mark.parametrize("bad", ["dna", ("dna", "protein"), ["dna", "reads", "protein"], (1, 2, 3)])
+def test_an_edge_type_is_three_strings(bad):
+    with pytest.raises(ValueError, match="edge_type must be a tuple"):
+        ga.causal_graph(3).to_pyg(bad)
+
+
+def test_what_hetero_data_does_not_tell_is_asked_for():
+    data = HeteroData()
+    data["dna"].num_nodes = 3
+    data[READS].edge_index = torch.tensor([[0], [0]])
+    with pytest.raises(ValueError, match=r"data\['protein'\] must have num_nodes"):
+        ga.from_pyg(data)
+    with pytest.raises(ValueError, match="edge_type is for a HeteroData"):
+        ga.from_pyg(Data(edge_index=torch.tensor([[0], [0]]), num_nodes=1), READS)
