@@ -85,6 +85,15 @@ def test_union_is_causal_exactly_where_both_graphs_are():
     assert not ga.union(causal, ga.from_edge_index(torch.tensor([[0], [1]]), N)).is_causal
 
 
+def test_union_of_edge_lists_remembers_that_both_hold_a_causal_sequence():
+    plain = ga.from_mask(torch.eye(3).bool())
+    mixed = ga.batch([ga.causal_graph(4), plain])
+    assert ga.union(mixed, mixed).structure is None
+    assert ga.union(mixed, mixed).has_causal_part
+    assert not ga.union(mixed, mixed).is_causal
+    assert not ga.union(mixed, ga.batch([ga.complete_graph(4), plain])).has_causal_part
+
+
 def test_union_is_what_networkx_composes():
     for a, b in itertools.combinations([build() for build in BUILDERS.values()], 2):
         composed = networkx.compose(a.to_networkx(), b.to_networkx())

@@ -178,8 +178,10 @@ def test_a_graph_does_not_follow_later_changes_of_the_callers_tensors():
     assert masked.edge_index.tolist() == [[0, 1, 2], [0, 1, 2]]
 
 
-def test_values_follow_their_edges_through_the_transpose():
-    graph = ga.bigbird_graph(15, 1, 2, [0], seed=3)
+@pytest.mark.parametrize(
+    "graph", [ga.bigbird_graph(15, 1, 2, [0], seed=3), ga.causal_window_graph(15, 4)], ids=repr
+)
+def test_values_follow_their_edges_through_the_transpose(graph):
     weight = torch.rand(graph.num_edges)
     dense = torch.zeros(15, 15)
     dense[graph.edge_index[1], graph.edge_index[0]] = weight

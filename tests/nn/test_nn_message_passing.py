@@ -220,3 +220,23 @@ def test_squared_distances_beyond_the_range_of_float16_do_not_overflow(kind, sig
         with ga.use_backend(backend):
             error = (layer(x, graph) - exact).norm() / exact.norm()
         assert error < 0.02, backend
+
+
+@pytest.mark.parametrize("kind", ["KrauseAttention", "DotProductAttention"])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")], ids=str)
+def test_a_message_never_reads_the_value_of_a_source_that_is_not_chosen(kind, bad):
+    """0 * infinity is NaN: the second of two sources, far from the target, must not be read."""
+    layer = getattr(ga.nn, kind)(DIM, HEADS, top_k=1)
+    like_the_target = torch.ones(1, HEADS, DIM // HEADS)
+    key = torch.cat([like_the_target, -like_the_target])
+    value = torch.cat([like_the_target, torch.full_like(like_the_target, bad)])
+    message = layer.message(
+        query_i=like_the_target.expand_as(key),
+        key_j=key,
+        value_j=value,
+        valid_i=None,
+        valid_j=None,
+        index=torch.tensor([0, 0]),
+        rowptr=torch.tensor([0, 2]),
+    )
+    assert torch.equal(message, torch.cat([like_the_target, 0 * like_the_target]))

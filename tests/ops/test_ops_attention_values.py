@@ -103,6 +103,22 @@ def test_eps_in_float32_far_from_everything_keeps_gradients_finite() -> None:
     assert gradient.isfinite().all()
 
 
+@pytest.mark.parametrize(("dtype", "error"), [(torch.float64, 1e-10), (torch.float32, 1e-3)])
+def test_eps_beside_a_sum_that_overflows_is_nothing(dtype: torch.dtype, error: float) -> None:
+    """A bias of 1000 on every edge cancels; eps / exp(1000) is 0, and exp(1000) is infinite."""
+    graph = ga.complete_graph(4)
+    inputs = [x.to(dtype).requires_grad_() for x in qkv(graph, heads=1)]
+    bias = torch.full((graph.num_edges, 1), 1e3, dtype=dtype)
+    expected = oracle.attention(*inputs, graph.to_mask(), sigma=1.0)
+    out = ga.rbf_attention(*inputs, graph, 1.0, eps=1.0, edge_bias=bias)
+    torch.testing.assert_close(out, expected.out.to(dtype), rtol=error, atol=error)
+    for gradient in torch.autograd.grad(out.square().sum(), inputs):
+        assert gradient.isfinite().all()
+    weights = ga.attention_weights(*inputs[:2], graph, sigma=1.0, eps=1.0, edge_bias=bias)
+    own = oracle.per_edge(expected.weights, graph.to_mask()).to(dtype)
+    torch.testing.assert_close(weights, own, rtol=error, atol=error)
+
+
 @pytest.mark.parametrize("op", ["rbf", "dot"])
 @pytest.mark.parametrize("top_k", [None, 2])
 @pytest.mark.parametrize("name", ["path with self loops", "longformer", "isolated targets"])

@@ -48,7 +48,7 @@ def test_of_equally_near_sources_the_smaller_index_is_kept(
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
 def test_negative_zero_ties_with_zero(dtype: torch.dtype) -> None:
-    """q . k is -0.0 for the even sources and 0.0 for the odd ones: index 0 and 1 must win."""
+    """Keys, or biases, are -0.0 for the even sources, 0.0 for the odd: index 0 and 1 must win."""
     q = torch.tensor([1.0, 0.0], dtype=dtype).view(1, 1, 2)
     k = torch.tensor([-0.0, 0.0] * 20, dtype=dtype).view(40, 1, 1) * torch.ones(2, dtype=dtype)
     graph = ga.bipartite_complete_graph(1, 40)
@@ -56,6 +56,16 @@ def test_negative_zero_ties_with_zero(dtype: torch.dtype) -> None:
     for arguments in ({}, {"edge_bias": bias}, {"sigma": 1.0}):
         weights = ga.attention_weights(q, k, graph, top_k=2, **arguments)
         assert weights.flatten().nonzero().flatten().tolist() == [0, 1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+def test_logits_of_both_zeros_tie(dtype: torch.dtype) -> None:
+    """A sum never gives -0.0, but -||q - k||^2 / (2 sigma^2) does, and beside it a bias of -0.0."""
+    zeros = torch.zeros(40, 1, 2, dtype=dtype)
+    graph = ga.bipartite_complete_graph(1, 40)
+    bias = torch.tensor([-0.0, 0.0] * 20, dtype=dtype).view(40, 1)
+    weights = ga.attention_weights(zeros[:1], zeros, graph, sigma=1.0, top_k=2, edge_bias=bias)
+    assert weights.flatten().nonzero().flatten().tolist() == [0, 1]
 
 
 def test_equal_distances_on_both_sides_keep_the_left_one() -> None:

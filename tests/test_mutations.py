@@ -1,0 +1,345 @@
+"""The tests bite: each plausible mistake below, made in a copy of the code, fails a named test."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+TOP = Path(__file__).resolve().parents[1]
+COPIED = ("graphattn", "kernels", "tests", "pyproject.toml", "README.md")
+NOT_RUN = 99  # exit status of PYTEST where the copy cannot be imported, or is not what is
+
+# An editable installation maps both names to the checkout: only their files tell what was imported.
+PYTEST = f"""
+import sys
+import traceback
+from pathlib import Path
+
+try:
+    import graphattn, graphattn.kernels
+
+    for module in (graphattn, graphattn.kernels):
+        file = Path(module.__file__).resolve()
+        assert file.is_relative_to(Path.cwd().resolve()), file
+except Exception:
+    traceback.print_exc()
+    sys.exit({NOT_RUN})
+
+import pytest
+
+sys.exit(pytest.main(sys.argv[1:]))
+"""
+
+
+class Mutation(NamedTuple):
+    """`old` stands `count` times in `file`; with `new` in its place, one of `caught_by` fails."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    caught_by: tuple[str, ...]
+    count: int = 1
+
+
+ATTENTION = "tests/ops/test_ops_attention_values.py"
+CONSENSUS = "tests/ops/test_ops_consensus_values.py"
+THEOREMS = "tests/ops/test_ops_consensus_theorems.py"
+TOP_K = "tests/ops/test_ops_top_k.py"
+SDPA = "tests/ops/test_ops_sdpa.py"
+MESSAGES = "tests/nn/test_nn_message_passing.py"
+GUARANTEES = "tests/nn/test_nn_consensus_guarantees.py"
+ROTARY = "tests/nn/test_nn_rotary.py"
+
+MUTATIONS = [
+    Mutation(
+        "top-k keeps the larger of two equal indices",
+        "graphattn/ops/segments.py",
+        "logits.detach().argsort(dim=-2, descending=True, stable=True)",
+        "logits.detach().argsort(dim=-2, stable=True).flip(-2)",
+        (f"{TOP_K}::test_equal_distances_on_both_sides_keep_the_left_one",),
+    ),
+    Mutation(
+        "nearest neighbours take the larger of two equal indices",
+        "graphattn/graphs/distances.py",
+        "order = squared.argsort(stable=True)",
+        "order = squared.neg().argsort(stable=True).flip(0)",
+        ("tests/graphs/test_graphs_knn.py::test_equal_distances_stand_in_order_of_index",),
+    ),
+    Mutation(
+        "attention runs against the direction of the edges",
+        "graphattn/ops/attention/reference.py",
+        "source, target = graph.edge_index",
+        "target, source = graph.edge_index",
+        (f"{SDPA}::test_causal_graph_is_sdpa_with_is_causal",),
+        count=2,
+    ),
+    Mutation(
+        "row pointers count the edges of sources",
+        "graphattn/graphs/token_graph.py",
+        "torch.bincount(self.edge_index[1], minlength",
+        "torch.bincount(self.edge_index[0], minlength",
+        (
+            "tests/graphs/test_graphs_token_graph.py"
+            "::test_the_pair_of_a_paper_is_the_flipped_column",
+        ),
+    ),
+    Mutation(
+        "R d without the 1 / sqrt(r) of Lambda's rows",
+        "graphattn/ops/consensus/edge_matrix.py",
+        "(self.beta / rank)[..., None] * low_rank",
+        "self.beta[..., None] * low_rank",
+        (f"{CONSENSUS}::test_one_step_is_its_equation",),
+    ),
+    Mutation(
+        "R itself without the 1 / sqrt(r) of Lambda's rows",
+        "graphattn/ops/consensus/edge_matrix.py",
+        "(self.beta / rank)[..., None, None] * gram",
+        "self.beta[..., None, None] * gram",
+        (f"{CONSENSUS}::test_edge_matrices_are_their_equation_and_positive_definite",),
+    ),
+    Mutation(
+        "RoPE turns the other way",
+        "graphattn/nn/rotary.py",
+        "first * cos - second * sin, second * cos + first * sin",
+        "first * cos + second * sin, second * cos - first * sin",
+        (f"{ROTARY}::test_rotation_is_a_product_of_complex_numbers",),
+    ),
+    Mutation(
+        "value_projection=False still projects",
+        "graphattn/nn/dot_product.py",
+        "nn.Linear(self.context_dim, kv_dim, bias=bias) if value_projection else None",
+        "nn.Linear(self.context_dim, kv_dim, bias=bias)",
+        (
+            "tests/nn/test_nn_multihead_attention.py"
+            "::test_the_value_less_transformer_averages_the_input_itself",
+        ),
+    ),
+    Mutation(
+        "query head h reads key head h % Hk",
+        "graphattn/ops/inputs.py",
+        "x.repeat_interleave(repeats, dim=-2)",
+        "torch.cat([x] * repeats, dim=-2)",
+        (f"{SDPA}::test_dot_product_attention_is_sdpa_with_the_graph_as_mask",),
+    ),
+    Mutation(
+        "the log-sum-exp includes eps",
+        "graphattn/ops/attention/api.py",
+        "out = out * share_beside_eps(lse, eps)[..., None]",
+        "out = out * share_beside_eps(lse, eps)[..., None]\n"
+        "        lse = torch.logaddexp(lse, torch.full_like(lse, eps).log())",
+        (f"{ATTENTION}::test_eps_adds_to_the_normaliser",),
+    ),
+    Mutation(
+        "eps joins the logarithm instead of the sum",
+        "graphattn/ops/segments.py",
+        "torch.sigmoid(lse - math.log(eps))",
+        "torch.sigmoid(lse - eps)",
+        (f"{ATTENTION}::test_eps_adds_to_the_normaliser",),
+    ),
+    Mutation(
+        "eps joins a sum that has left the logarithm",
+        "graphattn/ops/segments.py",
+        "torch.sigmoid(lse - math.log(eps))",
+        "lse.exp() / (eps + lse.exp())",
+        (f"{ATTENTION}::test_eps_beside_a_sum_that_overflows_is_nothing",),
+    ),
+    Mutation(
+        "an energy step without in-edges",
+        "graphattn/ops/consensus/reference.py",
+        '    if update == "energy":\n'
+        "        gradient = gradient.index_add(-3, source, message, alpha=-1)\n",
+        "",
+        (f"{THEOREMS}::test_energy_is_exactly_a_gradient_step_of_the_energy",),
+    ),
+    Mutation(
+        "energy messages back to the source with the edge network's inputs as they came",
+        "graphattn/nn/consensus.py",
+        '"hidden": (target_hidden, source_hidden),',
+        '"hidden": (source_hidden, target_hidden),',
+        (f"{MESSAGES}::test_message_and_operation_agree_in_value_and_every_gradient",),
+    ),
+    Mutation(
+        "attention averages padding",
+        "graphattn/ops/attention/reference.py",
+        "keep = valid_edges(valid, source, target)",
+        "keep = None",
+        (f"{ATTENTION}::test_an_edge_that_touches_an_invalid_token_is_no_edge",),
+    ),
+    Mutation(
+        "consensus moves towards padding",
+        "graphattn/ops/consensus/reference.py",
+        "keep = valid_edges(valid, source, target)",
+        "keep = None",
+        (f"{CONSENSUS}::test_an_edge_that_touches_an_invalid_token_is_no_edge",),
+    ),
+    Mutation(
+        "positions count on through a batch",
+        "graphattn/graphs/token_graph.py",
+        "torch.cat([torch.arange(size, device=device) for size in sizes])",
+        "torch.arange(sum(sizes), device=device)",
+        (f"{ROTARY}::test_positions_restart_in_every_part_of_a_batch",),
+    ),
+    Mutation(
+        "positions count on through a batch within a batch",
+        "graphattn/graphs/combine.py",
+        "sizes=tuple(size for graph in graphs for size in graph.sizes)",
+        "sizes=tuple((graph.num_targets, graph.num_sources) for graph in graphs)",
+        ("tests/graphs/test_graphs_combine.py::test_batch_of_batches_is_the_flat_batch",),
+    ),
+    # What else is easily got wrong.
+    Mutation(
+        "sigma^2 without the 2",
+        "graphattn/ops/attention/reference.py",
+        "-scale / 2 * (query_i - key_j)",
+        "-scale * (query_i - key_j)",
+        (f"{SDPA}::test_rbf_attention_is_sdpa_with_one_more_feature",),
+    ),
+    Mutation(
+        "softmax over the targets of a source",
+        "graphattn/ops/attention/reference.py",
+        "edge_softmax(logits, target,",
+        "edge_softmax(logits, source,",
+        (f"{SDPA}::test_attention_weights_are_the_masked_softmax",),
+    ),
+    Mutation(
+        "the automatic step counts one direction of an edge",
+        "graphattn/ops/consensus/step_size.py",
+        "        degree = degree.index_add(-2, source, strength)\n",
+        "",
+        (f"{THEOREMS}::test_eight_leaves_and_a_hub_get_the_step_of_a_sixteenth",),
+    ),
+    Mutation(
+        "a batch with one causal sequence passes for one without",
+        "graphattn/graphs/composites.py",
+        "return any(part.has_causal_part for part in self.parts)",
+        "return all(part.has_causal_part for part in self.parts)",
+        (
+            "tests/nn/test_nn_causality_and_padding.py"
+            "::test_energy_is_refused_where_one_sequence_of_a_batch_is_causal",
+        ),
+    ),
+    Mutation(
+        "a union forgets that both its edge lists hold a causal sequence",
+        "graphattn/graphs/combine.py",
+        "has_causal_part=a.has_causal_part and b.has_causal_part",
+        "has_causal_part=a.is_causal and b.is_causal",
+        (
+            "tests/graphs/test_graphs_combine.py"
+            "::test_union_of_edge_lists_remembers_that_both_hold_a_causal_sequence",
+        ),
+    ),
+    Mutation(
+        "isometric RoPE turns further in place of back",
+        "graphattn/nn/consensus.py",
+        "[0], back=True)",
+        "[0])",
+        (f"{GUARANTEES}::test_tokens_that_agree_stay_where_they_are",),
+    ),
+    Mutation(
+        "the Fiedler value is lambda_2 in place of lambda_1",
+        "graphattn/spectral/eigenvalues.py",
+        "1 / np.linalg.eigvalsh(inverse)[-1]",
+        "1 / np.linalg.eigvalsh(inverse)[-2]",
+        (
+            "tests/spectral/test_spectral_eigenvalues.py"
+            "::test_path_spectrum_is_that_of_the_cosine_transform",
+        ),
+    ),
+    Mutation(
+        "-0.0 is less than 0.0",
+        "graphattn/ops/segments.py",
+        "    order = logits.detach().argsort(",
+        "    bits = logits.detach().double().view(torch.int64)\n"
+        "    order = torch.where(bits < 0, bits ^ (2**63 - 1), bits).argsort(",
+        (f"{TOP_K}::test_logits_of_both_zeros_tie",),
+    ),
+    Mutation(
+        "a row without a valid edge is 0 / 0",
+        "graphattn/ops/segments.py",
+        "    total = total.masked_fill(empty, 1)\n",
+        "",
+        (f"{ATTENTION}::test_an_edge_that_touches_an_invalid_token_is_no_edge",),
+    ),
+    Mutation(
+        "a message reads the value of a source that top-k left out",
+        "graphattn/nn/attention.py",
+        "value_j = value_j.masked_fill(~keep[..., None], 0)",
+        "pass",
+        (f"{MESSAGES}::test_a_message_never_reads_the_value_of_a_source_that_is_not_chosen",),
+    ),
+    Mutation(
+        "a causal window holds one key too many",
+        "graphattn/graphs/windows.py",
+        "Band(num_tokens, window - 1, 0)",
+        "Band(num_tokens, window, 0)",
+        ("tests/graphs/test_graphs_windows.py::test_causal_window_holds_the_last_keys_and_itself",),
+    ),
+    Mutation(
+        "the permutation of the transpose is the inverse one",
+        "graphattn/graphs/token_graph.py",
+        "self.edge_index[0].argsort(stable=True)",
+        "self.edge_index[0].argsort(stable=True).argsort()",
+        (
+            "tests/graphs/test_graphs_token_graph.py"
+            "::test_values_follow_their_edges_through_the_transpose",
+        ),
+    ),
+]
+
+
+def copy_of_the_checkout(folder: Path) -> Path:
+    for name in COPIED:
+        if (TOP / name).is_dir():
+            shutil.copytree(TOP / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(TOP / name, folder / name)
+    # Where an installation puts it, and where it is found before the checkout's.
+    (folder / "graphattn" / "kernels").symlink_to("../kernels")
+    return folder
+
+
+def run_tests(folder: Path, tests: list[str]) -> subprocess.CompletedProcess[str]:
+    """Those tests, in the copy, on the copy; the first failure ends the run."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTEST_ADDOPTS"}
+    environment |= {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, "-c", PYTEST, "-x", "-q", "-p", "no:cacheprovider", *tests],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_mutations_fit_the_code_as_it_is():
+    """Not slow, so that a refactor meets it at once and no mutation turns into nothing."""
+    assert len({mutation.name for mutation in MUTATIONS}) == len(MUTATIONS)
+    for mutation in MUTATIONS:
+        found = (TOP / mutation.file).read_text().count(mutation.old)
+        assert found == mutation.count, mutation.name
+
+
+@pytest.mark.slow
+def test_without_a_mutation_every_named_test_passes(tmp_path):
+    named = dict.fromkeys(test for mutation in MUTATIONS for test in mutation.caught_by)
+    run = run_tests(copy_of_the_checkout(tmp_path), list(named))
+    assert run.returncode == 0, run.stdout + run.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
+def test_a_mutation_is_caught(mutation, tmp_path):
+    file = copy_of_the_checkout(tmp_path) / mutation.file
+    code = file.read_text()
+    assert code.count(mutation.old) == mutation.count, "the code has changed: mutate what it is now"
+    file.write_text(code.replace(mutation.old, mutation.new))
+    run = run_tests(tmp_path, list(mutation.caught_by))
+    # 1: a test failed. 0 would be a survivor; with any other status no test has judged it.
+    assert run.returncode == 1, run.stdout + run.stderr
+    assert "1 failed" in run.stdout, run.stdout  # and not an error in a fixture
