@@ -1,5 +1,6 @@
 """Layers over a token graph, in PyTorch Geometric's style."""
 
+from graphattn.nn.block import PreNormBlock
 from graphattn.nn.consensus import CrossConsensus, SelfConsensus
 from graphattn.nn.dot_product import DotProductAttention
 from graphattn.nn.gaussian import GaussianKernelAttention
@@ -11,6 +12,7 @@ __all__ = [
     "DotProductAttention",
     "GaussianKernelAttention",
     "KrauseAttention",
+    "PreNormBlock",
     "RotaryEmbedding",
     "SelfConsensus",
 ]

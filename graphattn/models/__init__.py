@@ -1,0 +1,5 @@
+"""Whole models made of the layers."""
+
+from graphattn.models.encoder import SequenceEncoder
+
+__all__ = ["SequenceEncoder"]

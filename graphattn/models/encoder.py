@@ -1,0 +1,217 @@
+"""An encoder of token sequences, with a mixer per layer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from graphattn.graphs import TokenGraph, complete_graph, window_path_graph
+from graphattn.graphs.arguments import as_choice, as_int
+from graphattn.nn import CrossConsensus, DotProductAttention, PreNormBlock, SelfConsensus
+from graphattn.nn.graph_layer import GraphLayer
+from graphattn.ops.inputs import check_valid
+
+MixerName = Literal["dot", "consensus"]
+Mixer = Literal["dot", "consensus", "mix"] | Sequence[MixerName | GraphLayer]
+
+
+class SequenceEncoder(nn.Module):
+    r"""Tokens in, logits per token out: embedding, pre-norm blocks, norm, linear head.
+
+    The model of *Stabilizing Transformer Training Through Consensus* (Section 5, Table 10):
+    ``mixer="dot"`` is its SA (all attention), "consensus" its SC, and "mix" its MIX: the first half
+    of the layers attention, the second half consensus. Sliding-window attention (SW) is "dot" over
+    a window graph.
+
+    Without a graph, attention layers work on the complete graph and consensus layers on the
+    window-path graph of `window` tokens on each side, over the tokens of each call.
+
+    Args:
+        vocab_size: number of tokens, a mask token included if there is one.
+        dim: width.
+        depth: number of blocks.
+        heads: heads per layer, divides `dim`.
+        mixer: "dot", "consensus" or "mix"; or one entry per block: "dot", "consensus", or a layer
+            of :mod:`graphattn.nn` of width `dim`.
+        window: reach of the consensus layers' own graph (paper: 2).
+        rank, edge_hidden, step_size: of the consensus layers (paper: 4, 256), as in
+            :class:`~graphattn.nn.SelfConsensus`.
+        rope: rotary positions in attention and consensus layers; "isometric" where consensus
+            layers should keep their guarantees (attention layers then use the usual rotation).
+        mlp_ratio, dropout: as in :class:`~graphattn.nn.PreNormBlock`.
+
+    Shapes:
+        - **tokens**: integers [*, N]
+        - **graph**: one TokenGraph for all layers, or one per layer (a sequence of `depth`); packed
+          sequences come as a :func:`~graphattn.batch`
+        - **valid**: bool [N] or [*, N], True where a token is real (keyword)
+        - **positions**: [N] or [*, N]; those of the graph if None (keyword)
+        - **output**: [*, N, vocab_size]
+
+    Raises:
+        ValueError: names the argument, its value and what is allowed.
+
+    Example:
+        >>> import torch, graphattn as ga
+        >>> model = ga.models.SequenceEncoder(
+        ...     vocab_size=28, dim=32, depth=4, heads=4, mixer="mix", edge_hidden=16)
+        >>> tokens = torch.randint(28, (2, 50))
+        >>> model(tokens).shape
+        torch.Size([2, 50, 28])
+        >>> sliding = ga.window_path_graph(50, window=2, self_loops=True)
+        >>> model(tokens, sliding).shape  # every layer over the same window
+        torch.Size([2, 50, 28])
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        dim: int,
+        depth: int,
+        heads: int,
+        *,
+        mixer: Mixer = "dot",
+        window: int = 2,
+        rank: int = 4,
+        edge_hidden: int = 256,
+        step_size: float | Literal["learned", "auto"] = 0.1,
+        rope: bool | Literal["isometric"] = True,
+        mlp_ratio: float = 4.0,
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__()
+        self.vocab_size = as_int("vocab_size", vocab_size, 1)
+        self.window = as_int("window", window, 1)
+        if not (isinstance(rope, bool) or rope == "isometric"):
+            raise ValueError(f"rope must be True, False or 'isometric', got {rope!r}")
+
+        def layer(entry: object) -> GraphLayer:
+            if entry == "dot":
+                return DotProductAttention(dim, heads, rope=bool(rope))
+            if entry == "consensus":
+                return SelfConsensus(
+                    dim, heads, rank=rank, edge_hidden=edge_hidden, step_size=step_size, rope=rope
+                )
+            if isinstance(entry, CrossConsensus) or not isinstance(entry, GraphLayer):
+                raise ValueError(
+                    "mixer must hold 'dot', 'consensus' or layers of graphattn.nn that work on one "
+                    f"track, got {entry!r}"
+                )
+            if entry.dim != dim:
+                raise ValueError(f"mixer must hold layers of width dim = {dim}, got {entry!r}")
+            return entry
+
+        self.embedding = nn.Embedding(self.vocab_size, as_int("dim", dim, 1))
+        self.blocks = nn.ModuleList(
+            PreNormBlock(layer(entry), mlp_ratio=mlp_ratio, dropout=dropout)
+            for entry in _one_per_block(mixer, as_int("depth", depth, 1))
+        )
+        self.norm = nn.LayerNorm(dim)
+        self.head = nn.Linear(dim, self.vocab_size)
+        nn.init.normal_(self.embedding.weight, std=0.02)
+
+    def reset_parameters(self) -> None:
+        """Draw every parameter anew."""
+        nn.init.normal_(self.embedding.weight, std=0.02)
+        for part in (*self.blocks, self.norm, self.head):
+            part.reset_parameters()
+
+    def graphs(self, num_tokens: int) -> list[TokenGraph]:
+        """The graph of every block where `forward` is given none.
+
+        Example:
+            >>> import graphattn as ga
+            >>> ga.models.SequenceEncoder(9, 8, depth=2, heads=2, mixer="mix").graphs(100)
+            [TokenGraph(num_tokens=100, num_edges=10000, structure=Complete),
+             TokenGraph(num_tokens=100, num_edges=394, structure=Band)]
+        """
+        device = self.embedding.weight.device
+        everything = complete_graph(num_tokens).to(device)
+        near = window_path_graph(num_tokens, self.window).to(device)
+        return [
+            near if isinstance(block.mixer, SelfConsensus) else everything for block in self.blocks
+        ]
+
+    def encode(
+        self,
+        tokens: Tensor,
+        graph: TokenGraph | Sequence[TokenGraph] | None = None,
+        *,
+        valid: Tensor | None = None,
+        positions: Tensor | None = None,
+    ) -> Tensor:
+        """The features before the head, [*, N, dim]."""
+        tokens = self._readable(tokens, valid)
+        N = tokens.shape[-1]
+        if graph is None:
+            graphs: Sequence = self.graphs(N)
+        elif isinstance(graph, list | tuple):
+            graphs = graph
+            if len(graphs) != len(self.blocks):
+                raise ValueError(
+                    f"graph must be one graph, or one per block ({len(self.blocks)}), "
+                    f"got {len(graphs)}"
+                )
+        else:
+            graphs = [graph] * len(self.blocks)
+        x = self.embedding(tokens)
+        for block, own in zip(self.blocks, graphs, strict=True):
+            x = block(x, own, valid=valid, positions=positions)
+        return self.norm(x)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        graph: TokenGraph | Sequence[TokenGraph] | None = None,
+        *,
+        valid: Tensor | None = None,
+        positions: Tensor | None = None,
+    ) -> Tensor:
+        """Logits over the vocabulary for every token, [*, N, vocab_size]."""
+        return self.head(self.encode(tokens, graph, valid=valid, positions=positions))
+
+    def _readable(self, tokens: Tensor, valid: Tensor | None) -> Tensor:
+        """The tokens, checked; padding may hold any number and is set to 0."""
+        if (
+            not isinstance(tokens, Tensor)
+            or tokens.dim() < 1
+            or tokens.dtype not in (torch.int32, torch.int64)
+        ):
+            got = (
+                f"{tokens.dtype} of shape {list(tokens.shape)}"
+                if isinstance(tokens, Tensor)
+                else type(tokens).__name__
+            )
+            raise ValueError(f"tokens must be an int32 or int64 tensor of shape [*, N], got {got}")
+        if valid is not None:
+            if not isinstance(valid, Tensor):
+                raise ValueError(f"valid must be a bool tensor, got {type(valid).__name__}")
+            N = tokens.shape[-1]
+            check_valid(valid, tokens.shape[:-1], tokens.device, N, N)
+            tokens = tokens.masked_fill(~valid, 0)
+        if tokens.device.type == "cpu" and tokens.numel() > 0:  # elsewhere it would have to wait
+            least, most = tokens.aminmax()
+            if least < 0 or most >= self.vocab_size:
+                bad = int(least if least < 0 else most)
+                raise ValueError(
+                    f"tokens must be 0 .. {self.vocab_size - 1} (vocab_size - 1), got {bad}"
+                )
+        return tokens
+
+
+def _one_per_block(mixer: object, depth: int) -> Sequence[object]:
+    """The mixer of every block, from its short form."""
+    if not isinstance(mixer, list | tuple | nn.ModuleList):
+        as_choice("mixer", mixer, ("dot", "consensus", "mix"))
+        if mixer != "mix":
+            return [mixer] * depth
+        return ["dot"] * (depth // 2) + ["consensus"] * (depth - depth // 2)
+    if len(mixer) != depth:
+        raise ValueError(f"mixer must hold one entry per block ({depth}), got {len(mixer)}")
+    layers = [entry for entry in mixer if isinstance(entry, nn.Module)]
+    if len(set(map(id, layers))) < len(layers):
+        raise ValueError("mixer must hold every layer once: blocks would share its weights")
+    return list(mixer)

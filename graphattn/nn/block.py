@@ -1,0 +1,84 @@
+"""The transformer block around a layer."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from graphattn.graphs.arguments import as_float
+from graphattn.graphs.token_graph import TokenGraph
+from graphattn.nn.graph_layer import GraphLayer, Positions
+from graphattn.ops.inputs import Valid
+
+
+class PreNormBlock(nn.Module):
+    r"""A layer over a token graph and a two-layer perceptron, each normalised and residual.
+
+    .. math::
+        x' = x + \mathrm{mixer}(\mathrm{norm}(x), G), \qquad
+        y = x' + W_2 \, \mathrm{gelu}(W_1 \, \mathrm{norm}(x'))
+
+    The pre-LayerNorm block (Xiong et al., 2020) that the papers put their mechanisms into;
+    attention and consensus are exchanged by exchanging `mixer`.
+
+    Args:
+        mixer: a layer of :mod:`graphattn.nn`; its ``dim`` is the block's width.
+        mlp_ratio: hidden width of the perceptron, in units of dim.
+        dropout: share of features zeroed after both parts, in training.
+
+    Shapes:
+        - **x**: [*, N, dim]
+        - **graph**: as the mixer takes it
+        - **context**: [*, M, context_dim], for a mixer across two tracks
+        - **valid**, **positions**: passed on to the mixer (keyword)
+        - **output**: [*, N, dim]
+
+    Raises:
+        ValueError: if `mixer` is no layer of graphattn, or a number is out of range.
+
+    Example:
+        >>> import torch, graphattn as ga
+        >>> block = ga.nn.PreNormBlock(ga.nn.KrauseAttention(16, heads=4, top_k=3))
+        >>> block(torch.randn(2, 10, 16), ga.causal_window_graph(10, window=6)).shape
+        torch.Size([2, 10, 16])
+    """
+
+    def __init__(self, mixer: GraphLayer, *, mlp_ratio: float = 4.0, dropout: float = 0.0) -> None:
+        super().__init__()
+        if not isinstance(mixer, GraphLayer):
+            raise ValueError(f"mixer must be a layer of graphattn.nn, got {type(mixer).__name__}")
+        dim = mixer.dim
+        hidden = int(as_float("mlp_ratio", mlp_ratio, positive=True) * dim)
+        if hidden < 1:
+            raise ValueError(f"mlp_ratio must leave a hidden width >= 1, got {mlp_ratio} x {dim}")
+        if not 0 <= as_float("dropout", dropout, positive=False) < 1:
+            raise ValueError(f"dropout must be in [0, 1), got {dropout}")
+        self.mixer = mixer
+        self.mixer_norm = nn.LayerNorm(dim)
+        self.mlp_norm = nn.LayerNorm(dim)
+        self.mlp = nn.Sequential(nn.Linear(dim, hidden), nn.GELU(), nn.Linear(hidden, dim))
+        self.dropout = nn.Dropout(dropout)
+
+    def reset_parameters(self) -> None:
+        """Draw every parameter anew."""
+        self.mixer.reset_parameters()
+        for part in (self.mixer_norm, self.mlp_norm, *self.mlp):
+            if isinstance(part, nn.LayerNorm | nn.Linear):
+                part.reset_parameters()
+
+    def forward(
+        self,
+        x: Tensor,
+        graph: TokenGraph | Tensor,
+        context: Tensor | None = None,
+        *,
+        valid: Valid = None,
+        positions: Positions = None,
+    ) -> Tensor:
+        """Mix the tokens along the graph, then transform each by itself."""
+        tracks = () if context is None else (context,)
+        mixed = self.mixer(self.mixer_norm(x), graph, *tracks, valid=valid, positions=positions)
+        x = x + self.dropout(mixed)
+        return x + self.dropout(self.mlp(self.mlp_norm(x)))
+
+    def __repr__(self) -> str:
+        return f"PreNormBlock({self.mixer!r})"

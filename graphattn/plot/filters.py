@@ -1,0 +1,85 @@
+"""What repeated consensus steps leave of every frequency of a graph."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from graphattn.graphs import TokenGraph
+from graphattn.graphs.arguments import as_float, as_int
+from graphattn.plot.style import COLOURS, axes_or_new, quiet
+from graphattn.spectral import laplacian, max_eigenvalue, max_step_size
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+MOST_EIGENVALUES = 1024  # a dense spectrum is drawn up to so many tokens
+
+
+def filter_response(
+    graph: TokenGraph,
+    step_size: float | None = None,
+    *,
+    steps: Sequence[int] = (1, 4, 16, 64),
+    edge_weight: Tensor | None = None,
+    ax: Axes | None = None,
+) -> Axes:
+    r"""What is left of a mode of eigenvalue lambda after n consensus steps.
+
+    One step is :math:`H = I - 2 \eta L_{sym}` (consensus paper, Eq. 7 and 9), so a mode keeps
+    the share :math:`(1 - 2 \eta \lambda)^n`. Dots are the eigenvalues the graph has (up to 1,024
+    tokens). The constant mode, lambda = 0, stays; with a safe step nothing falls below 0.
+
+    Args:
+        graph: square.
+        step_size: eta; the largest that changes no sign, :func:`graphattn.spectral.max_step_size`,
+            if None.
+        steps: numbers of steps n, one curve each.
+        edge_weight: [E], one positive number per edge; all 1 if None.
+        ax: where to draw; new axes if None.
+
+    Returns:
+        The matplotlib axes.
+
+    Raises:
+        ValueError: for a step size <= 0, steps < 1, or weights that
+            :func:`graphattn.spectral.laplacian` refuses.
+
+    Example:
+        >>> import graphattn as ga
+        >>> ax = ga.plot.filter_response(ga.window_path_graph(64, window=2), steps=[1, 8])
+        >>> [text.get_text() for text in ax.get_legend().get_texts()]
+        ['1 step', '8 steps']
+    """
+    counts = [as_int("steps", n, 1) for n in steps]
+    if step_size is None:
+        eta = max_step_size(graph, edge_weight)
+        eta = eta if eta < float("inf") else 1.0  # a graph without edges: every step is safe
+    else:
+        eta = as_float("step_size", step_size, positive=True)
+    top = max_eigenvalue(graph, edge_weight)
+    ax = axes_or_new(ax, 5, 3.2)
+    at = torch.linspace(0, top, 400, dtype=torch.float64)
+    own = None
+    if graph.num_tokens <= MOST_EIGENVALUES:
+        dense = laplacian(graph, edge_weight, layout="dense").double()
+        own = torch.linalg.eigvalsh(dense).clamp_min(0)
+    for n, colour in zip(counts, _shades(len(counts)), strict=True):
+        label = "1 step" if n == 1 else f"{n:,} steps"
+        ax.plot(at, (1 - 2 * eta * at) ** n, color=colour, linewidth=1.6, label=label)
+        if own is not None:
+            ax.plot(own, (1 - 2 * eta * own) ** n, ".", color=colour, markersize=3, alpha=0.6)
+    ax.axhline(0, color="#999999", linewidth=0.6)
+    ax.set_xlabel("eigenvalue λ of the Laplacian (smooth → rough)")
+    ax.set_ylabel("share that is left")
+    ax.legend(frameon=False, fontsize=8, title=f"η = {eta:.3g}", title_fontsize=8)
+    quiet(ax)
+    return ax
+
+
+def _shades(count: int) -> list[str]:
+    """So many colours; the field's palette repeats after six."""
+    return [COLOURS[i % len(COLOURS)] for i in range(count)]

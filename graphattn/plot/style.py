@@ -1,0 +1,32 @@
+"""Colours and axes that all figures share."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+# Okabe and Ito's colours, which colour-blind readers can tell apart.
+INK = "#333333"
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
+
+
+def axes_or_new(ax: Axes | None, width: float, height: float) -> Axes:
+    """`ax` itself, or the axes of a new pyplot figure of so many inches."""
+    if ax is None:
+        import matplotlib.pyplot as plt
+
+        _, ax = plt.subplots(figsize=(width, height), layout="constrained")
+    return ax
+
+
+def quiet(ax: Axes) -> None:
+    """Thin grey frame and small ticks: the data is what should be seen."""
+    for side in ("top", "right"):
+        ax.spines[side].set_visible(False)
+    for side in ("left", "bottom"):
+        ax.spines[side].set_color("#999999")
+    ax.tick_params(colors=INK, labelsize=8, width=0.6, length=3)
+    ax.xaxis.label.set(color=INK, fontsize=9)
+    ax.yaxis.label.set(color=INK, fontsize=9)

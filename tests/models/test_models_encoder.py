@@ -1,0 +1,227 @@
+"""SequenceEncoder: the paper's SA, SC, SW and MIX, graphs per layer, padding and packing."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+
+import graphattn as ga
+
+V, D, H = 11, 16, 4
+MIXERS = {
+    "SA": "dot",
+    "SC": "consensus",
+    "MIX": "mix",
+    "own": lambda: [
+        ga.nn.KrauseAttention(D, H, top_k=3),
+        "dot",
+        ga.nn.GaussianKernelAttention(D, H),
+        "consensus",
+    ],
+}
+
+
+def encoder(mixer="mix", **options) -> ga.models.SequenceEncoder:
+    torch.manual_seed(0)
+    mixer = mixer() if callable(mixer) else mixer
+    options = {"edge_hidden": 8, "mixer": mixer, **options}
+    return ga.models.SequenceEncoder(V, D, 4, H, **options).double()
+
+
+def tokens_of(*shape: int, seed: int = 1) -> torch.Tensor:
+    return torch.randint(V, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def by_hand(model, tokens, graphs, valid=None):
+    """The pre-norm stack written out, with the layers as given."""
+    x = model.embedding.weight[tokens]
+    for block, graph in zip(model.blocks, graphs, strict=True):
+        x = x + block.mixer(block.mixer_norm(x), graph, valid=valid)
+        hidden = torch.nn.functional.gelu(block.mlp[0](block.mlp_norm(x)))
+        x = x + block.mlp[2](hidden)
+    return model.head(model.norm(x))
+
+
+@pytest.mark.parametrize("name", MIXERS)
+def test_the_model_is_its_blocks_one_after_the_other(name):
+    model = encoder(MIXERS[name])
+    tokens = tokens_of(3, 10)
+    everything, near = ga.complete_graph(10), ga.window_path_graph(10, 2)
+    graphs = {
+        "SA": [everything] * 4,
+        "SC": [near] * 4,
+        "MIX": [everything, everything, near, near],
+        "own": [everything, everything, everything, near],
+    }[name]
+    assert model.graphs(10) == graphs
+    out = model(tokens)
+    assert out.shape == (3, 10, V)
+    torch.testing.assert_close(out, by_hand(model, tokens, graphs), rtol=0, atol=1e-12)
+    torch.testing.assert_close(out, model(tokens, graphs), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("depth", "attention"), [(1, 0), (2, 1), (5, 2), (6, 3)])
+def test_mix_is_attention_in_the_first_half_and_consensus_in_the_rest(depth, attention):
+    model = ga.models.SequenceEncoder(V, D, depth, H, mixer="mix", edge_hidden=4)
+    kinds = [type(block.mixer).__name__ for block in model.blocks]
+    expected = ["DotProductAttention"] * attention + ["SelfConsensus"] * (depth - attention)
+    assert kinds == expected
+
+
+def test_one_graph_serves_all_layers():
+    """Sliding-window attention: all attention over the window with self-loops."""
+    model = encoder("dot")
+    graph = ga.window_path_graph(12, 2, self_loops=True)
+    tokens = tokens_of(12)
+    out = model(tokens, graph)
+    torch.testing.assert_close(out, by_hand(model, tokens, [graph] * 4), rtol=0, atol=1e-12)
+    far = tokens.clone()
+    far[9:] = (far[9:] + 1) % V  # four layers of window 2 reach 8 tokens
+    assert torch.equal(model(far, graph)[0], out[0])
+    assert not torch.equal(model(far, graph)[1], out[1])
+
+
+@pytest.mark.parametrize("name", MIXERS)
+def test_padding_is_never_read_whatever_number_it_holds(name):
+    model = encoder(MIXERS[name])
+    valid = torch.arange(9) < torch.tensor([[9], [6]])
+    tokens = tokens_of(2, 9)
+    out = model(tokens, valid=valid)
+    for filler in (0, V - 1, -100, 10**9):
+        padded = tokens.masked_fill(~valid, filler)
+        assert torch.equal(model(padded, valid=valid)[valid], out[valid])
+    # The shorter sequence alone, on graphs of its own length.
+    alone = model(tokens[1, :6])
+    torch.testing.assert_close(out[1, :6], alone, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", MIXERS)
+def test_a_packed_batch_equals_its_sequences_alone(name):
+    model = encoder(MIXERS[name])
+    lengths = (5, 1, 8)
+    tokens = tokens_of(sum(lengths))
+    per_layer = [ga.batch(graphs) for graphs in zip(*map(model.graphs, lengths), strict=True)]
+    packed = model(tokens, per_layer).split(lengths)
+    for own, out in zip(tokens.split(lengths), packed, strict=True):
+        torch.testing.assert_close(out, model(own), rtol=0, atol=1e-12)
+
+
+def test_positions_shift_nothing_but_matter_when_they_spread():
+    model = encoder("dot")
+    tokens = tokens_of(7)
+    out = model(tokens)
+    shifted = model(tokens, positions=torch.arange(7) + 1000)  # rotary positions are relative
+    torch.testing.assert_close(shifted, out, rtol=0, atol=1e-9)
+    spread = model(tokens, positions=3 * torch.arange(7))
+    assert (spread - out).abs().max() > 1e-4
+
+
+def test_isometric_rope_reaches_the_consensus_layers_only():
+    model = encoder("mix", rope="isometric", step_size="auto")
+    assert [getattr(block.mixer, "isometric", None) for block in model.blocks] == [
+        None,
+        None,
+        True,
+        True,
+    ]
+    assert all(block.mixer.rotary is not None for block in model.blocks)
+    assert all(block.mixer.rotary is None for block in encoder("mix", rope=False).blocks)
+
+
+def test_every_parameter_has_a_gradient_and_is_drawn_anew():
+    model = encoder("mix", step_size="learned")
+    ga.train.masked_token_loss(
+        model(tokens_of(2, 8)), tokens_of(2, 8, seed=2), torch.ones(2, 8, dtype=torch.bool)
+    ).backward()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    missing = [n for n, p in model.named_parameters() if p.grad is None or not p.grad.any()]
+    # Rotated keys make every bias of the keys count; only a consensus layer's b_s may cancel.
+    assert all("source_proj.bias" in name for name in missing)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(1.0)
+    model.reset_parameters()
+    same = [n for n, p in model.named_parameters() if torch.equal(p, before[n] + 1.0)]
+    assert not same
+
+
+def test_copies_and_state_dicts_give_the_same_numbers():
+    model = encoder("mix")
+    tokens = tokens_of(2, 6)
+    fresh = encoder("mix")
+    fresh.reset_parameters()
+    fresh.load_state_dict(model.state_dict())
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), fresh):
+        assert torch.equal(other(tokens), model(tokens))
+
+
+def test_dropout_acts_in_training_only():
+    model = encoder("mix", dropout=0.5)
+    tokens = tokens_of(6)
+    assert not torch.equal(model(tokens), model(tokens))
+    model.eval()
+    assert torch.equal(model(tokens), model(tokens))
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"vocab_size": 0}, "vocab_size must be >= 1"),
+        ({"depth": 0}, "depth must be >= 1"),
+        ({"heads": 3}, "heads must divide dim"),
+        ({"window": 0}, "window must be >= 1"),
+        ({"mixer": "soft"}, "mixer must be one of 'dot', 'consensus', 'mix'"),
+        ({"mixer": ["dot"]}, r"mixer must hold one entry per block \(2\), got 1"),
+        ({"mixer": ["dot", "mix"]}, "mixer must hold 'dot', 'consensus' or layers"),
+        ({"mixer": ["dot", torch.nn.Linear(2, 2)]}, "mixer must hold 'dot', 'consensus' or layers"),
+        ({"mixer": ["dot", ga.nn.CrossConsensus(D, H, edge_hidden=4)]}, "work on one track"),
+        ({"mixer": ["dot", ga.nn.DotProductAttention(32, H)]}, "width dim = 16"),
+        ({"mixer": [ga.nn.DotProductAttention(D, H)] * 2}, "every layer once"),
+        ({"rope": "yes"}, "rope must be True, False or 'isometric'"),
+        ({"mlp_ratio": 0}, "mlp_ratio must be a finite number > 0"),
+        ({"mlp_ratio": 0.01}, "hidden width >= 1"),
+        ({"dropout": 1.0}, r"dropout must be in \[0, 1\)"),
+        ({"step_size": "auto", "mixer": "consensus"}, "step_size='auto' needs rope"),
+    ],
+)
+def test_bad_arguments_are_named(change, says):
+    options = {"vocab_size": V, "dim": D, "depth": 2, "heads": H, "edge_hidden": 4, **change}
+    with pytest.raises(ValueError, match=says):
+        ga.models.SequenceEncoder(**options)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "options", "says"),
+    [
+        (torch.zeros(3, 4), {}, "tokens must be an int32 or int64 tensor"),
+        (torch.tensor(3), {}, "tokens must be an int32 or int64 tensor"),
+        ([1, 2], {}, "tokens must be an int32 or int64 tensor"),
+        (torch.tensor([0, V]), {}, f"tokens must be 0 .. {V - 1} .* got {V}"),
+        (torch.tensor([0, -1]), {}, "got -1"),
+        (torch.tensor([0, 1]), {"graph": [ga.causal_graph(2)]}, r"one per block \(4\), got 1"),
+        (torch.tensor([0, 1]), {"graph": ga.complete_graph(3)}, "graph has 3 targets"),
+        (torch.tensor([0, 1]), {"valid": torch.tensor([1, 0])}, "valid .* must be a bool tensor"),
+        (torch.tensor([0, 1]), {"valid": torch.ones(3).bool()}, "valid .* must have shape"),
+        (torch.tensor([0, 1]), {"valid": [True, True]}, "valid must be a bool tensor"),
+    ],
+)
+def test_bad_inputs_are_named(tokens, options, says):
+    with pytest.raises(ValueError, match=says):
+        encoder("dot")(tokens, **options)
+
+
+def test_a_causal_graph_is_refused_by_energy_consensus_inside_a_model_too():
+    with pytest.raises(ValueError, match="leaks the future"):
+        encoder("mix")(tokens_of(6), ga.causal_graph(6))
+
+
+def test_a_block_takes_a_second_track():
+    block = ga.nn.PreNormBlock(ga.nn.CrossConsensus(D, H, edge_hidden=8, context_dim=24)).double()
+    x, context = torch.randn(5, D).double(), torch.randn(9, 24).double()
+    graph = ga.bipartite_complete_graph(5, 9)
+    moved = x + block.mixer(block.mixer_norm(x), graph, context)
+    expected = moved + block.mlp(block.mlp_norm(moved))
+    torch.testing.assert_close(block(x, graph, context), expected, rtol=0, atol=1e-12)
+    with pytest.raises(ValueError, match="mixer must be a layer"):
+        ga.nn.PreNormBlock(torch.nn.Linear(2, 2))

@@ -1,0 +1,157 @@
+"""Figures show the numbers they are given."""
+
+import math
+
+import numpy
+import pytest
+import torch
+
+import graphattn as ga
+
+matplotlib = pytest.importorskip("matplotlib", reason="figures need the extra `plots`")
+from matplotlib.figure import Figure  # noqa: E402
+
+
+@pytest.fixture
+def ax():
+    return Figure().add_subplot()
+
+
+def test_adjacency_is_the_mask_with_targets_down_and_a_dark_diagonal(ax):
+    graph = ga.causal_window_graph(9, 3)
+    assert ga.plot.adjacency(graph, ax=ax) is ax
+    cells = numpy.asarray(ax.images[0].get_array())
+    assert numpy.array_equal(cells > 0, graph.to_mask().numpy())
+    assert numpy.array_equal(cells == 2, numpy.eye(9, dtype=bool))
+    assert (ax.get_xlabel(), ax.get_ylabel()) == ("source j", "target i")
+
+
+def test_adjacency_of_two_tracks_is_a_rectangle(ax):
+    ga.plot.adjacency(ga.bipartite_complete_graph(2, 5), ax=ax)
+    assert ax.images[0].get_array().shape == (2, 5)
+    assert ax.images[0].get_array().max() == 1
+
+
+def test_a_large_graph_is_drawn_as_a_density_that_counts_every_edge(ax):
+    graph = ga.window_path_graph(3001, 7)
+    ga.plot.adjacency(graph, ax=ax)
+    cells = numpy.asarray(ax.images[0].get_array())
+    assert cells.shape == (256, 256)
+    assert cells.sum() == graph.num_edges
+    assert numpy.array_equal(cells, cells.T)
+    assert list(ax.images[0].get_extent()) == [-0.5, 3000.5, 3000.5, -0.5]
+    far = numpy.abs(numpy.subtract.outer(range(256), range(256))) > 1
+    assert not cells[far].any()
+
+
+def test_ticks_of_tokens_are_whole_numbers(ax):
+    ga.plot.adjacency(ga.complete_graph(4), ax=ax)
+    ax.figure.draw_without_rendering()
+    assert all(float(tick).is_integer() for tick in ax.get_xticks())
+
+
+def test_attention_weights_stand_where_their_edges_are(ax):
+    graph = ga.causal_window_graph(8, 3)
+    weights = torch.rand(graph.num_edges, generator=torch.Generator().manual_seed(0))
+    ga.plot.attention_weights(weights, graph, ax=ax)
+    cells = numpy.ma.filled(ax.images[0].get_array(), numpy.nan)
+    for weight, j, i in zip(weights.tolist(), *graph.edge_index.tolist(), strict=True):
+        assert cells[i, j] == pytest.approx(weight, rel=1e-6)
+    assert numpy.isnan(cells).sum() == 64 - graph.num_edges
+
+
+def test_a_part_of_the_weights_keeps_its_token_numbers_and_labels(ax):
+    graph = ga.window_path_graph(20, 2, self_loops=True)
+    q = torch.randn(20, 1, 4)
+    weights = ga.attention_weights(q, q, graph, sigma=1.0)[:, 0].requires_grad_()
+    labels = list("a$_b\\c")
+    ga.plot.attention_weights(weights, graph, tokens=(7, 13), labels=labels, vmax=0.5, ax=ax)
+    assert list(ax.images[0].get_extent()) == [6.5, 12.5, 12.5, 6.5]
+    assert ax.images[0].get_clim() == (0, 0.5)
+    assert [tick.get_text() for tick in ax.get_xticklabels()] == labels
+    cells = numpy.ma.filled(ax.images[0].get_array(), numpy.nan)
+    dense = torch.full((20, 20), torch.nan)
+    dense[graph.edge_index[1], graph.edge_index[0]] = weights.detach()
+    numpy.testing.assert_array_equal(cells, dense[7:13, 7:13].numpy())
+    ax.figure.draw_without_rendering()  # "$" is no mathematics
+
+
+def test_attention_weights_of_two_tracks(ax):
+    graph = ga.bipartite_complete_graph(3, 5)
+    ga.plot.attention_weights(torch.ones(15) / 5, graph, ax=ax)
+    assert ax.images[0].get_array().shape == (3, 5)
+
+
+def test_the_filter_curve_is_its_formula_and_safe_steps_stay_above_zero(ax):
+    graph = ga.window_path_graph(30, 2)
+    ga.plot.filter_response(graph, steps=[1, 3], ax=ax)
+    dense = ga.spectral.laplacian(graph, layout="dense").double().numpy()
+    spectrum = numpy.linalg.eigvalsh(dense)
+    curves = [line for line in ax.lines if len(line.get_xdata()) == 400]
+    dots = [line for line in ax.lines if len(line.get_xdata()) == 30]
+    assert len(curves) == len(dots) == 2
+    for n, curve, dot in zip((1, 3), curves, dots, strict=True):
+        x = numpy.asarray(curve.get_xdata())
+        eta = 1 / (2 * spectrum[-1])
+        numpy.testing.assert_allclose(curve.get_ydata(), (1 - 2 * eta * x) ** n, atol=1e-9)
+        assert x[-1] == pytest.approx(spectrum[-1])
+        numpy.testing.assert_allclose(dot.get_xdata(), spectrum, atol=1e-9)
+        assert min(curve.get_ydata()) > -1e-9
+
+
+def test_a_chosen_step_and_weights_are_what_is_drawn(ax):
+    graph = ga.window_path_graph(2, 1)
+    weight = torch.tensor([3.0, 3.0], dtype=torch.float64)
+    ga.plot.filter_response(graph, 0.5, steps=[1], edge_weight=weight, ax=ax)
+    curve = next(line for line in ax.lines if len(line.get_xdata()) == 400)
+    assert curve.get_xdata()[-1] == pytest.approx(6)  # eigenvalues 0 and 2 * 3
+    assert curve.get_ydata()[-1] == pytest.approx(1 - 2 * 0.5 * 6)
+
+
+def test_a_graph_without_edges_is_left_as_it_is(ax):
+    graph = ga.from_edge_index(torch.zeros(2, 0, dtype=torch.long), 4)
+    ga.plot.filter_response(graph, steps=[5], ax=ax)
+    curve = next(line for line in ax.lines if len(line.get_xdata()) == 400)
+    assert set(curve.get_ydata()) == {1.0}
+
+
+def test_loss_curves_are_the_points_given(ax):
+    ga.plot.loss_curves({"a": [(0, 3.0), (5, 2.0)]}, reference={"guess": 2.5}, ax=ax)
+    line, reference = ax.lines
+    assert (list(line.get_xdata()), list(line.get_ydata())) == ([0, 5], [3.0, 2.0])
+    assert list(reference.get_ydata()) == [2.5, 2.5]
+    assert [text.get_text() for text in ax.get_legend().get_texts()] == ["a", "guess"]
+
+
+GRAPH = ga.causal_graph(3)
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda: ga.plot.adjacency(torch.eye(3)), "graph must be a TokenGraph"),
+        (lambda: ga.plot.attention_weights(torch.ones(6, 2), GRAPH), r"shape \[6\] .*got \[6, 2\]"),
+        (lambda: ga.plot.attention_weights(torch.ones(6), GRAPH, tokens=(2, 2)), "tokens must be"),
+        (lambda: ga.plot.attention_weights(torch.ones(6), GRAPH, tokens=(0, 4)), "within 0 .. 3"),
+        (lambda: ga.plot.attention_weights(torch.ones(6), GRAPH, labels="ab"), "labels must be 3"),
+        (lambda: ga.plot.filter_response(GRAPH, 0.0), "step_size must be a finite number > 0"),
+        (lambda: ga.plot.filter_response(GRAPH, steps=[0]), "steps must be >= 1"),
+        (lambda: ga.plot.loss_curves({}), "at least one curve"),
+        (lambda: ga.plot.loss_curves({"a": []}), "got none for 'a'"),
+        (lambda: ga.plot.loss_curves({"a": [(0, math.nan)]}), None),
+    ],
+)
+def test_bad_input_is_named(call, says):
+    if says is None:
+        call()
+        return
+    with pytest.raises(ValueError, match=says):
+        call()
+
+
+def test_without_axes_a_figure_is_made():
+    import matplotlib.pyplot as plt
+
+    ax = ga.plot.adjacency(ga.causal_graph(4))
+    assert ax.figure in map(plt.figure, plt.get_fignums())
+    plt.close("all")

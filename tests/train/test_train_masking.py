@@ -1,0 +1,142 @@
+"""Masked-token modelling: what is hidden, and what it costs not to guess it."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import graphattn as ga
+
+
+def generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+@given(st.integers(0, 99), st.floats(0.01, 1.0))
+def test_masked_tokens_are_replaced_and_the_others_are_not(seed, share):
+    tokens = torch.randint(7, (4, 9), generator=generator(seed))
+    inputs, masked = ga.train.mask_tokens(tokens, 7, share=share, generator=generator(seed))
+    assert (inputs[masked] == 7).all()
+    assert torch.equal(inputs[~masked], tokens[~masked])
+    again = ga.train.mask_tokens(tokens, 7, share=share, generator=generator(seed))
+    assert torch.equal(again[1], masked)
+
+
+def test_the_share_is_the_share_of_valid_tokens():
+    tokens = torch.zeros(200, 500, dtype=torch.long)
+    valid = torch.arange(500) < 300
+    _, masked = ga.train.mask_tokens(tokens, 1, share=0.3, valid=valid, generator=generator())
+    assert not masked[:, 300:].any()
+    n = 200 * 300
+    assert abs(int(masked.sum()) - 0.3 * n) < 5 * math.sqrt(n * 0.3 * 0.7)  # five deviations
+
+
+def test_a_share_of_one_masks_everything():
+    _, masked = ga.train.mask_tokens(torch.arange(1000), 1000, share=1.0)
+    assert masked.all()
+
+
+def test_the_loss_is_the_mean_negative_log_probability_of_the_masked_tokens():
+    logits = torch.randn(3, 5, 6, dtype=torch.float64, generator=generator())
+    tokens = torch.randint(6, (3, 5), generator=generator())
+    masked = torch.rand(3, 5, generator=generator()) < 0.5
+    probability = logits.exp() / logits.exp().sum(-1, keepdim=True)
+    own = [
+        -math.log(probability[b, n, tokens[b, n]])
+        for b in range(3)
+        for n in range(5)
+        if masked[b, n]
+    ]
+    loss = ga.train.masked_token_loss(logits, tokens, masked)
+    assert float(loss) == pytest.approx(sum(own) / len(own), rel=1e-12)
+
+
+def test_what_is_not_masked_has_no_gradient_and_nothing_masked_costs_nothing():
+    logits = torch.randn(4, 6, requires_grad=True)
+    tokens = torch.tensor([0, 1, 2, 3])
+    masked = torch.tensor([True, False, False, True])
+    ga.train.masked_token_loss(logits, tokens, masked).backward()
+    assert logits.grad[[1, 2]].abs().sum() == 0
+    assert (logits.grad[[0, 3]].abs().sum(-1) > 0).all()
+    logits.grad = None
+    nothing = ga.train.masked_token_loss(logits, tokens, torch.zeros(4, dtype=torch.bool))
+    nothing.backward()
+    assert nothing == 0
+    assert not logits.grad.any()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"tokens": torch.zeros(3)}, "tokens must be an integer tensor"),
+        ({"tokens": [1, 2]}, "tokens must be an integer tensor"),
+        ({"mask_token": -1}, "mask_token must be >= 0"),
+        ({"share": 0.0}, "share must be"),
+        ({"share": 1.5}, r"share must be in \(0, 1\]"),
+        ({"valid": torch.ones(4)}, "valid must be a bool tensor"),
+        ({"valid": torch.ones(4).bool()}, "valid must be broadcastable"),
+    ],
+)
+def test_bad_arguments_of_the_mask_are_named(arguments, says):
+    with pytest.raises(ValueError, match=says):
+        ga.train.mask_tokens(**{"tokens": torch.arange(3), "mask_token": 9, **arguments})
+
+
+def test_shapes_of_the_loss_are_checked():
+    with pytest.raises(ValueError, match="logits, tokens and masked"):
+        ga.train.masked_token_loss(torch.zeros(3, 4), torch.zeros(2).long(), torch.ones(2).bool())
+
+
+# Parameter groups.
+
+
+def groups_by_name(model):
+    decays, stays = ga.train.parameter_groups(model, 0.1)
+    assert (decays["weight_decay"], stays["weight_decay"]) == (0.1, 0.0)
+    names = {id(p): name for name, p in model.named_parameters()}
+    return [{names[id(p)] for p in group["params"]} for group in (decays, stays)]
+
+
+def test_maps_decay_and_bandwidths_steps_biases_norms_and_embeddings_do_not():
+    layers = [
+        ga.nn.KrauseAttention(16, 4),
+        ga.nn.SelfConsensus(16, 4, edge_hidden=8, step_size="learned"),
+    ]
+    model = ga.models.SequenceEncoder(9, 16, 2, 4, mixer=layers)
+    decays, stays = groups_by_name(model)
+    assert decays | stays == {name for name, _ in model.named_parameters()}
+    assert not decays & stays
+    assert all(name.endswith(("weight", "alpha", "beta", "shear")) for name in decays)
+    for name in (
+        "embedding.weight",
+        "blocks.0.mixer.log_sigma",
+        "blocks.1.mixer.raw_step_size",
+        "blocks.1.mixer.edge_net.shear_bias",
+        "blocks.1.mixer.edge_net.target.bias",
+        "blocks.0.mlp_norm.weight",
+        "head.bias",
+    ):
+        assert name in stays, name
+    for name in ("head.weight", "blocks.0.mixer.query_proj.weight"):
+        assert name in decays
+
+
+def test_frozen_parameters_are_left_out_and_shared_ones_stand_once():
+    model = torch.nn.ModuleDict({"a": torch.nn.Linear(2, 2), "b": torch.nn.Linear(2, 2)})
+    model["b"].weight = model["a"].weight
+    model["a"].bias.requires_grad_(False)
+    decays, stays = ga.train.parameter_groups(model)
+    assert [len(decays["params"]), len(stays["params"])] == [1, 1]
+
+
+def test_a_step_of_the_optimizer_leaves_what_has_no_gradient_but_shrinks_maps():
+    layer = ga.nn.GaussianKernelAttention(8, 2)
+    optimizer = torch.optim.SGD(ga.train.parameter_groups(layer, 0.5), lr=0.1)
+    before = {name: p.detach().clone() for name, p in layer.named_parameters()}
+    for p in layer.parameters():
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+    torch.testing.assert_close(layer.output_proj.weight, before["output_proj.weight"] * 0.95)
+    assert torch.equal(layer.log_sigma, before["log_sigma"])
