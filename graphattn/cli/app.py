@@ -45,13 +45,21 @@ def demo(
     tokens: Annotated[
         int, typer.Option(min=1, max=2048, help="Use at most so many; 2048 take a minute.")
     ] = 512,
-    seed: Annotated[int, typer.Option(help="Seed of the random weights.")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, help="Seed of the random weights and of the training.")
+    ] = 0,
+    steps: Annotated[
+        int, typer.Option(min=0, help="Training steps of both models; 0 for no training.")
+    ] = 200,
+    out: Annotated[
+        Path, typer.Option(file_okay=False, help="Folder for the figures and the report.")
+    ] = Path("graphattn-demo"),
 ) -> None:
-    """Send real tokens through every graph and every layer, spectral bounds checked on the way."""
+    """Send real tokens through every graph and layer, train two tiny models, write a report."""
     from graphattn.cli.demo import run_demo
 
     try:
-        run_demo(file, tokens, seed, Console())
-    except (FileFormatError, ImportError) as error:  # ImportError: an extra this file needs
+        run_demo(file, tokens, seed, steps, out, Console())
+    except (FileFormatError, ImportError, OSError) as error:  # ImportError: an extra is missing
         typer.echo(f"graphattn: {error}", err=True)
         raise typer.Exit(2) from None

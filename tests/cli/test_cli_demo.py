@@ -6,6 +6,7 @@ import gzip
 import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import networkx
@@ -28,8 +29,17 @@ LAYERS = (
 )
 
 
-def demo(*arguments: str | Path) -> Result:
-    return CliRunner().invoke(app, ["demo", *map(str, arguments)])
+@pytest.fixture(autouse=True)
+def in_an_empty_folder(tmp_path_factory, monkeypatch):
+    monkeypatch.chdir(tmp_path_factory.mktemp("cwd"))
+
+
+def demo(*arguments: str | Path, steps: int = 0) -> Result:
+    with tempfile.TemporaryDirectory() as out:
+        options = ["--steps", str(steps)]
+        if "--out" not in arguments:
+            options += ["--out", out]
+        return CliRunner().invoke(app, ["demo", *map(str, arguments), *options])
 
 
 def shared(name: str) -> Path:
@@ -90,7 +100,7 @@ def test_energy_and_spread_fall(default_output):
 
 def test_two_runs_with_one_seed_agree(default_output):
     def without_times(text: str) -> str:
-        return re.sub(r"[\d.]+ (ms|s)\b|─", "", text)
+        return re.sub(r"[\d.]+ (ms|s)\b|─|\S+report.html", "", text)
 
     again = demo("--tokens", "64").output
     assert without_times(again).split() == without_times(default_output).split()

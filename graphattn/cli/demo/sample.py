@@ -19,14 +19,18 @@ from graphattn.data import (
     tokenizer_for_sequence,
 )
 
+MOST_TRAINING_TOKENS = 1_000_000
+
 
 @dataclass(frozen=True)
 class Sample:
     """What a demonstration runs on."""
 
     title: str
-    tokens: Tensor  # [N]
+    tokens: Tensor  # [N], what graphs and layers are shown on
+    letters: str  # one character per token of `tokens`
     vocab_size: int
+    sequences: tuple[Tensor, ...]  # all of the file's, to train on
     packed: tuple[int, ...] = ()  # lengths of the first sequences of a FASTA file
     ca_positions: Tensor | None = None  # [N, 3], in Angstrom
 
@@ -40,23 +44,38 @@ def load_sample(file: Path | None, num_tokens: int) -> Sample:
     if kind == "fasta":
         return _fasta_sample(file, num_tokens)
     if kind in ("pdb", "mmcif"):
-        chain = read_structure(file)
-        tokens = ProteinTokenizer().encode(chain.sequence)[:num_tokens]
-        title = f"{file.name}, chain {chain.chain_id}: {_part(len(tokens), len(chain.sequence))}"
-        return Sample(
-            f"{title} residues",
-            tokens,
-            ProteinTokenizer().vocab_size,
-            ca_positions=chain.ca_positions[:num_tokens].double(),
-        )
-    return _text_sample(file.name, read_text(file), num_tokens)
+        return _structure_sample(file, num_tokens)
+    return _text_sample(printable(file.name), read_text(file), num_tokens)
 
 
 def _text_sample(name: str, text: str, num_tokens: int) -> Sample:
     tokenizer = CharacterTokenizer.from_text(text)
-    tokens = tokenizer.encode(text[:num_tokens])
+    everything = tokenizer.encode(text[:MOST_TRAINING_TOKENS])
+    tokens = everything[:num_tokens]
     title = f"{name}: {_part(len(tokens), len(text))} characters"
-    return Sample(f"{title}, {tokenizer.vocab_size} distinct", tokens, tokenizer.vocab_size)
+    return Sample(
+        f"{title}, {tokenizer.vocab_size} distinct",
+        tokens,
+        text[:num_tokens],
+        tokenizer.vocab_size,
+        sequences=(everything,),
+    )
+
+
+def _structure_sample(file: Path, num_tokens: int) -> Sample:
+    chain = read_structure(file)
+    tokenizer = ProteinTokenizer()
+    everything = tokenizer.encode(chain.sequence)
+    tokens = everything[:num_tokens]
+    used = _part(len(tokens), len(everything))
+    return Sample(
+        f"{printable(file.name)}, chain {printable(chain.chain_id)}: {used} residues",
+        tokens,
+        tokenizer.decode(tokens),
+        tokenizer.vocab_size,
+        sequences=(everything,),
+        ca_positions=chain.ca_positions[:num_tokens].double(),
+    )
 
 
 def _fasta_sample(file: Path, num_tokens: int) -> Sample:
@@ -64,17 +83,36 @@ def _fasta_sample(file: Path, num_tokens: int) -> Sample:
     first = records[0]
     tokenizer = tokenizer_for_sequence(first.sequence)
     unit = "bases" if isinstance(tokenizer, NucleotideTokenizer) else "residues"
-    tokens = tokenizer.encode(first.sequence)
+    sequences, total = [], 0
+    for record in records:  # those of the first one's kind
+        if total < MOST_TRAINING_TOKENS and record.sequence.strip("-"):
+            own = tokenizer_for_sequence(record.sequence)
+            if record is first or type(own) is type(tokenizer):
+                sequences.append(tokenizer.encode(record.sequence))
+                total += len(sequences[-1])
+    tokens = sequences[0][:num_tokens]
     packed: list[int] = []
     for record in records[:4]:
         room = num_tokens - sum(packed)
         if room > 0:
             packed.append(min(room, len(record.sequence)))
     title = (
-        f"{file.name}, record 1 of {len(records):,} ({first.header[:40]}): "
-        f"{_part(min(len(tokens), num_tokens), len(tokens))} {unit}"
+        f"{printable(file.name)}, record 1 of {len(records):,} ({printable(first.header[:40])}): "
+        f"{_part(len(tokens), len(sequences[0]))} {unit}"
     )
-    return Sample(title, tokens[:num_tokens], tokenizer.vocab_size, packed=tuple(packed))
+    return Sample(
+        title,
+        tokens,
+        tokenizer.decode(tokens),
+        tokenizer.vocab_size,
+        sequences=tuple(sequences),
+        packed=tuple(packed),
+    )
+
+
+def printable(name: str) -> str:
+    """`name` with escapes in place of what would steer a terminal or cannot be written."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in name)
 
 
 def _part(used: int, there: int) -> str:

@@ -1,0 +1,49 @@
+"""`graphattn demo`: real tokens through graphs and layers, two models trained, a report."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.markup import escape
+
+from graphattn.cli.demo.graphs import graph_table, graphs_that_fit
+from graphattn.cli.demo.layers import layer_table
+from graphattn.cli.demo.sample import load_sample
+from graphattn.cli.demo.tables import cells_of
+from graphattn.cli.demo.training import FEWEST_TOKENS, train_models, training_table
+
+
+def run_demo(
+    file: Path | None, num_tokens: int, seed: int, steps: int, folder: Path, console: Console
+) -> None:
+    """Read the file, print the tables, train, draw; the report's path is the last line printed."""
+    started = time.perf_counter()
+    # matplotlib may be missing and the folder not writable: better said before a minute of work.
+    from graphattn.cli.demo.report import write_report
+
+    sample = load_sample(file, num_tokens)
+    folder.mkdir(parents=True, exist_ok=True)
+    torch.manual_seed(seed)
+    console.print(f"[bold]{escape(sample.title)}[/bold]", highlight=False)
+    tables = []
+    for make in (
+        lambda: graph_table(graphs_that_fit(sample)),
+        lambda: layer_table(sample, console),
+    ):
+        tables.append(make())
+        console.print()
+        console.print(tables[-1])
+    training = train_models(sample, steps, seed, console) if steps > 0 else None
+    if training is not None:
+        tables.append(training_table(training))
+        console.print()
+        console.print(tables[-1])
+    elif steps > 0:
+        console.print(f"no training: it needs {FEWEST_TOKENS} tokens or more", highlight=False)
+    with console.status("drawing"):
+        report = write_report(sample, [cells_of(table) for table in tables], training, folder, seed)
+    console.print(f"done in {time.perf_counter() - started:.1f} s", highlight=False)
+    console.print(str(report), highlight=False, markup=False, soft_wrap=True)

@@ -1,0 +1,167 @@
+"""The pictures of a demonstration."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+import graphattn as ga
+from graphattn.cli.demo.graphs import graphs_that_fit
+from graphattn.cli.demo.sample import Sample
+from graphattn.cli.demo.training import Training
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+SHOWN_TOKENS = 64  # of the adjacency matrices
+WINDOW, NEAREST, SHOWN_WINDOW = 8, 4, 28  # of the attention weights
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A figure in a file, and what it shows."""
+
+    path: Path
+    title: str
+    caption: str
+
+
+def draw_pictures(
+    sample: Sample, training: Training | None, folder: Path, seed: int
+) -> list[Picture]:
+    """Draw all of them into `folder`."""
+    pictures = [
+        _graphs(sample, folder / "graphs.png"),
+        _attention(sample, training, folder / "attention.png", seed),
+        _filter(folder / "filter.png"),
+    ]
+    if training is not None:
+        pictures.append(_losses(training, folder / "losses.png"))
+    return pictures
+
+
+def _figure(width: float, height: float) -> Figure:
+    from matplotlib.figure import Figure  # without pyplot: no window, no global state
+
+    return Figure(figsize=(width, height), layout="constrained", dpi=144)
+
+
+def _graphs(sample: Sample, path: Path) -> Picture:
+    """Adjacency of each graph."""
+    few = replace(
+        sample,
+        tokens=sample.tokens[:SHOWN_TOKENS],
+        packed=_first(sample.packed, SHOWN_TOKENS),
+        ca_positions=None if sample.ca_positions is None else sample.ca_positions[:SHOWN_TOKENS],
+    )
+    graphs = graphs_that_fit(few)
+    columns = 4
+    rows = -(-len(graphs) // columns)
+    figure = _figure(9.6, 2.6 * rows)
+    for place, entry in enumerate(graphs):
+        ax = figure.add_subplot(rows, columns, place + 1)
+        ga.plot.adjacency(entry.graph, ax=ax)
+        ax.set_title(entry.name, fontsize=9)
+        ax.set(xlabel="", ylabel="")
+    figure.savefig(path)
+    return Picture(
+        path,
+        "Graphs: who talks to whom",
+        f"The graphs of the table, on the first {len(few.tokens)} tokens. Row i is what token i "
+        "sees (blue), the diagonal is dark where a token sees itself.",
+    )
+
+
+def _first(lengths: tuple[int, ...], room: int) -> tuple[int, ...]:
+    """As much of the packed sequences as `room` tokens hold, shared evenly."""
+    each = room // max(len(lengths), 1)
+    return tuple(min(length, each) for length in lengths)
+
+
+@torch.no_grad()
+def _attention(sample: Sample, training: Training | None, path: Path, seed: int) -> Picture:
+    """The weights that the same queries and keys get from three mechanisms."""
+    tokens = sample.tokens[:SHOWN_WINDOW]
+    if training is not None:
+        model, origin = training.runs[0].model, "the first layer of the trained attention model"
+    else:
+        torch.manual_seed(seed)
+        model, origin = ga.models.SequenceEncoder(sample.vocab_size + 1, 64, 4, 4), "random weights"
+    block = model.blocks[0]
+    graph = ga.window_path_graph(len(tokens), WINDOW, self_loops=True)
+    x = block.mixer_norm(model.embedding(tokens))
+    query, key, _ = block.mixer.project(x, x, graph, None)
+    sigma = query.shape[-1] ** 0.5
+    panels = {
+        "dot product": ga.attention_weights(query, key, graph),
+        "RBF, σ = √D": ga.attention_weights(query, key, graph, sigma=sigma),
+        f"Krause: RBF, the {NEAREST} nearest": ga.attention_weights(
+            query, key, graph, sigma=sigma, top_k=NEAREST
+        ),
+    }
+    # The head whose dot-product weights differ most from token to token.
+    head = int(panels["dot product"].var(0, correction=0).argmax())
+    highest = max(float(weights[:, head].max()) for weights in panels.values())
+    figure = _figure(9.6, 3.7)
+    axes = figure.subplots(1, 3)
+    for ax, (title, weights) in zip(axes, panels.items(), strict=True):
+        labels = [shown(letter) for letter in sample.letters[: len(tokens)]]
+        ga.plot.attention_weights(weights[:, head], graph, labels=labels, vmax=highest, ax=ax)
+        ax.set_title(title, fontsize=9)
+    for ax in axes[1:]:
+        ax.set_ylabel("")
+    bar = figure.colorbar(axes[-1].images[0], ax=axes, shrink=0.7, pad=0.01)
+    bar.set_label("weight", fontsize=8)
+    bar.ax.tick_params(labelsize=7)
+    figure.savefig(path)
+    return Picture(
+        path,
+        "Attention weights in one window",
+        f"Head {head} of {origin}: the same queries and keys under three mechanisms, every token "
+        f"looking {WINDOW} to each side. Row i is how token i divides its attention; grey is no "
+        "edge, white an edge of weight 0.",
+    )
+
+
+def shown(letter: str) -> str:
+    """A character as a tick label: one that the figures' font has."""
+    if letter == " ":
+        return "␣"
+    if letter == "\n":
+        return "⏎"
+    return letter if letter.isprintable() and ord(letter) < 0x250 else "·"
+
+
+def _filter(path: Path) -> Picture:
+    """The low-pass filter that repeated consensus steps are."""
+    figure = _figure(9.6, 3.4)
+    axes = figure.subplots(1, 2, sharey=True)
+    for ax, window in zip(axes, (2, 8), strict=True):
+        ga.plot.filter_response(ga.window_path_graph(SHOWN_TOKENS, window), ax=ax)
+        ax.set_title(f"path of {SHOWN_TOKENS} tokens, window {window}", fontsize=9)
+    axes[1].set_ylabel("")
+    figure.savefig(path)
+    return Picture(
+        path,
+        "Consensus is a low-pass filter",
+        "What is left of each mode after n steps with R = I and the largest step η that changes no "
+        "sign, 1 / (2 λ_max); dots are the graph's own eigenvalues (consensus paper, Eq. 7 and 9).",
+    )
+
+
+def _losses(training: Training, path: Path) -> Picture:
+    figure = _figure(7.2, 3.8)
+    ga.plot.loss_curves(
+        {run.name: run.losses for run in training.runs},
+        reference={"guessing by frequency": training.frequency_loss},
+        ax=figure.add_subplot(),
+    )
+    figure.savefig(path)
+    return Picture(
+        path,
+        "Held-out loss in training",
+        "Masked-token modelling on the file's own tokens; lower is better.",
+    )
