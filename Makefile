@@ -5,13 +5,13 @@ TORCH ?= torch==2.13.0
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint format clean
+.PHONY: demo test lint docs format clean
 
 # torch goes first and alone: a looser requirement would be resolved to the newest CUDA build.
 $(VENV)/.installed: pyproject.toml Makefile
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[bio,dev]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[bio,dev,docs,plots]"
 	touch $@
 
 demo: $(VENV)/.installed  ## real text through every graph and layer
@@ -25,9 +25,13 @@ lint: $(VENV)/.installed  ## formatting, lint and types
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
+docs: $(VENV)/.installed  ## the documentation, in docs/_build/html
+	$(BIN)/sphinx-build -W --keep-going -q -b html docs docs/_build/html
+	@echo "docs/_build/html/index.html"
+
 format: $(VENV)/.installed
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) docs/_build docs/_figures build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

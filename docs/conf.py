@@ -1,0 +1,115 @@
+"""Sphinx configuration; `make docs` builds the site. Figures are drawn first, by figures.py."""
+
+import re
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE))  # figures.py
+
+import figures  # noqa: E402
+import torch  # noqa: E402
+from docutils import nodes  # noqa: E402
+from sphinx.pycode import ModuleAnalyzer  # noqa: E402
+
+import graphattn  # noqa: E402
+from graphattn.ops.backends import OPERATIONS  # noqa: E402
+
+project = "graphattn"
+author = "The graphattn developers"
+version = release = graphattn.__version__
+
+extensions = [
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx-mathjax-offline",  # the pages need no network
+    "myst_parser",
+]
+exclude_patterns = ["_build", "_figures"]
+myst_enable_extensions = ["amsmath", "dollarmath"]
+myst_heading_anchors = 3
+
+html_theme = "furo"
+html_title = f"graphattn {version}"
+html_static_path = ["_static"]
+html_css_files = ["graphattn.css"]
+html_copy_source = False
+html_show_copyright = False
+
+# Docstrings write arguments and short code in single backticks.
+default_role = "code"
+napoleon_numpy_docstring = False
+napoleon_custom_sections = ["Shapes"]
+napoleon_use_rtype = False
+napoleon_use_ivar = True
+autodoc_default_options = {"member-order": "bysource"}
+autodoc_inherit_docstrings = False
+autodoc_class_signature = "mixed"
+autodoc_typehints = "description"
+autodoc_typehints_description_target = "documented"
+autodoc_typehints_format = "short"
+python_maximum_signature_line_length = 90
+
+_SHAPE = re.compile(r"(?<![\w`\])\[])\[(?:[\w*/ +]+|\.\.\.)(?:, [\w*/ +]+)*\](?![`(])")
+
+
+def shapes_as_code(app, what, name, obj, options, lines) -> None:
+    """`[*, N, dim]` in a docstring is set as code, where RST would take the star for emphasis."""
+    example = False
+    for number, line in enumerate(lines):
+        example = line.lstrip().startswith(">>>") or (example and bool(line.strip()))
+        if example:
+            continue
+        pieces = re.split(r"(``.*?``|`[^`]*`)", line)
+        pieces[::2] = [_SHAPE.sub(r"``\g<0>``", piece) for piece in pieces[::2]]
+        lines[number] = "".join(pieces)
+
+
+def properties_as_written(app, what, name, obj, options, lines) -> None:
+    """napoleon reads a property's "Whether it holds: no token ..." as a type and a text."""
+    for line in lines if what == "property" else ():
+        if line.startswith(":type: "):
+            lines.remove(line)
+            lines[0] = f"{line.removeprefix(':type: ')}: {lines[0]}"
+            return
+
+
+def end_of_code(app, doctree) -> None:
+    """Doctest needs a blank line before the closing fence; readers do not."""
+    for node in doctree.findall(nodes.literal_block):
+        node.rawsource = node.astext().rstrip()
+        node.children = [nodes.Text(node.rawsource)]
+
+
+def one_signature_per_function(app) -> None:
+    """Forget overloads: they repeat a whole signature for each value of a flag."""
+    for name in graphattn.__all__:
+        getattr(graphattn, name)  # loads what loads on first use
+    for name in [name for name in sys.modules if name.startswith("graphattn.")]:
+        analyzer = ModuleAnalyzer.for_module(name)
+        analyzer.analyze()
+        analyzer.overloads.clear()
+
+
+def draw_and_list(app) -> None:
+    """What the pages show but no one should write by hand: figures, and the support matrix."""
+    figures.draw_all(HERE / "_figures")
+    (HERE / "_figures" / "support.md").write_text(support_matrix(), encoding="utf-8")
+
+
+def support_matrix() -> str:
+    """`graphattn.backends` as a table."""
+    graph, query = graphattn.causal_graph(4), torch.zeros(4, 2, 8)
+    rows = {op: graphattn.backends(op, graph, query) for op in OPERATIONS}
+    header = ["operation", *next(iter(rows.values()))]
+    lines = [header, ["---"] * len(header)]
+    lines += [[f"`{op}`", *(why or "yes" for why in row.values())] for op, row in rows.items()]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+
+
+def setup(app) -> None:
+    app.connect("builder-inited", one_signature_per_function)
+    app.connect("builder-inited", draw_and_list)
+    app.connect("autodoc-process-docstring", shapes_as_code, priority=400)  # before napoleon
+    app.connect("autodoc-process-docstring", properties_as_written, priority=600)  # and after
+    app.connect("doctree-read", end_of_code)

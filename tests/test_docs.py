@@ -1,0 +1,126 @@
+"""The documentation is complete: every public name in the API reference, every builder with its
+picture, every mechanism with its page. Sphinx itself is not run here (`make docs` does)."""
+
+import importlib
+import importlib.util
+import inspect
+import re
+from collections import Counter
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import graphattn as ga
+from graphattn import graphs
+from graphattn.nn.graph_layer import GraphLayer
+
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+PARTS = ("nn", "spectral", "data", "plot", "models", "train")
+MODULES = ["graphattn", *(f"graphattn.{name}" for name in PARTS)]
+DIRECTIVE = re.compile(
+    r"^\.\. (?:auto|py:)?(currentmodule|module|function|class|exception|data)::"
+    r" *([\w.]+).*(\n +:members:)?",
+    re.MULTILINE,
+)
+
+
+def public_names(module: ModuleType) -> list[str]:
+    return [name for name in getattr(module, "__all__", ()) if name != "__version__"]
+
+
+def documented_names() -> Counter[str]:
+    """Full names that the API pages document, with how often."""
+    found: Counter[str] = Counter()
+    for page in sorted((DOCS / "api").glob("*.md")):
+        prefix = ""
+        for kind, name, members in DIRECTIVE.findall(page.read_text(encoding="utf-8")):
+            if kind in ("currentmodule", "module"):
+                prefix = f"{name}."
+                found[name] += kind == "module"
+            else:
+                found[name if name.startswith("graphattn.") else prefix + name] += 1
+            if kind == "module" and members:
+                found.update(f"{name}.{member}" for member in members_of(name))
+    return found
+
+
+def members_of(module: str) -> list[str]:
+    """What `automodule` with `:members:` documents: what has a docstring of its own."""
+    found = importlib.import_module(module)
+    objects = {name: getattr(found, name) for name in public_names(found)}
+    return [n for n, o in objects.items() if inspect.isroutine(o) or inspect.isclass(o)]
+
+
+def figures() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("docs_figures", DOCS / "figures.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def page_of(layer: str) -> Path:
+    """RotaryEmbedding -> rotary.md, KrauseAttention -> krause-attention.md."""
+    words = re.findall("[A-Z][a-z]+", layer.removesuffix("Embedding"))
+    return DOCS / "mechanisms" / f"{'-'.join(words).lower()}.md"
+
+
+BUILDERS = [name for name in graphs.__all__ if name.endswith("_graph")] + ["union", "batch"]
+MECHANISMS = [
+    name
+    for name in ga.nn.__all__
+    if issubclass(getattr(ga.nn, name), GraphLayer) or name == "RotaryEmbedding"
+]
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_every_public_name_is_in_the_api_reference_exactly_once(module):
+    documented = documented_names()
+    for name in public_names(importlib.import_module(module)):
+        times = documented[f"{module}.{name}"]
+        assert times == 1, f"{module}.{name} is documented {times} times in docs/api"
+
+
+def test_the_api_reference_documents_public_names_only():
+    public = {
+        f"{module}.{name}"
+        for module in MODULES
+        for name in public_names(importlib.import_module(module))
+    }
+    assert set(+documented_names()) <= public
+
+
+@pytest.mark.parametrize("builder", BUILDERS)
+def test_every_builder_has_a_picture_on_the_page_of_graphs(builder):
+    assert builder in figures().BUILDERS
+    page = (DOCS / "graphs.md").read_text(encoding="utf-8")
+    assert f"\n### {builder}\n" in page
+    assert f"_figures/{builder}.png" in page
+
+
+def test_every_picture_of_a_page_is_drawn_and_every_picture_drawn_is_shown():
+    drawn = {*figures().BUILDERS, *figures().OTHERS}
+    shown: set[str] = set()
+    for page in DOCS.rglob("*.md"):
+        shown |= set(re.findall(r"_figures/(\w+)\.png", page.read_text(encoding="utf-8")))
+    assert shown == drawn
+
+
+@pytest.mark.parametrize("mechanism", MECHANISMS)
+def test_every_mechanism_has_a_page_that_leads_to_its_api(mechanism):
+    page = page_of(mechanism)
+    assert page.is_file()
+    assert f"graphattn.nn.{mechanism}" in page.read_text(encoding="utf-8")
+
+
+def test_every_page_is_reached_from_a_table_of_contents():
+    listed = {DOCS / "index.md"}
+    for page in DOCS.rglob("*.md"):
+        for block in re.findall(r"```\{toctree\}\n(.*?)```", page.read_text("utf-8"), re.S):
+            entries = [line for line in block.split() if re.fullmatch(r"[\w/-]+", line)]
+            listed |= {page.parent / f"{entry}.md" for entry in entries}
+    derived = {"_build", "_figures"}
+    pages = {page for page in DOCS.rglob("*.md") if not derived & set(page.parts)}
+    assert pages <= listed
