@@ -5,7 +5,7 @@ TORCH ?= torch==2.13.0
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint docs format clean
+.PHONY: demo test slow scatter lint docs format clean
 
 # torch goes first and alone: a looser requirement would be resolved to the newest CUDA build.
 $(VENV)/.installed: pyproject.toml Makefile
@@ -19,6 +19,17 @@ demo: $(VENV)/.installed  ## real text through every graph and layer
 
 test: $(VENV)/.installed  ## unit tests, docstring examples, README
 	$(BIN)/python -m pytest -q
+
+slow: $(VENV)/.installed  ## long sweeps: does every bug put in by hand fail a test?
+	$(BIN)/python -m pytest -q -m slow
+
+# torch-scatter is built from source, against the torch that is there: minutes, and a compiler.
+scatter: $(VENV)/.installed  ## torch-scatter as an independent oracle
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check ninja "setuptools>=77"
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m pip install --quiet \
+		--disable-pip-version-check --no-build-isolation "torch-scatter>=2.1"
+	$(BIN)/python -c "import torch_scatter"
+	$(BIN)/python -m pytest -q tests/ops/test_ops_torch_scatter.py
 
 lint: $(VENV)/.installed  ## formatting, lint and types
 	$(BIN)/ruff format --check .

@@ -64,7 +64,7 @@ def test_parts_load_on_first_use():
     code = """
 import sys
 import graphattn as ga
-for part in ("nn", "spectral", "data"):
+for part in ("nn", "models", "spectral", "data", "train", "plot"):
     name = "graphattn." + part
     assert name not in sys.modules, name
     assert getattr(ga, part) is sys.modules[name]
@@ -93,7 +93,7 @@ def test_dir_lists_every_public_name():
 
 
 def test_public_names_are_listed_once_and_exist():
-    for module in (ga, ga.nn):
+    for module in (ga, ga.nn, ga.models, ga.train, ga.plot, ga.spectral, ga.data):
         assert len(module.__all__) == len(set(module.__all__))
         assert all(hasattr(module, name) for name in module.__all__)
 

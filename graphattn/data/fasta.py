@@ -22,6 +22,12 @@ class FastaRecord:
     Attributes:
         header: the line after ``>``, without the spaces around it.
         sequence: upper-case letters, ``*`` (stop) and ``-`` (gap), all lines joined.
+
+    Example:
+        >>> import graphattn as ga
+        >>> record = ga.data.FastaRecord("sp|P00698", "KVFGRCELAA")
+        >>> len(record.sequence)
+        10
     """
 
     header: str
@@ -40,11 +46,11 @@ def read_fasta(path: str | os.PathLike[str]) -> list[FastaRecord]:
         ImportError: biotite is not installed.
 
     Example:
-        >>> import pathlib, tempfile
+        >>> import pathlib, tempfile, graphattn as ga
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     path = pathlib.Path(folder, "two.fasta")
         ...     _ = path.write_text(">first\\nMKV\\nLTA\\n>second\\nacgt\\n")
-        ...     for record in read_fasta(path):
+        ...     for record in ga.data.read_fasta(path):
         ...         print(record)
         FastaRecord(header='first', sequence='MKVLTA')
         FastaRecord(header='second', sequence='ACGT')
@@ -143,7 +149,8 @@ class ProteinTokenizer(_SequenceTokenizer):
     not to the molecule, so N counts residues.
 
     Example:
-        >>> tokenizer = ProteinTokenizer()
+        >>> import graphattn as ga
+        >>> tokenizer = ga.data.ProteinTokenizer()
         >>> tokenizer.vocabulary, tokenizer.vocab_size
         ('ACDEFGHIKLMNPQRSTVWYX', 21)
         >>> tokenizer.encode("MK-vU*")
@@ -165,7 +172,8 @@ class NucleotideTokenizer(_SequenceTokenizer):
     :class:`ProteinTokenizer`. A letter that codes no base (E, F, I, ...) raises.
 
     Example:
-        >>> tokenizer = NucleotideTokenizer()
+        >>> import graphattn as ga
+        >>> tokenizer = ga.data.NucleotideTokenizer()
         >>> tokenizer.vocabulary, tokenizer.vocab_size
         ('ACGTN', 5)
         >>> tokenizer.encode("gAU-RC")
@@ -199,9 +207,10 @@ def tokenizer_for_sequence(sequence: str) -> ProteinTokenizer | NucleotideTokeni
         ValueError: `sequence` holds no letter, or a character that is in neither alphabet.
 
     Example:
-        >>> tokenizer_for_sequence("GATTACANNNGATTACA")
+        >>> import graphattn as ga
+        >>> ga.data.tokenizer_for_sequence("GATTACANNNGATTACA")
         NucleotideTokenizer()
-        >>> tokenizer_for_sequence("MKVLTAGNATC")
+        >>> ga.data.tokenizer_for_sequence("MKVLTAGNATC")
         ProteinTokenizer()
     """
     letters = sequence.upper().replace("-", "")

@@ -46,9 +46,10 @@ class FileFormatError(ValueError):
         line: the number of the faulty line, counted from 1, where one line is to blame.
 
     Example:
-        >>> print(FileFormatError("genes.fasta", "no sequence after this header", line=7))
+        >>> import graphattn as ga
+        >>> print(ga.data.FileFormatError("genes.fasta", "no sequence after this header", line=7))
         genes.fasta: line 7: no sequence after this header
-        >>> print(FileFormatError("genes.fasta", "no such file"))
+        >>> print(ga.data.FileFormatError("genes.fasta", "no such file"))
         genes.fasta: no such file
     """
 
@@ -79,7 +80,8 @@ def read_bytes(path: str | os.PathLike[str]) -> bytes:
             (or holds only whitespace), or is a damaged gzip file.
 
     Example:
-        >>> read_bytes("no/such/file.txt")
+        >>> import graphattn as ga
+        >>> ga.data.read_bytes("no/such/file.txt")
         Traceback (most recent call last):
         ...
         graphattn.data.files.FileFormatError: no/such/file.txt: no such file
@@ -120,11 +122,11 @@ def read_text(path: str | os.PathLike[str]) -> str:
         FileFormatError: as :func:`read_bytes`, and for binary files (a NUL byte, not UTF-8).
 
     Example:
-        >>> import pathlib, tempfile
+        >>> import pathlib, tempfile, graphattn as ga
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     path = pathlib.Path(folder, "poem.txt")
         ...     _ = path.write_bytes(b"to be,\r\nor not\r\n")
-        ...     read_text(path)
+        ...     ga.data.read_text(path)
         'to be,\nor not\n'
     """
     data = read_bytes(path)
@@ -155,11 +157,12 @@ def sniff_format(path: str | os.PathLike[str], text: str) -> FileFormat:
         else ``"text"``.
 
     Example:
-        >>> sniff_format("genome.fna.gz", "")
+        >>> import graphattn as ga
+        >>> ga.data.sniff_format("genome.fna.gz", "")
         'fasta'
-        >>> sniff_format("unnamed", ">seq1\\nMKV")
+        >>> ga.data.sniff_format("unnamed", ">seq1\\nMKV")
         'fasta'
-        >>> sniff_format("play.txt", "To be, or not to be")
+        >>> ga.data.sniff_format("play.txt", "To be, or not to be")
         'text'
     """
     name = os.fspath(path).lower().removesuffix(".gz")

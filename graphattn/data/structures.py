@@ -24,6 +24,14 @@ class ProteinChain:
             a PDB file leaves it blank.
         sequence: one letter per residue, N of them; ``X`` where a residue has none.
         ca_positions: FloatTensor [N, 3], Angstrom.
+
+    Example:
+        >>> import torch, graphattn as ga
+        >>> chain = ga.data.ProteinChain("A", "GWK", 3.8 * torch.eye(3))
+        >>> chain
+        ProteinChain(chain_id='A', num_residues=3)
+        >>> ga.knn_graph(chain.ca_positions, k=1).num_edges
+        3
     """
 
     chain_id: str
@@ -54,7 +62,7 @@ def read_structure(path: str | os.PathLike[str], chain: str | None = None) -> Pr
         ImportError: biotite is not installed.
 
     Example:
-        >>> import pathlib, tempfile
+        >>> import pathlib, tempfile, graphattn as ga
         >>> pdb = '''\\
         ... ATOM      1  CA  GLY A   1      11.000   2.500  -3.000  1.00  0.00           C
         ... ATOM      2  CA  TRP A   2      14.800   2.500  -3.000  1.00  0.00           C
@@ -62,7 +70,7 @@ def read_structure(path: str | os.PathLike[str], chain: str | None = None) -> Pr
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     path = pathlib.Path(folder, "two.pdb")
         ...     _ = path.write_text(pdb)
-        ...     structure = read_structure(path)
+        ...     structure = ga.data.read_structure(path)
         >>> structure
         ProteinChain(chain_id='A', num_residues=2)
         >>> structure.sequence

@@ -22,7 +22,8 @@ class CharacterTokenizer:
         ValueError: `vocabulary` is empty or holds a character twice.
 
     Example:
-        >>> tokenizer = CharacterTokenizer.from_text("hello world")
+        >>> import graphattn as ga
+        >>> tokenizer = ga.data.CharacterTokenizer.from_text("hello world")
         >>> tokenizer.vocabulary, tokenizer.vocab_size
         (' dehlorw', 8)
         >>> tokenizer.encode("hole")

@@ -6,7 +6,8 @@ Masked-token modelling on pieces of the file; the last tenth of them is held out
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -82,7 +83,7 @@ def train_models(sample: Sample, steps: int, seed: int, console: Console) -> Tra
         TextColumn("held out {task.fields[loss]}"),
         TimeRemainingColumn(compact=True),
     )
-    with Progress(*columns, console=console) as progress:
+    with one_thread(), Progress(*columns, console=console) as progress:
         for name, mixer in MODELS.items():
             task = progress.add_task(name, total=steps, loss="")
 
@@ -97,6 +98,17 @@ def train_models(sample: Sample, steps: int, seed: int, console: Console) -> Tra
         int(training.valid.sum()),
         int(held.valid.sum()),
     )
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Small tensors gain nothing from a second thread, and lose tenfold on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def cut(sequences: tuple[Tensor, ...]) -> Pieces | None:
