@@ -65,15 +65,6 @@ def shapes_as_code(app, what, name, obj, options, lines) -> None:
         lines[number] = "".join(pieces)
 
 
-def properties_as_written(app, what, name, obj, options, lines) -> None:
-    """napoleon reads a property's "Whether it holds: no token ..." as a type and a text."""
-    for line in lines if what == "property" else ():
-        if line.startswith(":type: "):
-            lines.remove(line)
-            lines[0] = f"{line.removeprefix(':type: ')}: {lines[0]}"
-            return
-
-
 def end_of_code(app, doctree) -> None:
     """Doctest needs a blank line before the closing fence; readers do not."""
     for node in doctree.findall(nodes.literal_block):
@@ -111,5 +102,4 @@ def setup(app) -> None:
     app.connect("builder-inited", one_signature_per_function)
     app.connect("builder-inited", draw_and_list)
     app.connect("autodoc-process-docstring", shapes_as_code, priority=400)  # before napoleon
-    app.connect("autodoc-process-docstring", properties_as_written, priority=600)  # and after
     app.connect("doctree-read", end_of_code)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 import graphattn as ga
+from graphattn.plot.style import COLOURS, INK
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 HERE = Path(__file__).resolve().parent
 DPI = 192  # twice the resolution of a screen
-BLUE, ORANGE, INK, FAINT = "#0072b2", "#d55e00", "#333333", "#e4e4e4"
+BLUE, ORANGE, FAINT = *COLOURS[:2], "#e4e4e4"
 
 Panel = tuple[str, ga.TokenGraph]
 

@@ -118,7 +118,7 @@ class TokenGraph:
 
     @property
     def is_causal(self) -> bool:
-        """Whether the graph is causal by construction: no target sees a source after it.
+        """Whether no target sees a source after it, by construction.
 
         Known from the structure. A foreign edge list is never causal by itself, even where all
         its edges happen to point backward: "after" is then a matter of reading.
@@ -301,7 +301,8 @@ class TokenGraph:
         The EdgeIndex has ``sort_order="col"``; any PyG layer takes it as `edge_index`. It holds
         edges and sizes only: the borders of a :func:`~graphattn.batch`, and with them positions
         that restart, are in :attr:`sizes` alone. A HeteroData holds them too, as PyG's batches do
-        (``ptr`` and ``batch`` of both node types). :func:`~graphattn.from_pyg` leads back.
+        (``ptr`` and ``batch`` of both node types). :func:`~graphattn.from_pyg` leads back to the
+        same edges and borders; what is known of their structure and causality stays behind.
 
         Args:
             edge_type: (source node type, relation, target node type).

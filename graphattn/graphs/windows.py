@@ -11,7 +11,7 @@ def window_path_graph(num_tokens: int, window: int, *, self_loops: bool = False)
     """Every token sees the `window` tokens on each side of it: ``0 < |i - j| <= window``.
 
     The window-path graph of Definition 3.1 (Stabilizing Transformer Training Through Consensus).
-    With ``self_loops=True`` a token also sees itself, which sliding-window attention needs::
+    With ``self_loops=True`` a token also sees itself, as in sliding-window attention::
 
         window = 2:    . . x x i x x . .      (i itself only with self_loops)
 

@@ -21,10 +21,12 @@ Mixer = Literal["dot", "consensus", "mix"] | Sequence[MixerName | GraphLayer]
 class SequenceEncoder(nn.Module):
     r"""Tokens in, logits per token out: embedding, pre-norm blocks, norm, linear head.
 
-    The model of *Stabilizing Transformer Training Through Consensus* (Section 5, Table 10):
-    ``mixer="dot"`` is its SA (all attention), "consensus" its SC, and "mix" its MIX: the first half
-    of the layers attention, the second half consensus. Sliding-window attention (SW) is "dot" over
-    a window graph.
+    An encoder with the mixers that *Stabilizing Transformer Training Through Consensus* compares
+    (Section 5.1, Appendix E.1): ``mixer="dot"`` is its SA (all attention), "consensus" its SC, and
+    "mix" its MIX: the first half of the layers attention, the second half consensus.
+    Sliding-window attention (SW) is "dot" over a window graph. The backbone is a plain pre-norm
+    encoder, not the paper's: no conditioning on the noise level, one track, and so fewer parameters
+    than its Table 10.
 
     Without a graph, attention layers work on the complete graph and consensus layers on the
     window-path graph of `window` tokens on each side, over the tokens of each call.

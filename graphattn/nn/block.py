@@ -17,8 +17,8 @@ class PreNormBlock(nn.Module):
         x' = x + \mathrm{mixer}(\mathrm{norm}(x), G), \qquad
         y = x' + W_2 \, \mathrm{gelu}(W_1 \, \mathrm{norm}(x'))
 
-    The pre-LayerNorm block (Xiong et al., 2020) that the papers put their mechanisms into;
-    attention and consensus are exchanged by exchanging `mixer`.
+    The pre-LayerNorm block (Xiong et al., 2020; GKA paper, Eq. 8-10, there with DropPath;
+    consensus paper, E.1). One mechanism is exchanged for another by exchanging `mixer`.
 
     Args:
         mixer: a layer of :mod:`graphattn.nn`; its ``dim`` is the block's width.
@@ -50,7 +50,7 @@ class PreNormBlock(nn.Module):
         hidden = int(as_float("mlp_ratio", mlp_ratio, positive=True) * dim)
         if hidden < 1:
             raise ValueError(f"mlp_ratio must leave a hidden width >= 1, got {mlp_ratio} x {dim}")
-        if not 0 <= as_float("dropout", dropout, positive=False) < 1:
+        if as_float("dropout", dropout, positive=False) >= 1:
             raise ValueError(f"dropout must be in [0, 1), got {dropout}")
         self.mixer = mixer
         self.mixer_norm = nn.LayerNorm(dim)

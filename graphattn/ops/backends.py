@@ -10,11 +10,10 @@ from typing import Any
 from torch import Tensor
 
 from graphattn.graphs.arguments import as_choice
-from graphattn.graphs.token_graph import as_token_graph
+from graphattn.graphs.token_graph import TokenGraph, as_token_graph
 
 OPERATIONS = ("rbf_attention", "dot_product_attention", "consensus_update")
-IMPLEMENTED = ("reference", "structured", "triton")
-BACKENDS = ("auto", *IMPLEMENTED)
+BACKENDS = ("reference", "structured", "triton")
 
 _override: ContextVar[str] = ContextVar("graphattn_backend", default="auto")
 
@@ -43,7 +42,7 @@ def backends(op: str, graph: Any, query: Tensor) -> dict[str, str | None]:
         op: "rbf_attention", "dot_product_attention" or "consensus_update".
         graph: the TokenGraph (or edge_index) of the call.
         query: its query, or the state of a consensus update, [*, N, H, D]: shape, dtype and device
-            count, not what it holds.
+            count, not what it holds. (Today every case has the same answer.)
 
     Returns:
         Backend -> None where it can run, otherwise the reason why it cannot. An operation that is
@@ -67,13 +66,8 @@ def backends(op: str, graph: Any, query: Tensor) -> dict[str, str | None]:
         got = list(query.shape) if isinstance(query, Tensor) else type(query).__name__
         raise ValueError(f"query must be a floating-point tensor [*, N, H, D], got {got}")
     N = query.shape[-3]
-    if isinstance(graph, Tensor):
-        as_token_graph(graph, N, N)
-    elif getattr(graph, "num_targets", None) != N:
-        raise ValueError(
-            f"graph must be a TokenGraph or edge_index over the {N} targets of query, got {graph!r}"
-        )
-    return {backend: _why_not(backend) for backend in IMPLEMENTED}
+    as_token_graph(graph, N, graph.num_sources if isinstance(graph, TokenGraph) else N)
+    return {backend: _why_not(backend) for backend in BACKENDS}
 
 
 def _why_not(backend: str) -> str | None:
@@ -83,7 +77,7 @@ def _why_not(backend: str) -> str | None:
 
 def check_backend(backend: str) -> str:
     """`backend` if it can run; a ValueError with the reason otherwise."""
-    as_choice("backend", backend, BACKENDS)
+    as_choice("backend", backend, ("auto", *BACKENDS))
     reason = None if backend == "auto" else _why_not(backend)
     if reason is not None:
         raise ValueError(

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from graphattn.graphs import TokenGraph
 from graphattn.graphs.arguments import as_float, as_int
-from graphattn.plot.style import COLOURS, axes_or_new, quiet
-from graphattn.spectral import laplacian, max_eigenvalue, max_step_size
+from graphattn.plot.style import COLOURS, axes_or_new, style_axes
+from graphattn.spectral import laplacian, max_eigenvalue
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -55,19 +55,19 @@ def filter_response(
         ['1 step', '8 steps']
     """
     counts = [as_int("steps", n, 1) for n in steps]
+    top = max_eigenvalue(graph, edge_weight)
     if step_size is None:
-        eta = max_step_size(graph, edge_weight)
-        eta = eta if eta < float("inf") else 1.0  # a graph without edges: every step is safe
+        eta = 1 / (2 * top) if top > 0 else 1.0  # without edges every step is safe
     else:
         eta = as_float("step_size", step_size, positive=True)
-    top = max_eigenvalue(graph, edge_weight)
     ax = axes_or_new(ax, 5, 3.2)
     at = torch.linspace(0, top, 400, dtype=torch.float64)
     own = None
     if graph.num_tokens <= MOST_EIGENVALUES:
         dense = laplacian(graph, edge_weight, layout="dense").double()
         own = torch.linalg.eigvalsh(dense).clamp_min(0)
-    for n, colour in zip(counts, _shades(len(counts)), strict=True):
+    for i, n in enumerate(counts):
+        colour = COLOURS[i % len(COLOURS)]
         label = "1 step" if n == 1 else f"{n:,} steps"
         ax.plot(at, (1 - 2 * eta * at) ** n, color=colour, linewidth=1.6, label=label)
         if own is not None:
@@ -76,10 +76,5 @@ def filter_response(
     ax.set_xlabel("eigenvalue λ of the Laplacian (smooth → rough)")
     ax.set_ylabel("share that is left")
     ax.legend(frameon=False, fontsize=8, title=f"η = {eta:.3g}", title_fontsize=8)
-    quiet(ax)
+    style_axes(ax)
     return ax
-
-
-def _shades(count: int) -> list[str]:
-    """So many colours; the field's palette repeats after six."""
-    return [COLOURS[i % len(COLOURS)] for i in range(count)]

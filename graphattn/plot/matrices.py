@@ -9,17 +9,19 @@ import torch
 from torch import Tensor
 
 from graphattn.graphs import TokenGraph
-from graphattn.plot.style import COLOURS, INK, axes_or_new
+from graphattn.plot.style import COLOURS, INK, axes_or_new, style_axes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 MOST_CELLS = 1024  # per side; larger graphs are drawn as a density
-MOST_LINES = 48  # per side; up to there white lines part the cells
 
 
 def adjacency(graph: TokenGraph, *, ax: Axes | None = None) -> Axes:
-    """Who talks to whom: row i is what target i sees, a dark cell the source of the same number.
+    """Who talks to whom: row i is what target i sees.
+
+    Where targets and sources are equally many, cells on the diagonal are darker: in one track those
+    are tokens that see themselves.
 
     A graph with more than 1,024 tokens on a side is drawn as a density: cells stand for blocks of
     tokens, and the darkest for the most edges.
@@ -47,7 +49,7 @@ def adjacency(graph: TokenGraph, *, ax: Axes | None = None) -> Axes:
         cells = torch.zeros((N, M))
         cells[target, source] = 1
         if N == M:
-            cells.diagonal().mul_(2)  # tokens that see themselves
+            cells.diagonal().mul_(2)
         colours = ListedColormap(["white", COLOURS[0], INK])
         ax.imshow(
             cells.numpy(), cmap=colours, vmin=0, vmax=2, interpolation="nearest", aspect="equal"
@@ -157,10 +159,7 @@ def _check_graph(graph: object) -> None:
 def _label(ax: Axes) -> None:
     from matplotlib.ticker import MaxNLocator
 
-    ax.set_xlabel("source j", fontsize=9, color=INK)
-    ax.set_ylabel("target i", fontsize=9, color=INK)
-    ax.tick_params(colors=INK, labelsize=8, width=0.6, length=3)
+    ax.set(xlabel="source j", ylabel="target i")
     for axis in (ax.xaxis, ax.yaxis):
         axis.set_major_locator(MaxNLocator(integer=True))
-    for spine in ax.spines.values():
-        spine.set(color="#999999", linewidth=0.6)
+    style_axes(ax, frame=True)

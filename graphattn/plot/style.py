@@ -21,12 +21,10 @@ def axes_or_new(ax: Axes | None, width: float, height: float) -> Axes:
     return ax
 
 
-def quiet(ax: Axes) -> None:
-    """Thin grey frame and small ticks: the data is what should be seen."""
-    for side in ("top", "right"):
-        ax.spines[side].set_visible(False)
-    for side in ("left", "bottom"):
-        ax.spines[side].set_color("#999999")
+def style_axes(ax: Axes, *, frame: bool = False) -> None:
+    """Small ticks and a thin grey frame, or its lower left half: the data should be seen."""
+    for side, spine in ax.spines.items():
+        spine.set(color="#999999", linewidth=0.6, visible=frame or side in ("left", "bottom"))
     ax.tick_params(colors=INK, labelsize=8, width=0.6, length=3)
-    ax.xaxis.label.set(color=INK, fontsize=9)
-    ax.yaxis.label.set(color=INK, fontsize=9)
+    for axis in (ax.xaxis, ax.yaxis):
+        axis.label.set(color=INK, fontsize=9)

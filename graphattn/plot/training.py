@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from graphattn.plot.style import COLOURS, axes_or_new, quiet
+from graphattn.plot.style import COLOURS, axes_or_new, style_axes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -17,7 +17,7 @@ def loss_curves(
     reference: Mapping[str, float] | None = None,
     ax: Axes | None = None,
 ) -> Axes:
-    """Losses over training steps, one line per model, named at its end.
+    """Losses over training steps, one line per model, named in the legend.
 
     Args:
         curves: name of a model -> its (step, loss) points.
@@ -55,7 +55,7 @@ def loss_curves(
     for name, loss in (reference or {}).items():
         ax.axhline(loss, color="#777777", linewidth=1, linestyle=(0, (4, 3)), label=name)
     ax.set_xlabel("training step")
-    ax.set_ylabel("held-out loss (nats per token)")
+    ax.set_ylabel("loss (nats per token)")
     ax.legend(frameon=False, fontsize=8)
-    quiet(ax)
+    style_axes(ax)
     return ax

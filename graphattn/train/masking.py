@@ -13,19 +13,19 @@ def mask_tokens(
     tokens: Tensor,
     mask_token: int,
     *,
-    share: float = 0.15,
+    mask_ratio: float = 0.15,
     valid: Tensor | None = None,
     generator: torch.Generator | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Tokens of which a random share is replaced by `mask_token`, and which ones those are.
 
-    Every token is masked independently with probability `share` (BERT, Devlin et al. 2019, without
-    its random and unchanged tenths).
+    Every token is masked independently with probability `mask_ratio` (BERT, Devlin et al. 2019,
+    without its random and unchanged tenths).
 
     Args:
         tokens: integers of any shape.
         mask_token: the token that stands for "guess this one", often the last of the vocabulary.
-        share: in (0, 1].
+        mask_ratio: in (0, 1].
         valid: bool, broadcastable to `tokens`; padding (False) is never masked.
         generator: source of the random numbers.
 
@@ -39,7 +39,7 @@ def mask_tokens(
         >>> import torch, graphattn as ga
         >>> tokens = torch.arange(8)
         >>> inputs, masked = ga.train.mask_tokens(
-        ...     tokens, mask_token=9, share=0.5, generator=torch.Generator().manual_seed(0))
+        ...     tokens, mask_token=9, mask_ratio=0.5, generator=torch.Generator().manual_seed(0))
         >>> inputs
         tensor([9, 1, 9, 9, 9, 5, 9, 7])
         >>> bool((inputs[~masked] == tokens[~masked]).all())
@@ -49,9 +49,9 @@ def mask_tokens(
         got = tokens.dtype if isinstance(tokens, Tensor) else type(tokens).__name__
         raise ValueError(f"tokens must be an integer tensor, got {got}")
     mask_token = as_int("mask_token", mask_token, 0)
-    if not 0 < as_float("share", share, positive=True) <= 1:
-        raise ValueError(f"share must be in (0, 1], got {share}")
-    masked = torch.rand(tokens.shape, generator=generator, device=tokens.device) < share
+    if as_float("mask_ratio", mask_ratio, positive=True) > 1:
+        raise ValueError(f"mask_ratio must be in (0, 1], got {mask_ratio}")
+    masked = torch.rand(tokens.shape, generator=generator, device=tokens.device) < mask_ratio
     if valid is not None:
         if not isinstance(valid, Tensor) or valid.dtype != torch.bool:
             got = valid.dtype if isinstance(valid, Tensor) else type(valid).__name__

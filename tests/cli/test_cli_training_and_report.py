@@ -7,6 +7,7 @@ import math
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -185,35 +186,49 @@ def test_pieces_hold_every_token_once_and_mark_their_padding():
 
 
 def test_nothing_held_out_is_trained_on(monkeypatch):
-    """Every piece is made of one token of its own: seen pieces and exam must not share one."""
-    seen: dict[str, set[int]] = {"exam": set(), "training": set()}
-    original = training.hide_tokens
+    """Every piece is made of one token of its own; training and evaluation must not share one."""
+    seen: list[tuple[bool, set[int]]] = []
+    original = training.masked_loss
 
-    def spy(pieces, mask_token, generator=None):
-        role = "exam" if generator is None else "training"
-        seen[role] |= set(pieces.tokens.flatten().tolist())
-        return original(pieces, mask_token, generator)
+    def spy(model, batch):
+        seen.append((torch.is_grad_enabled(), set(batch.pieces.tokens.flatten().tolist())))
+        return original(model, batch)
 
-    monkeypatch.setattr(training, "hide_tokens", spy)
+    monkeypatch.setattr(training, "masked_loss", spy)
     sample = load_sample(None, 64)
     sequences = (torch.arange(40).repeat_interleave(training.LONGEST_PIECE),)
-    sample = sample.__class__(**{**vars(sample), "sequences": sequences, "vocab_size": 40})
-    result = training.train_models(sample, 3, 0, Console(quiet=True))
-    assert result is not None
-    assert seen["exam"] == {36, 37, 38, 39}
-    assert seen["training"]
-    assert not seen["exam"] & seen["training"]
+    sample = replace(sample, sequences=sequences, vocab_size=40)
+    assert training.train_models(sample, 3, 0, Console(quiet=True)) is not None
+    trained = set().union(*(tokens for learns, tokens in seen if learns))
+    evaluated = set().union(*(tokens for learns, tokens in seen if not learns))
+    assert evaluated == {36, 37, 38, 39}
+    assert trained
+    assert trained <= set(range(36))
+
+
+def test_an_evaluation_has_64_pieces_spread_over_all_that_are_held_out():
+    def held(count):
+        tokens = torch.arange(count)[:, None].expand(-1, 8)
+        return training.Pieces(tokens, torch.ones(count, 8, dtype=torch.bool))
+
+    many = training.evaluation_batch(held(1000), 1000)
+    first = many.pieces.tokens[:, 0]
+    assert len(first.unique()) == 64
+    assert (first.min(), first.max()) == (0, 999)
+    few = training.evaluation_batch(held(3), 3)
+    assert few.pieces.tokens[:, 0].bincount().tolist() == [21, 21, 21]
+    assert len(few.masked.unique(dim=0)) > 3  # another mask each time
 
 
 def test_the_loss_of_guessing_by_frequency_is_the_cross_entropy_of_the_counts():
     pieces = training.Pieces(torch.tensor([[0, 0, 0, 1]]), torch.ones(1, 4, dtype=torch.bool))
-    exam = training.Exam(
+    evaluation = training.MaskedBatch(
         training.Pieces(torch.tensor([[0, 1]]), torch.ones(1, 2, dtype=torch.bool)),
         torch.tensor([[2, 2]]),
         torch.ones(1, 2, dtype=torch.bool),
     )
     expected = -(math.log(4 / 6) + math.log(2 / 6)) / 2  # one is added to every count
-    assert training._frequency_loss(pieces, exam, 2) == pytest.approx(expected, rel=1e-6)
+    assert training._frequency_loss(pieces, evaluation, 2) == pytest.approx(expected, rel=1e-6)
 
 
 def test_training_stops_once_the_held_out_loss_rises(monkeypatch):
@@ -221,7 +236,7 @@ def test_training_stops_once_the_held_out_loss_rises(monkeypatch):
     torch.manual_seed(0)
     sample = load_sample(None, 64)
     noise = (torch.randint(4, (256,)),)
-    sample = sample.__class__(**{**vars(sample), "sequences": noise, "vocab_size": 4})
+    sample = replace(sample, sequences=noise, vocab_size=4)
     monkeypatch.setattr(training, "MODELS", {"all attention": "dot"})
     monkeypatch.setattr(training, "EVALUATIONS", 40)
     result = training.train_models(sample, 120, 0, Console(quiet=True))

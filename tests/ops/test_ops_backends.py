@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import graphattn as ga
-from graphattn.ops.backends import IMPLEMENTED, OPERATIONS
+from graphattn.ops.backends import BACKENDS, OPERATIONS
 
 N, H, D = 7, 2, 4
 GRAPHS = {
@@ -40,7 +40,7 @@ def call(op: str, graph: ga.TokenGraph, query: torch.Tensor, backend: str) -> to
 def test_a_backend_that_is_said_to_run_runs_and_another_raises_with_the_reason_given(op, name):
     graph, query = GRAPHS[name](), torch.randn(N, H, D)
     support = ga.backends(op, graph, query)
-    assert tuple(support) == IMPLEMENTED
+    assert tuple(support) == BACKENDS
     assert support["reference"] is None
     for backend, why_not in support.items():
         if why_not is None:
@@ -68,7 +68,7 @@ def test_a_raw_edge_index_and_leading_dimensions_are_taken_like_the_operations_t
         ),
         (("rbf_attention", ga.causal_graph(3), None), "query must be .* got NoneType"),
         (("rbf_attention", ga.causal_graph(3), torch.zeros(3, 1, 1).long()), "query must be a fl"),
-        (("rbf_attention", ga.causal_graph(3), torch.zeros(4, 1, 1)), "graph must be .* 4 targets"),
+        (("rbf_attention", ga.causal_graph(3), torch.zeros(4, 1, 1)), "graph has 3 targets"),
         (("rbf_attention", torch.tensor([[0], [9]]), torch.zeros(4, 1, 1)), "edge_index"),
         (("rbf_attention", "causal", torch.zeros(4, 1, 1)), "graph must be a TokenGraph"),
     ],
@@ -76,4 +76,3 @@ def test_a_raw_edge_index_and_leading_dimensions_are_taken_like_the_operations_t
 def test_bad_arguments_are_named(arguments, says):
     with pytest.raises(ValueError, match=says):
         ga.backends(*arguments)
-

@@ -15,26 +15,28 @@ def generator(seed: int = 0) -> torch.Generator:
 
 
 @given(st.integers(0, 99), st.floats(0.01, 1.0))
-def test_masked_tokens_are_replaced_and_the_others_are_not(seed, share):
+def test_masked_tokens_are_replaced_and_the_others_are_not(seed, mask_ratio):
     tokens = torch.randint(7, (4, 9), generator=generator(seed))
-    inputs, masked = ga.train.mask_tokens(tokens, 7, share=share, generator=generator(seed))
+    inputs, masked = ga.train.mask_tokens(
+        tokens, 7, mask_ratio=mask_ratio, generator=generator(seed)
+    )
     assert (inputs[masked] == 7).all()
     assert torch.equal(inputs[~masked], tokens[~masked])
-    again = ga.train.mask_tokens(tokens, 7, share=share, generator=generator(seed))
+    again = ga.train.mask_tokens(tokens, 7, mask_ratio=mask_ratio, generator=generator(seed))
     assert torch.equal(again[1], masked)
 
 
 def test_the_share_is_the_share_of_valid_tokens():
     tokens = torch.zeros(200, 500, dtype=torch.long)
     valid = torch.arange(500) < 300
-    _, masked = ga.train.mask_tokens(tokens, 1, share=0.3, valid=valid, generator=generator())
+    _, masked = ga.train.mask_tokens(tokens, 1, mask_ratio=0.3, valid=valid, generator=generator())
     assert not masked[:, 300:].any()
     n = 200 * 300
     assert abs(int(masked.sum()) - 0.3 * n) < 5 * math.sqrt(n * 0.3 * 0.7)  # five deviations
 
 
 def test_a_share_of_one_masks_everything():
-    _, masked = ga.train.mask_tokens(torch.arange(1000), 1000, share=1.0)
+    _, masked = ga.train.mask_tokens(torch.arange(1000), 1000, mask_ratio=1.0)
     assert masked.all()
 
 
@@ -73,8 +75,8 @@ def test_what_is_not_masked_has_no_gradient_and_nothing_masked_costs_nothing():
         ({"tokens": torch.zeros(3)}, "tokens must be an integer tensor"),
         ({"tokens": [1, 2]}, "tokens must be an integer tensor"),
         ({"mask_token": -1}, "mask_token must be >= 0"),
-        ({"share": 0.0}, "share must be"),
-        ({"share": 1.5}, r"share must be in \(0, 1\]"),
+        ({"mask_ratio": 0.0}, "mask_ratio must be"),
+        ({"mask_ratio": 1.5}, r"mask_ratio must be in \(0, 1\]"),
         ({"valid": torch.ones(4)}, "valid must be a bool tensor"),
         ({"valid": torch.ones(4).bool()}, "valid must be broadcastable"),
     ],

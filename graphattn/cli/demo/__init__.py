@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 from rich.markup import escape
+from rich.table import Table
 
 from graphattn.cli.demo.graphs import graph_table, graphs_that_fit
 from graphattn.cli.demo.layers import layer_table
@@ -28,19 +29,18 @@ def run_demo(
     folder.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(seed)
     console.print(f"[bold]{escape(sample.title)}[/bold]", highlight=False)
-    tables = []
-    for make in (
-        lambda: graph_table(graphs_that_fit(sample)),
-        lambda: layer_table(sample, console),
-    ):
-        tables.append(make())
+    tables: list[Table] = []
+
+    def show(table: Table) -> None:
+        tables.append(table)
         console.print()
-        console.print(tables[-1])
+        console.print(table)
+
+    show(graph_table(graphs_that_fit(sample)))
+    show(layer_table(sample, console))
     training = train_models(sample, steps, seed, console) if steps > 0 else None
     if training is not None:
-        tables.append(training_table(training))
-        console.print()
-        console.print(tables[-1])
+        show(training_table(training))
     elif steps > 0:
         console.print(f"no training: it needs {FEWEST_TOKENS} tokens or more", highlight=False)
     with console.status("drawing"):

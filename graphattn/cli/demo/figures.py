@@ -86,7 +86,11 @@ def _attention(sample: Sample, training: Training | None, path: Path, seed: int)
     """The weights that the same queries and keys get from three mechanisms."""
     tokens = sample.tokens[:SHOWN_WINDOW]
     if training is not None:
-        model, origin = training.runs[0].model, "the first layer of the trained attention model"
+        model, origin = (
+            training.runs[0].model,
+            "the attention model's first layer (trained with dot products over all tokens; the "
+            "head whose weights vary most)",
+        )
     else:
         torch.manual_seed(seed)
         model, origin = ga.models.SequenceEncoder(sample.vocab_size + 1, 64, 4, 4), "random weights"
@@ -154,11 +158,13 @@ def _filter(path: Path) -> Picture:
 
 def _losses(training: Training, path: Path) -> Picture:
     figure = _figure(7.2, 3.8)
+    ax = figure.add_subplot()
     ga.plot.loss_curves(
         {run.name: run.losses for run in training.runs},
         reference={"guessing by frequency": training.frequency_loss},
-        ax=figure.add_subplot(),
+        ax=ax,
     )
+    ax.set_ylabel("held-out loss (nats per guess)")
     figure.savefig(path)
     return Picture(
         path,

@@ -23,9 +23,10 @@ from graphattn.cli.demo.tables import plain_table
 DIM, DEPTH, HEADS, EDGE_HIDDEN = 64, 4, 4, 32
 MODELS = {"all attention": "dot", "half attention, half consensus": "mix"}
 LONGEST_PIECE, BATCH = 48, 12
-MASKED_SHARE = 0.3
+MASK_RATIO = 0.3
 LEARNING_RATE = 3e-3
 FEWEST_TOKENS = 32
+EVALUATION_PIECES = 64
 EVALUATIONS, PATIENCE = 12, 4
 
 
@@ -63,8 +64,8 @@ class Training:
 
     runs: list[Trained]
     frequency_loss: float
-    num_training: int
-    num_held_out: int
+    num_training: int  # tokens to learn from
+    num_guesses: int  # hidden held-out tokens, some perhaps several times
 
 
 def train_models(sample: Sample, steps: int, seed: int, console: Console) -> Training | None:
@@ -74,7 +75,7 @@ def train_models(sample: Sample, steps: int, seed: int, console: Console) -> Tra
         return None
     held_out = max(1, len(pieces.tokens) // 10)
     training, held = pieces.of(slice(None, -held_out)), pieces.of(slice(-held_out, None))
-    exam = hide_tokens(held, sample.vocab_size)
+    evaluation = evaluation_batch(held, sample.vocab_size)
     runs = []
     columns = (
         TextColumn("{task.description}"),
@@ -90,13 +91,15 @@ def train_models(sample: Sample, steps: int, seed: int, console: Console) -> Tra
             def report(step: int, loss: float, task: int = task) -> None:
                 progress.update(task, completed=step, loss=f"{loss:.3f}")  # type: ignore[arg-type]
 
-            runs.append(_train(name, mixer, training, exam, sample.vocab_size, steps, seed, report))
+            runs.append(
+                _train(name, mixer, training, evaluation, sample.vocab_size, steps, seed, report)
+            )
             progress.update(task, completed=steps)
     return Training(
         runs,
-        _frequency_loss(training, exam, sample.vocab_size),
+        _frequency_loss(training, evaluation, sample.vocab_size),
         int(training.valid.sum()),
-        int(held.valid.sum()),
+        int(evaluation.masked.sum()),
     )
 
 
@@ -126,7 +129,7 @@ def cut(sequences: tuple[Tensor, ...]) -> Pieces | None:
 
 
 @dataclass(frozen=True)
-class Exam:
+class MaskedBatch:
     """Pieces with hidden tokens: what a model sees, and what it has to guess."""
 
     pieces: Pieces
@@ -134,32 +137,33 @@ class Exam:
     masked: Tensor  # [P, L]
 
 
-def hide_tokens(pieces: Pieces, mask_token: int, generator: torch.Generator | None = None) -> Exam:
-    """Mask a share of the tokens; without a generator the fixed masks of an exam.
-
-    An exam takes up to 64 pieces, and few pieces several times, each with another mask.
-    """
-    if generator is None:
-        generator = torch.Generator().manual_seed(0)
-        count = len(pieces.tokens)
-        pieces = pieces.of(torch.arange(min(count, 64)).repeat(max(1, 64 // count)))
+def masked_batch(pieces: Pieces, mask_token: int, generator: torch.Generator) -> MaskedBatch:
+    """Hide a share of the tokens."""
     inputs, masked = ga.train.mask_tokens(
-        pieces.tokens, mask_token, share=MASKED_SHARE, valid=pieces.valid, generator=generator
+        pieces.tokens, mask_token, mask_ratio=MASK_RATIO, valid=pieces.valid, generator=generator
     )
-    return Exam(pieces, inputs, masked)
+    return MaskedBatch(pieces, inputs, masked)
 
 
-def loss_of(model: nn.Module, exam: Exam) -> Tensor:
+def evaluation_batch(held: Pieces, mask_token: int) -> MaskedBatch:
+    """What both models are measured on: up to 64 pieces, and few several times, masks differing."""
+    count = len(held.tokens)
+    spread = torch.linspace(0, count - 1, min(count, EVALUATION_PIECES)).long()
+    pieces = held.of(spread.repeat(EVALUATION_PIECES // len(spread)))
+    return masked_batch(pieces, mask_token, torch.Generator().manual_seed(0))
+
+
+def masked_loss(model: nn.Module, batch: MaskedBatch) -> Tensor:
     """Nats per hidden token."""
-    logits = model(exam.inputs, valid=exam.pieces.valid)
-    return ga.train.masked_token_loss(logits, exam.pieces.tokens, exam.masked)
+    logits = model(batch.inputs, valid=batch.pieces.valid)
+    return ga.train.masked_token_loss(logits, batch.pieces.tokens, batch.masked)
 
 
 def _train(
     name: str,
     mixer: str,
     training: Pieces,
-    exam: Exam,
+    evaluation: MaskedBatch,
     vocab_size: int,
     steps: int,
     seed: int,
@@ -179,13 +183,13 @@ def _train(
     for step in range(steps + 1):
         if step % every == 0 or step == steps:
             with torch.no_grad():
-                losses.append((step, float(loss_of(model, exam))))
+                losses.append((step, float(masked_loss(model, evaluation))))
             report(step, losses[-1][1])
             since_best = len(losses) - 1 - min(range(len(losses)), key=lambda i: losses[i][1])
             if step == steps or since_best >= PATIENCE:
                 break
         index = torch.randint(len(training.tokens), (BATCH,), generator=draw)
-        loss = loss_of(model, hide_tokens(training.of(index), vocab_size, draw))
+        loss = masked_loss(model, masked_batch(training.of(index), vocab_size, draw))
         optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -194,18 +198,18 @@ def _train(
     return Trained(name, model, losses, time.perf_counter() - started, losses[-1][0] < steps)
 
 
-def _frequency_loss(training: Pieces, exam: Exam, vocab_size: int) -> float:
+def _frequency_loss(training: Pieces, evaluation: MaskedBatch, vocab_size: int) -> float:
     """Nats per hidden token of guessing by the frequencies of the training tokens."""
     counts = torch.bincount(training.tokens[training.valid], minlength=vocab_size) + 1
     log_share = (counts / counts.sum()).log()
-    return float(-log_share[exam.pieces.tokens[exam.masked]].mean())
+    return float(-log_share[evaluation.pieces.tokens[evaluation.masked]].mean())
 
 
 def training_table(training: Training) -> Table:
     """What both models lost on held-out tokens, before and after."""
     table = plain_table(
-        f"Training: guess {MASKED_SHARE:.0%} hidden tokens "
-        f"({training.num_training:,} to learn from, {training.num_held_out:,} held out)"
+        f"Training: guess hidden tokens, {MASK_RATIO:.0%} of all "
+        f"({training.num_training:,} to learn from, {training.num_guesses:,} guesses on others)"
     )
     table.add_column("model", min_width=20)
     for column in ("weights", "steps", "time", "before", "best", "last"):
@@ -221,9 +225,10 @@ def training_table(training: Training) -> Table:
             f"{run.losses[-1][1]:.3f}",
         )
     table.caption = (
-        f"Loss on held-out tokens, nats per hidden token; guessing by frequency alone loses "
-        f"{training.frequency_loss:.3f}. Attention over complete graphs, consensus over paths of "
-        "window 2 (consensus paper, SA and MIX)."
+        "Loss on held-out tokens, nats per guess; guessing by frequency alone loses "
+        f"{training.frequency_loss:.3f}. Best: the lowest of the evaluations, which also decide "
+        "when to stop. Attention over complete graphs, consensus over paths of window 2 "
+        "(consensus paper, SA and MIX)."
     )
     early = [run.name for run in training.runs if run.stopped_early]
     if early:
