@@ -11,11 +11,10 @@ from torch import Tensor, nn
 from graphattn.graphs import TokenGraph, complete_graph, window_path_graph
 from graphattn.graphs.arguments import as_choice, as_int
 from graphattn.nn import CrossConsensus, DotProductAttention, PreNormBlock, SelfConsensus
-from graphattn.nn.graph_layer import GraphLayer
 from graphattn.ops.inputs import check_valid
 
 MixerName = Literal["dot", "consensus"]
-Mixer = Literal["dot", "consensus", "mix"] | Sequence[MixerName | GraphLayer]
+Mixer = Literal["dot", "consensus", "mix"] | Sequence[MixerName | nn.Module]
 
 
 class SequenceEncoder(nn.Module):
@@ -37,13 +36,17 @@ class SequenceEncoder(nn.Module):
         depth: number of blocks.
         heads: heads per layer, divides `dim`.
         mixer: "dot", "consensus" or "mix"; or one entry per block: "dot", "consensus", or a layer
-            of :mod:`graphattn.nn` of width `dim`.
+            of width `dim`, of :mod:`graphattn.nn` or your own (see
+            :class:`~graphattn.nn.PreNormBlock`).
         window: reach of the consensus layers' own graph (paper: 2).
-        rank, edge_hidden, step_size: of the consensus layers (paper: 4, 256), as in
-            :class:`~graphattn.nn.SelfConsensus`.
+        rank: of the consensus layers (paper: 4).
+        edge_hidden: of the consensus layers (paper: 256).
+        step_size: of the consensus layers, as in :class:`~graphattn.nn.SelfConsensus`; "auto" needs
+            ``rope=False`` or "isometric".
         rope: rotary positions in attention and consensus layers; "isometric" where consensus
             layers should keep their guarantees (attention layers then use the usual rotation).
-        mlp_ratio, dropout: as in :class:`~graphattn.nn.PreNormBlock`.
+        mlp_ratio: hidden width of the perceptrons, in units of `dim`.
+        dropout: share of features zeroed after every layer and perceptron, in training.
 
     Shapes:
         - **tokens**: integers [*, N]
@@ -90,20 +93,23 @@ class SequenceEncoder(nn.Module):
         if not (isinstance(rope, bool) or rope == "isometric"):
             raise ValueError(f"rope must be True, False or 'isometric', got {rope!r}")
 
-        def layer(entry: object) -> GraphLayer:
+        def layer(entry: object) -> nn.Module:
             if entry == "dot":
                 return DotProductAttention(dim, heads, rope=bool(rope))
             if entry == "consensus":
                 return SelfConsensus(
                     dim, heads, rank=rank, edge_hidden=edge_hidden, step_size=step_size, rope=rope
                 )
-            if isinstance(entry, CrossConsensus) or not isinstance(entry, GraphLayer):
+            if isinstance(entry, CrossConsensus) or not isinstance(entry, nn.Module):
+                got = type(entry).__name__ if isinstance(entry, nn.Module) else repr(entry)
                 raise ValueError(
-                    "mixer must hold 'dot', 'consensus' or layers of graphattn.nn that work on one "
-                    f"track, got {entry!r}"
+                    f"mixer must hold 'dot', 'consensus' or layers on one track, got {got}"
                 )
-            if entry.dim != dim:
-                raise ValueError(f"mixer must hold layers of width dim = {dim}, got {entry!r}")
+            if getattr(entry, "dim", dim) != dim:
+                raise ValueError(
+                    f"mixer must hold layers of width dim = {dim}, got a {type(entry).__name__} "
+                    f"of width {entry.dim}"
+                )
             return entry
 
         self.embedding = nn.Embedding(self.vocab_size, as_int("dim", dim, 1))

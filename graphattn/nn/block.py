@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from graphattn.graphs.arguments import as_float
 from graphattn.graphs.token_graph import TokenGraph
-from graphattn.nn.graph_layer import GraphLayer, Positions
+from graphattn.nn.graph_layer import Positions
 from graphattn.ops.inputs import Valid
 
 
@@ -21,7 +21,8 @@ class PreNormBlock(nn.Module):
     consensus paper, E.1). One mechanism is exchanged for another by exchanging `mixer`.
 
     Args:
-        mixer: a layer of :mod:`graphattn.nn`; its ``dim`` is the block's width.
+        mixer: a layer of :mod:`graphattn.nn`, or any module with a ``dim``, the block's width, and
+            ``forward(x, graph, *, valid=None, positions=None)`` from [*, N, dim] to the same shape.
         mlp_ratio: hidden width of the perceptron, in units of dim.
         dropout: share of features zeroed after both parts, in training.
 
@@ -33,7 +34,7 @@ class PreNormBlock(nn.Module):
         - **output**: [*, N, dim]
 
     Raises:
-        ValueError: if `mixer` is no layer of graphattn, or a number is out of range.
+        ValueError: if `mixer` is no module with a ``dim``, or a number is out of range.
 
     Example:
         >>> import torch, graphattn as ga
@@ -42,11 +43,15 @@ class PreNormBlock(nn.Module):
         torch.Size([2, 10, 16])
     """
 
-    def __init__(self, mixer: GraphLayer, *, mlp_ratio: float = 4.0, dropout: float = 0.0) -> None:
+    def __init__(self, mixer: nn.Module, *, mlp_ratio: float = 4.0, dropout: float = 0.0) -> None:
         super().__init__()
-        if not isinstance(mixer, GraphLayer):
-            raise ValueError(f"mixer must be a layer of graphattn.nn, got {type(mixer).__name__}")
-        dim = mixer.dim
+        dim = getattr(mixer, "dim", None)
+        if not isinstance(mixer, nn.Module) or not isinstance(dim, int):
+            raise ValueError(
+                "mixer must be a layer of graphattn.nn, or a module with an integer `dim` and "
+                "forward(x, graph, *, valid=None, positions=None), "
+                f"got {type(mixer).__name__}"
+            )
         hidden = int(as_float("mlp_ratio", mlp_ratio, positive=True) * dim)
         if hidden < 1:
             raise ValueError(f"mlp_ratio must leave a hidden width >= 1, got {mlp_ratio} x {dim}")
@@ -59,8 +64,9 @@ class PreNormBlock(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def reset_parameters(self) -> None:
-        """Draw every parameter anew."""
-        self.mixer.reset_parameters()
+        """Draw every parameter anew (of the mixer's, those it knows how to)."""
+        if callable(reset := getattr(self.mixer, "reset_parameters", None)):
+            reset()
         for part in (self.mixer_norm, self.mlp_norm, *self.mlp):
             if isinstance(part, nn.LayerNorm | nn.Linear):
                 part.reset_parameters()

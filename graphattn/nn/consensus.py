@@ -263,9 +263,10 @@ class SelfConsensus(_Consensus):
         edge_hidden: xi, hidden width of the edge network.
         step_size: eta: a number > 0; "learned" (one per head, softplus, starts at 0.1); or "auto",
             a step that is safe for certain (0.3 to 0.5 of the exact limit, typically). For
-            "energy": with d_i the sum of alpha + beta over the in- and out-edges of i,
-            lambda_max(R_ij) <= alpha + beta and Gershgorin give lambda_max(L_sym) <= max_i d_i, and
-            eta = 1 / (2 max_i d_i) never oscillates (per head, over one sequence's valid tokens).
+            "energy": with d_i the sum of alpha + beta over the in- and out-edges of i (self-loops
+            exert no force and do not count), lambda_max(R_ij) <= alpha + beta and Gershgorin give
+            lambda_max(L_sym) <= max_i d_i, and eta = 1 / (2 max_i d_i) never oscillates (per head,
+            over one sequence's valid tokens; one hub with many edges makes it small for all).
             For "target": eta_i = 1 / sum_j (alpha + beta)_ij per row. "auto" makes the layer blind
             to the overall scale of R.
         rope: rotate the disagreements by position: True or a :class:`RotaryEmbedding` (Eq. 42 of

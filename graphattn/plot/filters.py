@@ -71,7 +71,7 @@ def filter_response(
         label = "1 step" if n == 1 else f"{n:,} steps"
         ax.plot(at, (1 - 2 * eta * at) ** n, color=colour, linewidth=1.6, label=label)
         if own is not None:
-            ax.plot(own, (1 - 2 * eta * own) ** n, ".", color=colour, markersize=3, alpha=0.6)
+            ax.plot(own, (1 - 2 * eta * own) ** n, ".", color=colour, markersize=6, alpha=0.7)
     ax.axhline(0, color="#999999", linewidth=0.6)
     ax.set_xlabel("eigenvalue λ of the Laplacian (smooth → rough)")
     ax.set_ylabel("share that is left")

@@ -80,7 +80,8 @@ def attention_weights(
 ) -> Axes:
     """Weights per edge as a heat map: row i is how target i divides its attention.
 
-    Cells without an edge are grey, edges of weight 0 white.
+    Cells without an edge are grey, edges of weight 0 white; shades follow the square root of the
+    weight, so that small ones are seen beside a 1.
 
     Args:
         weights: [E], in the order of ``graph.edge_index``: one head of one sequence of
@@ -109,7 +110,7 @@ def attention_weights(
         >>> ax.images[0].get_array().shape
         (10, 10)
     """
-    from matplotlib.colors import LinearSegmentedColormap
+    from matplotlib.colors import LinearSegmentedColormap, PowerNorm
 
     _check_graph(graph)
     if not isinstance(weights, Tensor) or weights.shape != (graph.num_edges,):
@@ -136,8 +137,7 @@ def attention_weights(
     ax.imshow(
         cells.numpy(),
         cmap=shades,
-        vmin=0,
-        vmax=vmax,
+        norm=PowerNorm(0.5, vmin=0, vmax=vmax),
         interpolation="nearest",
         extent=(first - 0.5, first + columns - 0.5, first + rows - 0.5, first - 0.5),
     )

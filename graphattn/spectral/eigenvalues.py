@@ -116,7 +116,9 @@ def max_step_size(graph: TokenGraph, edge_weight: Tensor | None = None) -> float
     r"""The largest non-oscillating step, eta = 1 / (2 lambda_max); infinity without edges.
 
     Up to this step no mode of the low-pass filter I - 2 eta L changes sign. The energy still falls
-    up to twice the step, but modes near lambda_max then flip sign while they shrink.
+    up to twice the step, but modes near lambda_max then flip sign while they shrink. Weights are
+    numbers here (R = I without any): what a layer's learned matrices allow is
+    ``SelfConsensus(step_size="auto")``.
 
     Source: Stabilizing Transformer Training Through Consensus, Section 2.2.
 

@@ -86,7 +86,7 @@ def test_the_report_holds_every_picture_and_table_and_needs_no_other_file(output
     files = ("graphs.png", "attention.png", "filter.png", "losses.png")
     assert embedded == [(folder / name).read_bytes() for name in files]
     assert all(picture.startswith(b"\x89PNG") for picture in embedded)
-    for words in ("path, window 2", "KrauseAttention", "half attention, half consensus"):
+    for words in ("path, window 2", "KrauseAttention", "attention, consensus (MIX)"):
         assert words in page.text
 
 
@@ -152,7 +152,7 @@ def test_a_structure_is_drawn_with_its_neighbours_in_space(tmp_path):
         pytest.skip("real data not there: structure/pdb/1aki.pdb")
     result = demo(file, "--steps", "2", "--out", tmp_path)
     assert result.exit_code == 0, result.output
-    assert "half attention, half consensus" in result.output
+    assert "attention, consensus (MIX)" in result.output
 
 
 def test_no_training_without_steps_and_none_on_too_few_tokens(tmp_path):
@@ -181,7 +181,8 @@ def test_pieces_hold_every_token_once_and_mark_their_padding():
     sequences = (torch.arange(100), torch.arange(100, 237), torch.arange(237, 500))
     pieces = training.cut(sequences)
     assert pieces is not None
-    assert pieces.tokens.shape == pieces.valid.shape == (12, 48)
+    assert pieces.tokens.shape == pieces.valid.shape == (12, 46)  # 3 + 3 + 6 pieces
+    assert pieces.valid.sum(1).min() >= 33
     assert pieces.tokens[pieces.valid].tolist() == list(range(500))
 
 
@@ -237,7 +238,7 @@ def test_training_stops_once_the_held_out_loss_rises(monkeypatch):
     sample = load_sample(None, 64)
     noise = (torch.randint(4, (256,)),)
     sample = replace(sample, sequences=noise, vocab_size=4)
-    monkeypatch.setattr(training, "MODELS", {"all attention": "dot"})
+    monkeypatch.setattr(training, "MODELS", {"SA": "dot"})
     monkeypatch.setattr(training, "EVALUATIONS", 40)
     result = training.train_models(sample, 120, 0, Console(quiet=True))
     assert result is not None

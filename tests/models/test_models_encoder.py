@@ -174,8 +174,11 @@ def test_dropout_acts_in_training_only():
         ({"mixer": "soft"}, "mixer must be one of 'dot', 'consensus', 'mix'"),
         ({"mixer": ["dot"]}, r"mixer must hold one entry per block \(2\), got 1"),
         ({"mixer": ["dot", "mix"]}, "mixer must hold 'dot', 'consensus' or layers"),
-        ({"mixer": ["dot", torch.nn.Linear(2, 2)]}, "mixer must hold 'dot', 'consensus' or layers"),
-        ({"mixer": ["dot", ga.nn.CrossConsensus(D, H, edge_hidden=4)]}, "work on one track"),
+        ({"mixer": ["dot", torch.nn.Linear(2, 2)]}, "mixer must be a layer .* got Linear"),
+        (
+            {"mixer": ["dot", ga.nn.CrossConsensus(D, H, edge_hidden=4)]},
+            "layers on one track, got CrossConsensus",
+        ),
         ({"mixer": ["dot", ga.nn.DotProductAttention(32, H)]}, "width dim = 16"),
         ({"mixer": [ga.nn.DotProductAttention(D, H)] * 2}, "every layer once"),
         ({"rope": "yes"}, "rope must be True, False or 'isometric'"),
@@ -214,6 +217,29 @@ def test_bad_inputs_are_named(tokens, options, says):
 def test_a_causal_graph_is_refused_by_energy_consensus_inside_a_model_too():
     with pytest.raises(ValueError, match="leaks the future"):
         encoder("mix")(tokens_of(6), ga.causal_graph(6))
+
+
+class Mean(torch.nn.Module):
+    """A layer of one's own: every token becomes the mean of what it sees."""
+
+    def __init__(self, dim):
+        super().__init__()
+        self.dim = dim
+
+    def forward(self, x, graph, *, valid=None, positions=None):
+        q = torch.zeros_like(x)[..., None, :]
+        return ga.dot_product_attention(q, q, x[..., None, :], graph, valid=valid).squeeze(-2)
+
+
+def test_a_layer_of_one_s_own_is_a_mixer():
+    model = encoder(lambda: ["dot", Mean(D), "consensus", Mean(D)])
+    tokens = tokens_of(2, 7)
+    out = model(tokens)
+    torch.testing.assert_close(out, by_hand(model, tokens, model.graphs(7)), rtol=0, atol=1e-12)
+    x = torch.randn(7, D).double()
+    mean = model.blocks[1].mixer(x, ga.complete_graph(7))
+    torch.testing.assert_close(mean, x.mean(0).expand(7, D), rtol=0, atol=1e-12)
+    model.reset_parameters()  # what has none is passed over
 
 
 def test_a_block_takes_a_second_track():

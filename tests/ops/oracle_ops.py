@@ -192,8 +192,10 @@ def consensus(
                     continue
                 edge = edge_network(a[i], b[j], numbers, h)
                 apart = [x - y for x, y in zip(u[i][h], v[j][h], strict=True)]
-                degree[i] += edge.alpha + edge.beta
-                if update == "energy":
+                if update == "target":
+                    degree[i] += edge.alpha + edge.beta
+                elif i != j:  # a self-loop exerts no force
+                    degree[i] += edge.alpha + edge.beta
                     degree[j] += edge.alpha + edge.beta
                 for d in range(D):
                     pull = _dot(edge.R[d], apart)

@@ -105,6 +105,13 @@ def test_eight_leaves_and_a_hub_get_the_step_of_a_sixteenth(leaves_look: bool) -
     torch.testing.assert_close(step, laplacian / 16, **EXACT)
 
 
+def test_self_loops_exert_no_force_and_do_not_shorten_the_automatic_energy_step() -> None:
+    inputs = consensus_inputs(ga.window_path_graph(9, 2))
+    without = ga.consensus_update(*inputs, ga.window_path_graph(9, 2), "auto")
+    graph = ga.window_path_graph(9, 2, self_loops=True)
+    torch.testing.assert_close(ga.consensus_update(*inputs, graph, "auto"), without, **EXACT)
+
+
 def test_the_automatic_energy_step_is_per_head() -> None:
     """A stiff second head must not slow down the first."""
     graph = ga.window_path_graph(6, 1)

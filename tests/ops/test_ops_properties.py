@@ -484,7 +484,7 @@ def test_a_step_on_the_complete_graph_with_scalar_matrices_is_laplacian_smoothin
         expected = inputs.state - factor * step * alpha * smoothing
         torch.testing.assert_close(new, expected, **EXACT)
     if n > 1 and how == "no beta":  # eta = 1 / (2 max_i d_i): alpha cancels
-        degree = 2 * (n if self_loops else n - 1)  # in and out
+        degree = 2 * (n - 1)  # in and out, to the others: a self-loop exerts no force
         new = ga.consensus_update(*inputs, graph, "auto")
         torch.testing.assert_close(new, inputs.state - smoothing / degree, **EXACT)
 

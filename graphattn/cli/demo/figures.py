@@ -69,9 +69,9 @@ def _graphs(sample: Sample, path: Path) -> Picture:
     figure.savefig(path)
     return Picture(
         path,
-        "Graphs: who talks to whom",
-        f"The graphs of the table, on the first {len(few.tokens)} tokens. Row i is what token i "
-        "sees (blue), the diagonal is dark where a token sees itself.",
+        "The graphs as matrices",
+        f"Each kind of graph of the table, built on {len(few.tokens)} tokens. Row i is what token "
+        "i sees (blue); dark on the diagonal: it sees itself.",
     )
 
 
@@ -157,7 +157,7 @@ def _filter(path: Path) -> Picture:
 
 
 def _losses(training: Training, path: Path) -> Picture:
-    figure = _figure(7.2, 3.8)
+    figure = _figure(9.6, 3.8)
     ax = figure.add_subplot()
     ga.plot.loss_curves(
         {run.name: run.losses for run in training.runs},

@@ -100,7 +100,7 @@ def layer_table(sample: Sample, console: Console) -> Table:
     table.add_column("layer\n  on graph", min_width=20)
     for name in ("weights", "time"):
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("", no_wrap=True)
+    table.add_column("of what", no_wrap=True)
     for name in ("before", "after", "change"):
         table.add_column(name, justify="right", no_wrap=True)
     with console.status("applying the layers") as status:
@@ -128,8 +128,8 @@ def layer_table(sample: Sample, console: Console) -> Table:
                 *run.measure(run.layer, run.graph, seen).cells(),
             )
     table.caption = (
-        "Time: best of five. Spread: variance of the features over the tokens, of what is averaged "
-        "and of the averages. Energy: disagreement along the edges, 1/2 sum of "
+        "Time: best of five, a rough guide. Spread: variance of the features over the tokens, of "
+        "what is averaged and of the averages. Energy: disagreement along the edges, 1/2 sum of "
         "(u_i - u_j)' R_ij (u_i - u_j), before and after the step (consensus paper, Eq. 14 and 37)."
     )
     return table

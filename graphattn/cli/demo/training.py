@@ -21,7 +21,7 @@ from graphattn.cli.demo.sample import Sample
 from graphattn.cli.demo.tables import plain_table
 
 DIM, DEPTH, HEADS, EDGE_HIDDEN = 64, 4, 4, 32
-MODELS = {"all attention": "dot", "half attention, half consensus": "mix"}
+MODELS = {"attention (SA)": "dot", "attention, consensus (MIX)": "mix"}
 LONGEST_PIECE, BATCH = 48, 12
 MASK_RATIO = 0.3
 LEARNING_RATE = 3e-3
@@ -94,7 +94,7 @@ def train_models(sample: Sample, steps: int, seed: int, console: Console) -> Tra
             runs.append(
                 _train(name, mixer, training, evaluation, sample.vocab_size, steps, seed, report)
             )
-            progress.update(task, completed=steps)
+            progress.update(task, total=runs[-1].losses[-1][0])  # less if it stopped early
     return Training(
         runs,
         _frequency_loss(training, evaluation, sample.vocab_size),
@@ -115,12 +115,16 @@ def one_thread() -> Iterator[None]:
 
 
 def cut(sequences: tuple[Tensor, ...]) -> Pieces | None:
-    """All sequences in pieces; None where they are too short for training and held-out tokens."""
+    """All sequences in pieces of about equal length; None where they are too short to train on."""
     total = sum(map(len, sequences))
     if total < FEWEST_TOKENS:
         return None
     length = min(LONGEST_PIECE, total // 8)
-    rows = [piece for sequence in sequences for piece in sequence.split(length)]
+    rows = [
+        piece
+        for sequence in sequences
+        for piece in sequence.tensor_split(-(-len(sequence) // length))
+    ]
     valid = [torch.ones(len(row), dtype=torch.bool) for row in rows]
     return Pieces(
         nn.utils.rnn.pad_sequence(rows, batch_first=True),
@@ -227,12 +231,10 @@ def training_table(training: Training) -> Table:
     table.caption = (
         "Loss on held-out tokens, nats per guess; guessing by frequency alone loses "
         f"{training.frequency_loss:.3f}. Best: the lowest of the evaluations, which also decide "
-        "when to stop. Attention over complete graphs, consensus over paths of window 2 "
-        "(consensus paper, SA and MIX)."
+        "when to stop. SA: attention over complete graphs in all layers. MIX: in the first "
+        "half; in the second, consensus over paths of window 2 (consensus paper)."
     )
     early = [run.name for run in training.runs if run.stopped_early]
     if early:
-        table.caption += (
-            f" Stopped early, because the held-out loss no longer fell: {' and '.join(early)}."
-        )
+        table.caption += f" Stopped early, as the loss no longer fell: {', '.join(early)}."
     return table

@@ -16,8 +16,13 @@ def automatic_step(strength: Tensor, graph: TokenGraph, update: str) -> Tensor:
     <= d_i / 2 and off-diagonal norms that sum to <= d_i / 2), so eta = 1 / (2 max d_i); the
     maximum is per head over one sequence. "target": per row, eta_i = 1 / d_i over its own edges;
     a maximum over tokens would let the future in. A token (sequence) without edges stays: eta = 0.
+
+    Under "energy" a self-loop exerts no force (what it adds at the target it takes at the source)
+    and does not count. Under "target" it does: the row becomes an average that includes itself.
     """
     source, target = graph.edge_index
+    if update == "energy":
+        strength = strength.masked_fill((source == target)[:, None], 0)
     degree = strength.new_zeros(*strength.shape[:-2], graph.num_targets, strength.shape[-1])
     degree = degree.index_add(-2, target, strength)
     if update == "energy":
