@@ -86,7 +86,7 @@ def graph_table(graphs: list[NamedGraph]) -> Table:
         "+ global tokens. Degree: sources per token. Fiedler: second-smallest eigenvalue of the "
         "Laplacian of the symmetrised graph, how fast information mixes; 0 where the tokens do "
         "not hang together. At least / at most: what theory says (consensus paper, Remarks 4.1 "
-        "and 4.2; complete graph: N). Max step: the largest consensus step at which no mode changes sign, "
-        "1 / (2 λ_max)."
+        "and 4.2; complete graph: N). Max step: the largest consensus step at which no mode "
+        "changes sign, 1 / (2 λ_max)."
     )
     return table
