@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -34,6 +36,14 @@ def _root(
     """Token graphs and the layers on them."""
 
 
+def _console() -> Console:
+    """The terminal, at least 80 columns of it; what its encoding lacks becomes a question mark."""
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="replace")
+    console = Console(emoji=False)
+    return console if console.width >= 80 else Console(emoji=False, width=80)
+
+
 @app.command()
 def demo(
     file: Annotated[
@@ -46,20 +56,24 @@ def demo(
         int, typer.Option(min=1, max=2048, help="Use at most so many; 2048 take a minute.")
     ] = 512,
     seed: Annotated[
-        int, typer.Option(min=0, help="Seed of the random weights and of the training.")
+        int,
+        typer.Option(min=0, max=2**63 - 1, help="Seed of the random weights and of the training."),
     ] = 0,
     steps: Annotated[
         int, typer.Option(min=0, help="Training steps of both models; 0 for no training.")
     ] = 200,
     out: Annotated[
-        Path, typer.Option(file_okay=False, help="Folder for the figures and the report.")
+        Path,
+        typer.Option(
+            file_okay=False, help="Folder for the figures and the report, which replace older ones."
+        ),
     ] = Path("graphattn-demo"),
 ) -> None:
     """Send real tokens through every graph and layer, train two tiny models, write a report."""
     from graphattn.cli.demo import run_demo
 
     try:
-        run_demo(file, tokens, seed, steps, out, Console())
+        run_demo(file, tokens, seed, steps, out, _console())
     except (FileFormatError, ImportError, OSError) as error:  # ImportError: an extra is missing
         typer.echo(f"graphattn: {error}", err=True)
         raise typer.Exit(2) from None

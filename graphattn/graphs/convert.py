@@ -208,7 +208,10 @@ def _from_hetero(data: Any, edge_type: tuple[str, str, str] | None) -> TokenGrap
     source, _, target = edge_type
     num_targets = _num_nodes(data[target], f"data[{target!r}]")
     num_sources = _num_nodes(data[source], f"data[{source!r}]")
-    graph = from_edge_index(data[edge_type].edge_index, num_targets, num_sources)
+    edge_index = getattr(data[edge_type], "edge_index", None)
+    if edge_index is None:
+        raise ValueError(f"data[{edge_type}] must have an edge_index, it has {data[edge_type]}")
+    graph = from_edge_index(edge_index, num_targets, num_sources)
     return _with_borders(graph, data[target], data[source])
 
 
@@ -221,14 +224,53 @@ def _num_nodes(store: Any, name: str) -> int:
 
 
 def _with_borders(graph: TokenGraph, targets: Any, sources: Any) -> TokenGraph:
-    """The graph with the borders that the `ptr` of a PyG Batch draws: positions restart there."""
-    ptrs = [store.ptr for store in (targets, sources) if getattr(store, "ptr", None) is not None]
-    if len(ptrs) < 2:
+    """The graph with the borders that a PyG Batch draws: positions restart there."""
+    of_targets = _sizes_in_batch(targets, graph.num_targets)
+    of_sources = _sizes_in_batch(sources, graph.num_sources)
+    if of_targets is None and of_sources is None:
         return graph
-    sizes = [ptr.diff().tolist() for ptr in ptrs]
+    if of_targets is None or of_sources is None or len(of_targets) != len(of_sources):
+        parts = ["none" if sizes is None else len(sizes) for sizes in (of_targets, of_sources)]
+        raise ValueError(
+            "data must be batched alike in targets and sources, got parts: "
+            f"{parts[0]} and {parts[1]}"
+        )
+    count = torch.arange(len(of_targets), device=of_targets.device)
+    part_of_target, part_of_source = (
+        count.repeat_interleave(sizes).to(graph.device) for sizes in (of_targets, of_sources)
+    )
+    source, target = graph.edge_index
+    crossing = (part_of_target[target] != part_of_source[source]).nonzero()
+    if len(crossing) > 0:
+        j, i = graph.edge_index[:, int(crossing[0])].tolist()
+        raise ValueError(f"the edge (source {j}, target {i}) of data crosses the border of a part")
     return TokenGraph(
         edge_index=graph.edge_index,
         num_targets=graph.num_targets,
         num_sources=graph.num_sources,
-        sizes=tuple(zip(*sizes, strict=True)),
+        sizes=tuple(zip(of_targets.tolist(), of_sources.tolist(), strict=True)),
     )
+
+
+def _sizes_in_batch(store: Any, num_nodes: int) -> Tensor | None:
+    """How many nodes every part of a Batch has, [parts]; None for what is no Batch.
+
+    From `batch` where it is there: PyG's subgraph keeps that up to date, and not `ptr`.
+    """
+    ptr, batch = (getattr(store, name, None) for name in ("ptr", "batch"))
+    if ptr is None:
+        return None
+    if not isinstance(ptr, Tensor) or ptr.dim() != 1 or len(ptr) == 0 or ptr.is_floating_point():
+        raise ValueError(f"ptr of data must be an integer tensor [parts + 1], got {ptr}")
+    if isinstance(batch, Tensor):
+        if batch.shape != (num_nodes,) or (batch.diff() < 0).any():
+            raise ValueError(
+                f"batch of data must hold {num_nodes} parts in ascending order, got {batch}"
+            )
+        return torch.bincount(batch, minlength=len(ptr) - 1)
+    sizes = ptr.diff()
+    if int(ptr[0]) != 0 or int(ptr[-1]) != num_nodes or (sizes < 0).any():
+        raise ValueError(
+            f"ptr of data must ascend from 0 to the number of nodes, {num_nodes}, got {ptr}"
+        )
+    return sizes

@@ -321,18 +321,17 @@ class TokenGraph:
         from torch_geometric import EdgeIndex
         from torch_geometric.data import HeteroData
 
-        edges = EdgeIndex(
-            self.edge_index,
-            sparse_size=(self._num_sources, self._num_targets),
-            sort_order="col",
-        )
         if edge_type is None:
-            return edges
+            return EdgeIndex(
+                self.edge_index,
+                sparse_size=(self._num_sources, self._num_targets),
+                sort_order="col",
+            )
         source, _, target = as_edge_type(edge_type)
-        if source == target and self._num_targets != self._num_sources:
+        if source == target and any(targets != sources for targets, sources in self._sizes):
             raise ValueError(
-                f"edge_type {edge_type} names one node type, but the graph has "
-                f"{self._num_targets} targets and {self._num_sources} sources"
+                f"edge_type {edge_type} names one node type, but the graph has as many targets "
+                f"and sources as {self._sizes}"
             )
         data = HeteroData()
         for side, kind in enumerate((target, source)):
@@ -342,7 +341,7 @@ class TokenGraph:
                 data[kind].ptr = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
                 count = torch.arange(len(sizes), device=self._device)
                 data[kind].batch = count.repeat_interleave(sizes)
-        data[edge_type].edge_index = edges
+        data[edge_type].edge_index = self.edge_index  # PyG cannot coalesce its EdgeIndex here
         return data
 
     def to_networkx(self) -> networkx.DiGraph:

@@ -200,7 +200,11 @@ class SequenceEncoder(nn.Module):
             N = tokens.shape[-1]
             check_valid(valid, tokens.shape[:-1], tokens.device, N, N)
             tokens = tokens.masked_fill(~valid, 0)
-        if tokens.device.type == "cpu" and tokens.numel() > 0:  # elsewhere it would have to wait
+        # Values are read where that costs nothing: not on a GPU, in torch.func, or while tracing.
+        traced = (
+            torch.compiler.is_compiling() or torch._C._functorch.maybe_current_level() is not None
+        )
+        if tokens.device.type == "cpu" and tokens.numel() > 0 and not traced:
             least, most = tokens.aminmax()
             if least < 0 or most >= self.vocab_size:
                 bad = int(least if least < 0 else most)

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from graphattn.graphs.arguments import as_choice
@@ -21,6 +22,8 @@ _override: ContextVar[str] = ContextVar("graphattn_backend", default="auto")
 @contextmanager
 def use_backend(backend: str) -> Iterator[None]:
     """Within the block, ``backend="auto"`` means `backend`; explicit choices stay.
+
+    It holds for the current thread or task (a context variable), not for threads started inside.
 
     Example:
         >>> import graphattn as ga
@@ -66,7 +69,11 @@ def backends(op: str, graph: Any, query: Tensor) -> dict[str, str | None]:
         got = list(query.shape) if isinstance(query, Tensor) else type(query).__name__
         raise ValueError(f"query must be a floating-point tensor [*, N, H, D], got {got}")
     N = query.shape[-3]
-    as_token_graph(graph, N, graph.num_sources if isinstance(graph, TokenGraph) else N)
+    if isinstance(graph, TokenGraph):
+        as_token_graph(graph, N, graph.num_sources)
+    else:  # a list of edges does not tell how many sources there are beyond the last it names
+        sources = int(graph[0].max()) + 1 if isinstance(graph, Tensor) and graph.numel() else N
+        as_token_graph(torch.as_tensor(graph) if isinstance(graph, Tensor) else graph, N, sources)
     return {backend: _why_not(backend) for backend in BACKENDS}
 
 

@@ -54,7 +54,11 @@ def filter_response(
         >>> [text.get_text() for text in ax.get_legend().get_texts()]
         ['1 step', '8 steps']
     """
+    if not isinstance(steps, Sequence) or len(steps) == 0:
+        raise ValueError(f"steps must be a sequence of numbers of steps, got {steps!r}")
     counts = [as_int("steps", n, 1) for n in steps]
+    if edge_weight is not None:
+        edge_weight = edge_weight.detach()
     top = max_eigenvalue(graph, edge_weight)
     if step_size is None:
         eta = 1 / (2 * top) if top > 0 else 1.0  # without edges every step is safe
@@ -64,7 +68,7 @@ def filter_response(
     at = torch.linspace(0, top, 400, dtype=torch.float64)
     own = None
     if graph.num_tokens <= MOST_EIGENVALUES:
-        dense = laplacian(graph, edge_weight, layout="dense").double()
+        dense = laplacian(graph, edge_weight, layout="dense").cpu().double()
         own = torch.linalg.eigvalsh(dense).clamp_min(0)
     for i, n in enumerate(counts):
         colour = COLOURS[i % len(COLOURS)]

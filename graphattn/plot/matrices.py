@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from graphattn.graphs import TokenGraph
+from graphattn.graphs.arguments import as_float, as_int
 from graphattn.plot.style import COLOURS, INK, axes_or_new, style_axes
 
 if TYPE_CHECKING:
@@ -98,8 +99,8 @@ def attention_weights(
         The matplotlib axes; ``ax.images[0]`` is what a colour bar needs.
 
     Raises:
-        ValueError: if `weights` is not one number per edge, `tokens` is no range of tokens, or
-            `labels` are not one per token drawn.
+        ValueError: if `weights` is not one finite number >= 0 per edge, `tokens` is no range of
+            tokens or more than 2,048 of them, or `labels` are not one per token drawn.
 
     Example:
         >>> import torch, graphattn as ga
@@ -119,10 +120,24 @@ def attention_weights(
             f"weights must be a tensor of shape [{graph.num_edges}] (one per edge: pick a head "
             f"and a sequence), got {got}"
         )
+    if weights.is_complex() or not (weights.isfinite() & (weights >= 0)).all():
+        raise ValueError("weights must be finite numbers >= 0")
+    if vmax is not None:
+        vmax = as_float("vmax", vmax, positive=True)
     shown = max(graph.num_targets, graph.num_sources)
-    first, end = (0, shown) if tokens is None else tokens
-    if not 0 <= first < end <= shown:
+    if tokens is None:
+        first, end = 0, shown
+    elif isinstance(tokens, tuple | list) and len(tokens) == 2:
+        first, end = (as_int("tokens", token, 0) for token in tokens)
+    else:
+        raise ValueError(f"tokens must be (first, last + 1), got {tokens!r}")
+    if not first < end <= shown and tokens is not None:
         raise ValueError(f"tokens must be (first, last + 1) within 0 .. {shown}, got {tokens}")
+    if end - first > 2 * MOST_CELLS:
+        raise ValueError(
+            f"tokens must be at most {2 * MOST_CELLS:,} to be told apart, got {end - first:,}: "
+            "choose a part by tokens=(first, last + 1)"
+        )
     if labels is not None and len(labels) != end - first:
         raise ValueError(f"labels must be {end - first}, one per token drawn, got {len(labels)}")
     source, target = graph.edge_index.cpu()
@@ -154,6 +169,8 @@ def attention_weights(
 def _check_graph(graph: object) -> None:
     if not isinstance(graph, TokenGraph):
         raise ValueError(f"graph must be a TokenGraph, got {type(graph).__name__}")
+    if graph.num_targets == 0 or graph.num_sources == 0:
+        raise ValueError(f"graph must have targets and sources to draw, got {graph}")
 
 
 def _label(ax: Axes) -> None:

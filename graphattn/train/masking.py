@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from graphattn.graphs.arguments import as_float, as_int
+from graphattn.ops.inputs import compute_dtype
 
 
 def mask_tokens(
@@ -45,10 +46,10 @@ def mask_tokens(
         >>> bool((inputs[~masked] == tokens[~masked]).all())
         True
     """
-    if not isinstance(tokens, Tensor) or tokens.is_floating_point():
-        got = tokens.dtype if isinstance(tokens, Tensor) else type(tokens).__name__
-        raise ValueError(f"tokens must be an integer tensor, got {got}")
+    _check_tokens(tokens)
     mask_token = as_int("mask_token", mask_token, 0)
+    if mask_token > torch.iinfo(tokens.dtype).max:
+        raise ValueError(f"mask_token must be a number of {tokens.dtype}, got {mask_token}")
     if as_float("mask_ratio", mask_ratio, positive=True) > 1:
         raise ValueError(f"mask_ratio must be in (0, 1], got {mask_ratio}")
     masked = torch.rand(tokens.shape, generator=generator, device=tokens.device) < mask_ratio
@@ -87,10 +88,37 @@ def masked_token_loss(logits: Tensor, tokens: Tensor, masked: Tensor) -> Tensor:
         >>> ga.train.masked_token_loss(logits, tokens, torch.tensor([True, False, True]))
         tensor(1.3863)
     """
+    _check_tokens(tokens)
+    if not isinstance(logits, Tensor) or not logits.is_floating_point() or logits.dim() == 0:
+        got = logits.dtype if isinstance(logits, Tensor) else type(logits).__name__
+        raise ValueError(f"logits must be a floating-point tensor [*, vocab_size], got {got}")
+    if not isinstance(masked, Tensor) or masked.dtype != torch.bool:
+        got = masked.dtype if isinstance(masked, Tensor) else type(masked).__name__
+        raise ValueError(f"masked must be a bool tensor, got {got}")
     if logits.shape[:-1] != tokens.shape or masked.shape != tokens.shape:
         raise ValueError(
             "logits, tokens and masked must have shapes [*, vocab_size], [*] and [*], "
             f"got {list(logits.shape)}, {list(tokens.shape)} and {list(masked.shape)}"
         )
-    total = functional.cross_entropy(logits[masked], tokens[masked].long(), reduction="sum")
+    guessed, truth = (
+        logits[masked].to(compute_dtype(logits.dtype)),
+        tokens[masked].long(),
+    )  # half precision would overflow
+    if truth.device.type == "cpu" and truth.numel() > 0:
+        least, most = (int(t) for t in truth.aminmax())
+        if least < 0 or most >= logits.shape[-1]:
+            raise ValueError(
+                f"tokens must be 0 .. {logits.shape[-1] - 1} where masked, "
+                f"got {least if least < 0 else most}"
+            )
+    total = functional.cross_entropy(guessed, truth, reduction="sum")
     return total / masked.sum().clamp_min(1)
+
+
+def _check_tokens(tokens: object) -> None:
+    is_integer = isinstance(tokens, Tensor) and not (
+        tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool
+    )
+    if not is_integer:
+        got = tokens.dtype if isinstance(tokens, Tensor) else type(tokens).__name__
+        raise ValueError(f"tokens must be an integer tensor, got {got}")

@@ -6,7 +6,17 @@ from typing import Any
 
 from torch import nn
 
+from graphattn.graphs.arguments import as_float
 from graphattn.nn.edge_network import EdgeNetwork
+
+_EXEMPT = (
+    nn.Embedding,
+    nn.EmbeddingBag,
+    nn.LayerNorm,
+    nn.RMSNorm,
+    nn.GroupNorm,
+    nn.modules.batchnorm._NormBase,
+)
 
 
 def parameter_groups(model: nn.Module, weight_decay: float = 0.01) -> list[dict[str, Any]]:
@@ -15,8 +25,8 @@ def parameter_groups(model: nn.Module, weight_decay: float = 0.01) -> list[dict[
     Decay pulls towards 0. That is a prior for the weights of linear maps and convolutions, and
     none for biases, norms, embeddings, class tokens, step sizes (``raw_step_size``) and bandwidths
     (GKA paper, Section 4.1): a ``log_sigma`` of 0 would be sigma = 1, where attention by distance
-    is nearly the identity. A map is a parameter of two or more dimensions whose name ends in
-    "weight" and that is no embedding, or one of an edge network's.
+    is nearly the identity. A map is a parameter of two or more dimensions that is called a weight
+    and belongs to no embedding or norm, or to an edge network.
 
     Args:
         model: any module; a parameter used in two places counts once.
@@ -35,19 +45,21 @@ def parameter_groups(model: nn.Module, weight_decay: float = 0.01) -> list[dict[
         [(4,), (16,)]
         >>> optimizer = torch.optim.AdamW([decay, free], lr=1e-3)
     """
+    weight_decay = as_float("weight_decay", weight_decay, positive=False)
     decays: list[nn.Parameter] = []
     stays: list[nn.Parameter] = []
-    embeddings: set[int] = set()
     edge_networks: set[int] = set()
+    exempt: set[int] = set()
     for module in model.modules():
-        if isinstance(module, nn.Embedding):
-            embeddings.add(id(module.weight))
-        elif isinstance(module, EdgeNetwork):
+        own = {id(parameter) for parameter in module.parameters(recurse=False)}
+        if isinstance(module, EdgeNetwork):
             edge_networks |= {id(p) for p in (module.alpha, module.beta, module.shear)}
+        elif isinstance(module, _EXEMPT):
+            exempt |= own
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
-        is_weight = name.endswith("weight") and id(parameter) not in embeddings
+        is_weight = "weight" in name.rsplit(".", 1)[-1] and id(parameter) not in exempt
         is_map = parameter.dim() > 1 and (is_weight or id(parameter) in edge_networks)
         (decays if is_map else stays).append(parameter)
     return [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import os
 import re
 import subprocess
 import sys
@@ -152,6 +153,68 @@ def test_a_hostile_file_name_is_printed_as_it_is(tmp_path):
     assert "[red]not markup[bold].txt" in result.output
 
 
+def test_a_record_of_gaps_and_one_of_another_kind_are_passed_over(tmp_path):
+    file = tmp_path / "mixed.fasta"
+    file.write_text(">gaps\n-----\n>dna\nACGTACGTAC\n>protein\nMKVLAGHW\n>more\nGGTTAACC-\n")
+    output = demo(file).output
+    assert "record 2 of 4 (dna): 10 bases" in output
+    assert numbers(row(output, "batch of 2 paths").split("paths")[1])[0] == 18
+
+
+def test_names_with_codes_of_emoji_and_escapes_stay_what_they_are(tmp_path):
+    file = tmp_path / ":fire: \x1b[2J.txt"
+    file.write_text("some text")
+    out = tmp_path / ":fire:\tfolder"
+    result = demo(file, "--out", out)
+    assert result.exit_code == 0, result.output
+    assert ":fire: \\x1b[2J.txt" in result.output
+    assert result.stdout_bytes.splitlines()[-1] == os.fsencode(out / "report.html")
+
+
+@pytest.mark.parametrize("columns", ["30", "80", "200"])
+def test_a_terminal_of_any_width_shows_every_name(columns, monkeypatch):
+    monkeypatch.setenv("COLUMNS", columns)
+    output = demo("--tokens", "8").output
+    for name in ("path, window 2", "SelfConsensus", "another track, all of it"):
+        assert name in output
+
+
+def test_an_encoding_that_lacks_a_character_shows_a_question_mark(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "graphattn.cli", "demo", "--steps", "0", "--tokens", "8"],
+        capture_output=True,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONIOENCODING": "latin-1"},
+    )
+    assert done.returncode == 0, done.stderr.decode()
+    assert b"1 / (2 ?_max)" in done.stdout
+    assert done.stdout.splitlines()[-1] == b"graphattn-demo/report.html"
+
+
+def test_a_pipe_is_refused(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    result = demo(tmp_path / "pipe")
+    assert result.exit_code == 2
+    assert "is a pipe" in result.stderr
+
+
+def test_figures_of_an_older_run_do_not_stay(tmp_path):
+    (tmp_path / "losses.png").write_text("old")
+    assert demo("--tokens", "8", "--out", tmp_path).exit_code == 0
+    assert sorted(file.name for file in tmp_path.iterdir()) == [
+        "attention.png",
+        "filter.png",
+        "graphs.png",
+        "report.html",
+    ]
+
+
+def test_a_seed_beyond_torch_s_is_refused():
+    result = demo("--seed", str(2**63))
+    assert result.exit_code == 2
+    assert "Traceback" not in result.output
+
+
 BAD_PDB = (
     "ATOM      1  CA  ALA A   1      11.104   6.134  -6.504  1.00  0.00           C\n"
     "ATOM      2  CA  ALA A   2      xx.104   6.134  -6.504  1.00  0.00           C\n"
@@ -171,6 +234,7 @@ BAD_PDB = (
         ("odd.fasta", b">one\nMKV\nMK7V\n", ["odd.fasta", "line 3"]),
         ("bare.fasta", b">one\nMKV\n>two\n", ["bare.fasta", "line 3"]),
         ("bad.pdb", BAD_PDB.encode(), ["bad.pdb", "line 2"]),
+        ("gaps.fasta", b">a\n---\n>b\n-\n", ["gaps.fasta", "gaps"]),
         ("none.pdb", b"HEADER    NOTHING HERE\nEND\n", ["none.pdb"]),
         ("bad.cif", b"data_x\nloop_\n_atom_site.id\n", ["bad.cif"]),
     ],

@@ -314,7 +314,7 @@ def test_hetero_data_holds_a_graph_and_gives_it_back(name):
     data.validate()
     assert data["protein"].num_nodes == graph.num_targets
     assert data["dna"].num_nodes == graph.num_sources
-    assert torch.equal(data[READS].edge_index.as_tensor(), graph.edge_index)
+    assert torch.equal(data[READS].edge_index, graph.edge_index)
     for back in (ga.from_pyg(data), ga.from_pyg(data, READS)):
         assert back == graph
         assert torch.equal(back.positions, graph.positions)
@@ -362,7 +362,7 @@ def test_a_square_graph_may_be_of_one_node_type_and_a_rectangular_one_may_not():
     binds = ("protein", "binds", "protein")
     graph = ga.window_cycle_graph(7, 2)
     assert ga.from_pyg(graph.to_pyg(binds), binds) == graph
-    with pytest.raises(ValueError, match="2 targets and 3 sources"):
+    with pytest.raises(ValueError, match="one node type"):
         ga.bipartite_complete_graph(2, 3).to_pyg(binds)
 
 
@@ -380,3 +380,61 @@ def test_what_hetero_data_does_not_tell_is_asked_for():
         ga.from_pyg(data)
     with pytest.raises(ValueError, match="edge_type is for a HeteroData"):
         ga.from_pyg(Data(edge_index=torch.tensor([[0], [0]]), num_nodes=1), READS)
+
+
+def test_parts_of_one_node_type_have_as_many_targets_as_sources_each():
+    graph = ga.batch([ga.bipartite_complete_graph(2, 3), ga.bipartite_complete_graph(3, 2)])
+    with pytest.raises(ValueError, match=r"one node type.*\(2, 3\), \(3, 2\)"):
+        graph.to_pyg(("a", "r", "a"))
+    assert ga.from_pyg(graph.to_pyg(("a", "r", "b"))) == graph
+
+
+def test_pyg_works_on_the_hetero_data_it_is_given():
+    graph = ga.causal_window_graph(5, 2)
+    assert ga.from_pyg(graph.to_pyg(READS).coalesce()) == graph
+
+
+def a_batch():
+    edge_index = torch.tensor([[0, 1], [1, 2]])
+    return Batch.from_data_list([Data(edge_index=edge_index, x=torch.rand(3, 1))] * 2)
+
+
+def test_a_subgraph_of_a_batch_keeps_the_borders_that_are_left():
+    """PyG's subgraph leaves `ptr` as it was; `batch` is right."""
+    graph = ga.from_pyg(a_batch().subgraph(torch.tensor([0, 1, 5])))
+    assert graph.sizes == ((2, 2), (1, 1))
+    assert graph.positions.tolist() == [0, 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"ptr": torch.tensor([0, 7, 6]), "batch": None}, "ptr of data must ascend"),
+        ({"ptr": torch.tensor([0, 3, 5]), "batch": None}, "ptr of data must ascend .* 6"),
+        ({"ptr": torch.tensor([1, 3, 6]), "batch": None}, "ptr of data must ascend from 0"),
+        ({"ptr": [0, 3, 6], "batch": None}, "ptr of data must be an integer tensor"),
+        ({"ptr": torch.tensor([0, 2, 6]), "batch": None}, r"edge \(source 1, target 2\) .* border"),
+        ({"batch": torch.tensor([1, 1, 1, 0, 0, 0])}, "batch of data must .* ascending"),
+    ],
+)
+def test_borders_that_cannot_be_are_refused(change, says):
+    data = a_batch()
+    for name, value in change.items():
+        setattr(data, name, value)
+    with pytest.raises(ValueError, match=says):
+        ga.from_pyg(data)
+
+
+def test_both_node_types_are_batched_alike():
+    data = ga.batch([ga.bipartite_complete_graph(2, 3)] * 2).to_pyg(READS)
+    del data["dna"].ptr
+    with pytest.raises(ValueError, match=r"batched alike .* 2 and none"):
+        ga.from_pyg(data)
+
+
+def test_an_edge_type_without_edges_is_named():
+    data = HeteroData()
+    data["dna"].num_nodes = data["protein"].num_nodes = 2
+    data[READS].edge_attr = torch.zeros(3)
+    with pytest.raises(ValueError, match=r"data\[\('dna', 'read_by', 'protein'\)\] must have"):
+        ga.from_pyg(data)

@@ -146,6 +146,21 @@ def test_every_parameter_has_a_gradient_and_is_drawn_anew():
     assert not same
 
 
+def test_per_sequence_gradients_by_vmap():
+    model = encoder("dot")
+    parameters = {name: p.detach() for name, p in model.named_parameters()}
+
+    def loss(parameters, tokens):
+        return torch.func.functional_call(model, parameters, (tokens,)).square().sum()
+
+    tokens = tokens_of(3, 6)
+    together = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(parameters, tokens)
+    for b in range(3):
+        alone = torch.func.grad(loss)(parameters, tokens[b])
+        for name in parameters:
+            torch.testing.assert_close(together[name][b], alone[name], rtol=0, atol=1e-10)
+
+
 def test_copies_and_state_dicts_give_the_same_numbers():
     model = encoder("mix")
     tokens = tokens_of(2, 6)

@@ -54,6 +54,9 @@ def test_a_backend_that_is_said_to_run_runs_and_another_raises_with_the_reason_g
 def test_a_raw_edge_index_and_leading_dimensions_are_taken_like_the_operations_take_them():
     edge_index = torch.tensor([[0, 3], [1, 2]])
     assert ga.backends("rbf_attention", edge_index, torch.randn(2, 3, N, H, D))["reference"] is None
+    wide = ga.bipartite_complete_graph(N, 12)
+    for graph in (wide, wide.edge_index, wide.to_pyg()):
+        assert ga.backends("rbf_attention", graph, torch.randn(N, H, D))["reference"] is None
     bipartite = ga.bipartite_complete_graph(N, 3)
     assert ga.backends("rbf_attention", bipartite, torch.randn(N, H, D))["reference"] is None
 
@@ -69,7 +72,7 @@ def test_a_raw_edge_index_and_leading_dimensions_are_taken_like_the_operations_t
         (("rbf_attention", ga.causal_graph(3), None), "query must be .* got NoneType"),
         (("rbf_attention", ga.causal_graph(3), torch.zeros(3, 1, 1).long()), "query must be a fl"),
         (("rbf_attention", ga.causal_graph(3), torch.zeros(4, 1, 1)), "graph has 3 targets"),
-        (("rbf_attention", torch.tensor([[0], [9]]), torch.zeros(4, 1, 1)), "edge_index"),
+        (("rbf_attention", torch.tensor([[9], [9]]), torch.zeros(4, 1, 1)), "not a target"),
         (("rbf_attention", "causal", torch.zeros(4, 1, 1)), "graph must be a TokenGraph"),
     ],
 )

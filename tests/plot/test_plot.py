@@ -124,13 +124,29 @@ def test_loss_curves_are_the_points_given(ax):
 
 
 GRAPH = ga.causal_graph(3)
+LONG = ga.window_path_graph(3000, 1)
 
 
 @pytest.mark.parametrize(
     ("call", "says"),
     [
         (lambda: ga.plot.adjacency(torch.eye(3)), "graph must be a TokenGraph"),
+        (lambda: ga.plot.adjacency(ga.complete_graph(0)), "graph must have targets and sources"),
         (lambda: ga.plot.attention_weights(torch.ones(6, 2), GRAPH), r"shape \[6\] .*got \[6, 2\]"),
+        (
+            lambda: ga.plot.attention_weights(-torch.ones(6), GRAPH),
+            "weights must be finite .* >= 0",
+        ),
+        (lambda: ga.plot.attention_weights(math.nan * torch.ones(6), GRAPH), "weights must be fin"),
+        (lambda: ga.plot.attention_weights(torch.ones(6), GRAPH, vmax=-1), "vmax must be"),
+        (lambda: ga.plot.attention_weights(torch.ones(6), GRAPH, tokens=5), "tokens must be"),
+        (
+            lambda: ga.plot.attention_weights(torch.ones(6), GRAPH, tokens=(0.0, 2)),
+            "tokens must be",
+        ),
+        (lambda: ga.plot.attention_weights(torch.ones(LONG.num_edges), LONG), "at most 2,048"),
+        (lambda: ga.plot.filter_response(GRAPH, steps=[]), "steps must be a sequence"),
+        (lambda: ga.plot.filter_response(GRAPH, steps=5), "steps must be a sequence"),
         (lambda: ga.plot.attention_weights(torch.ones(6), GRAPH, tokens=(2, 2)), "tokens must be"),
         (lambda: ga.plot.attention_weights(torch.ones(6), GRAPH, tokens=(0, 4)), "within 0 .. 3"),
         (lambda: ga.plot.attention_weights(torch.ones(6), GRAPH, labels="ab"), "labels must be 3"),
@@ -148,6 +164,20 @@ def test_bad_input_is_named(call, says):
 def test_a_loss_of_nan_leaves_a_gap(ax):
     ga.plot.loss_curves({"a": [(0, 3.0), (1, math.nan), (2, 2.0)]}, ax=ax)
     assert [math.isnan(y) for y in ax.lines[0].get_ydata()] == [False, True, False]
+
+
+def test_losses_and_weights_that_are_learned_are_read(ax):
+    loss = torch.tensor(2.0, requires_grad=True)
+    ga.plot.loss_curves({"$_a": [(0, loss), (1, loss)], "_b": [(0, 1.0)]}, ax=ax)
+    assert [text.get_text() for text in ax.get_legend().get_texts()] == ["$_a", "_b"]
+    ax.figure.draw_without_rendering()
+    weight = torch.ones(36, requires_grad=True)
+    ga.plot.filter_response(ga.complete_graph(6), edge_weight=weight, ax=Figure().add_subplot())
+
+
+def test_a_part_of_a_long_graph_can_be_drawn(ax):
+    ga.plot.attention_weights(torch.ones(LONG.num_edges), LONG, tokens=(100, 120), ax=ax)
+    assert ax.images[0].get_array().shape == (20, 20)
 
 
 def test_without_axes_a_figure_is_made():

@@ -74,6 +74,8 @@ def test_what_is_not_masked_has_no_gradient_and_nothing_masked_costs_nothing():
     [
         ({"tokens": torch.zeros(3)}, "tokens must be an integer tensor"),
         ({"tokens": [1, 2]}, "tokens must be an integer tensor"),
+        ({"tokens": torch.zeros(3).bool()}, "tokens must be an integer tensor"),
+        ({"tokens": torch.zeros(3).byte(), "mask_token": 300}, "mask_token must be a number of"),
         ({"mask_token": -1}, "mask_token must be >= 0"),
         ({"mask_ratio": 0.0}, "mask_ratio must be"),
         ({"mask_ratio": 1.5}, r"mask_ratio must be in \(0, 1\]"),
@@ -86,9 +88,39 @@ def test_bad_arguments_of_the_mask_are_named(arguments, says):
         ga.train.mask_tokens(**{"tokens": torch.arange(3), "mask_token": 9, **arguments})
 
 
-def test_shapes_of_the_loss_are_checked():
-    with pytest.raises(ValueError, match="logits, tokens and masked"):
-        ga.train.masked_token_loss(torch.zeros(3, 4), torch.zeros(2).long(), torch.ones(2).bool())
+GOOD = {
+    "logits": torch.zeros(3, 4),
+    "tokens": torch.tensor([0, 1, 3]),
+    "masked": torch.ones(3).bool(),
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"tokens": torch.zeros(2).long()}, "logits, tokens and masked must have shapes"),
+        ({"tokens": torch.zeros(3)}, "tokens must be an integer tensor, got torch.float32"),
+        ({"tokens": torch.tensor([0, 1, 4])}, r"tokens must be 0 .. 3 where masked, got 4"),
+        ({"tokens": torch.tensor([0, -100, 1])}, "got -100"),
+        ({"masked": torch.tensor([0, 1, 1])}, "masked must be a bool tensor, got torch.int64"),
+        ({"masked": [True] * 3}, "masked must be a bool tensor, got list"),
+        ({"logits": torch.zeros(3, 4).long()}, "logits must be a floating-point tensor"),
+    ],
+)
+def test_bad_arguments_of_the_loss_are_named(change, says):
+    with pytest.raises(ValueError, match=says):
+        ga.train.masked_token_loss(**{**GOOD, **change})
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_logits_are_summed_in_float32(dtype):
+    """A sum of 16,384 losses of 5 nats is beyond float16."""
+    logits = torch.randn(16384, 100, generator=generator()).to(dtype)
+    tokens, masked = torch.zeros(16384).long(), torch.ones(16384).bool()
+    loss = ga.train.masked_token_loss(logits, tokens, masked)
+    exact = ga.train.masked_token_loss(logits.double(), tokens, masked)
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss.double(), exact, rtol=1e-5, atol=0)
 
 
 # Parameter groups.
@@ -123,6 +155,23 @@ def test_maps_decay_and_bandwidths_steps_biases_norms_and_embeddings_do_not():
         assert name in stays, name
     for name in ("head.weight", "blocks.0.mixer.query_proj.weight"):
         assert name in decays
+
+
+def test_weights_of_norms_embeddings_and_class_tokens_stay_and_those_of_recurrences_decay():
+    model = torch.nn.ModuleDict(
+        {
+            "lstm": torch.nn.LSTM(2, 3),
+            "conv": torch.nn.Conv1d(2, 3, 2),
+            "norm": torch.nn.LayerNorm((8, 4)),
+            "bag": torch.nn.EmbeddingBag(5, 2),
+        }
+    )
+    model.class_token = torch.nn.Parameter(torch.zeros(1, 1, 4))
+    decays, stays = groups_by_name(model)
+    assert decays == {"lstm.weight_ih_l0", "lstm.weight_hh_l0", "conv.weight"}
+    assert {"norm.weight", "bag.weight", "class_token", "lstm.bias_ih_l0"} <= stays
+    with pytest.raises(ValueError, match="weight_decay must be a finite number >= 0"):
+        ga.train.parameter_groups(model, -1)
 
 
 def test_frozen_parameters_are_left_out_and_shared_ones_stand_once():

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 
 import torch
+import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -46,4 +48,4 @@ def run_demo(
     with console.status("drawing"):
         report = write_report(sample, [cells_of(table) for table in tables], training, folder, seed)
     console.print(f"done in {time.perf_counter() - started:.1f} s", highlight=False)
-    console.print(str(report), highlight=False, markup=False, soft_wrap=True)
+    typer.echo(os.fsencode(report))  # byte for byte: the console would replace emoji codes and tabs

@@ -33,13 +33,15 @@ def draw_pictures(
     sample: Sample, training: Training | None, folder: Path, seed: int
 ) -> list[Picture]:
     """Draw all of them into `folder`."""
+    losses = folder / "losses.png"
+    losses.unlink(missing_ok=True)  # an older run's, perhaps of another file
     pictures = [
         _graphs(sample, folder / "graphs.png"),
         _attention(sample, training, folder / "attention.png", seed),
         _filter(folder / "filter.png"),
     ]
     if training is not None:
-        pictures.append(_losses(training, folder / "losses.png"))
+        pictures.append(_losses(training, losses))
     return pictures
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import graphattn as ga
 from graphattn.cli.demo.sample import Sample
-from graphattn.cli.demo.tables import plain_table
+from graphattn.cli.demo.tables import plain_table, short
 
 DIM, HEADS, EDGE_HIDDEN = 64, 4, 64
 
@@ -29,7 +29,7 @@ class Measurement(NamedTuple):
     def cells(self) -> tuple[str, str, str, str]:
         """What, before, after and the change in percent."""
         change = f"{self.after / self.before - 1:+.1%}" if self.before > 0 else ""
-        return self.what, f"{self.before:.3g}", f"{self.after:.3g}", change
+        return self.what, short(self.before), short(self.after), change
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def layer_table(sample: Sample, console: Console) -> Table:
     table.add_column("layer\n  on graph", min_width=20)
     for name in ("weights", "time"):
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("of what", no_wrap=True)
+    table.add_column("what", no_wrap=True)
     for name in ("before", "after", "change"):
         table.add_column(name, justify="right", no_wrap=True)
     with console.status("applying the layers") as status:
@@ -124,7 +124,7 @@ def layer_table(sample: Sample, console: Console) -> Table:
             table.add_row(
                 f"{run.name}\n  [dim]{run.graph_name}[/dim]",
                 f"{sum(p.numel() for p in run.layer.parameters()):,}",
-                f"{1000 * min(times):.1f} ms",
+                f"{short(1000 * min(times))} ms",
                 *run.measure(run.layer, run.graph, seen).cells(),
             )
     table.caption = (

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from graphattn.data import (
     CharacterTokenizer,
+    FileFormatError,
     NucleotideTokenizer,
     ProteinTokenizer,
     read_fasta,
@@ -40,6 +41,8 @@ def load_sample(file: Path | None, num_tokens: int) -> Sample:
     if file is None:
         text = "\n".join(topics[name] for name in sorted(topics))
         return _text_sample("Python's own manual (pydoc_data.topics)", text, num_tokens)
+    if file.is_fifo():
+        raise FileFormatError(file, "is a pipe, which cannot be read twice: save it first")
     kind = sniff_format(file, read_text(file))
     if kind == "fasta":
         return _fasta_sample(file, num_tokens)
@@ -80,25 +83,28 @@ def _structure_sample(file: Path, num_tokens: int) -> Sample:
 
 def _fasta_sample(file: Path, num_tokens: int) -> Sample:
     records = read_fasta(file)
-    first = records[0]
+    numbered = [(n, r) for n, r in enumerate(records, start=1) if r.sequence.strip("-")]
+    if not numbered:
+        raise FileFormatError(file, "all its sequences are gaps")
+    number, first = numbered[0]
     tokenizer = tokenizer_for_sequence(first.sequence)
     unit = "bases" if isinstance(tokenizer, NucleotideTokenizer) else "residues"
     sequences, total = [], 0
-    for record in records:  # those of the first one's kind
-        if total < MOST_TRAINING_TOKENS and record.sequence.strip("-"):
-            own = tokenizer_for_sequence(record.sequence)
-            if record is first or type(own) is type(tokenizer):
-                sequences.append(tokenizer.encode(record.sequence))
-                total += len(sequences[-1])
+    for _, record in numbered:  # those of the first one's kind
+        own = tokenizer_for_sequence(record.sequence)
+        if total < MOST_TRAINING_TOKENS and type(own) is type(tokenizer):
+            sequences.append(tokenizer.encode(record.sequence[: MOST_TRAINING_TOKENS - total]))
+            total += len(sequences[-1])
     tokens = sequences[0][:num_tokens]
     packed: list[int] = []
-    for record in records[:4]:
+    for sequence in sequences[:4]:
         room = num_tokens - sum(packed)
         if room > 0:
-            packed.append(min(room, len(record.sequence)))
+            packed.append(min(room, len(sequence)))
     title = (
-        f"{printable(file.name)}, record 1 of {len(records):,} ({printable(first.header[:40])}): "
-        f"{_part(len(tokens), len(sequences[0]))} {unit}"
+        f"{printable(file.name)}, record {number} of {len(records):,} "
+        f"({printable(first.header[:40])}): "
+        f"{_part(len(tokens), len(first.sequence.replace('-', '')))} {unit}"
     )
     return Sample(
         title,

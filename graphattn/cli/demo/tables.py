@@ -20,6 +20,11 @@ def plain_table(title: str) -> Table:
     )
 
 
+def short(number: float) -> str:
+    """Three digits, and no exponent where commas are shorter."""
+    return f"{number:,.0f}" if 100 <= number < 1e6 else f"{number:.3g}"
+
+
 class Cells(NamedTuple):
     """What a table says, without markup: the report lays it out anew."""
 

@@ -206,7 +206,7 @@ def _frequency_loss(training: Pieces, evaluation: MaskedBatch, vocab_size: int) 
     """Nats per hidden token of guessing by the frequencies of the training tokens."""
     counts = torch.bincount(training.tokens[training.valid], minlength=vocab_size) + 1
     log_share = (counts / counts.sum()).log()
-    return float(-log_share[evaluation.pieces.tokens[evaluation.masked]].mean())
+    return abs(float(log_share[evaluation.pieces.tokens[evaluation.masked]].mean()))
 
 
 def training_table(training: Training) -> Table:
