@@ -77,3 +77,33 @@ def demo(
     except (FileFormatError, ImportError, OSError) as error:  # ImportError: an extra is missing
         typer.echo(f"graphattn: {error}", err=True)
         raise typer.Exit(2) from None
+
+
+@app.command()
+def bench(
+    cases: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="complete, causal-window, window, krause, consensus, knn. Default: all of them."
+        ),
+    ] = None,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    size: Annotated[
+        str, typer.Option(help="small (two minutes), paper (the targets), or long.")
+    ] = "small",
+    json: Annotated[
+        Path | None, typer.Option(dir_okay=False, help="Write the rows into this file.")
+    ] = None,
+    compare: Annotated[
+        Path | None,
+        typer.Option(exists=True, dir_okay=False, help="Compare with the rows of this file."),
+    ] = None,
+) -> None:
+    """Time every operation beside its peers, on the same inputs, if its result is right."""
+    from graphattn.cli.bench import run_bench
+
+    try:
+        run_bench(cases or [], device, size, json, compare, _console())
+    except (ValueError, OSError) as error:
+        typer.echo(f"graphattn: {error}", err=True)
+        raise typer.Exit(2) from None

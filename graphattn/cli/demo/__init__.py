@@ -15,8 +15,8 @@ from rich.table import Table
 from graphattn.cli.demo.graphs import graph_table, graphs_that_fit
 from graphattn.cli.demo.layers import layer_table
 from graphattn.cli.demo.sample import load_sample
-from graphattn.cli.demo.tables import cells_of
 from graphattn.cli.demo.training import FEWEST_TOKENS, train_models, training_table
+from graphattn.cli.tables import cells_of
 
 
 def run_demo(

@@ -14,8 +14,8 @@ from jinja2 import Environment, StrictUndefined
 import graphattn
 from graphattn.cli.demo.figures import draw_pictures
 from graphattn.cli.demo.sample import Sample
-from graphattn.cli.demo.tables import Cells
 from graphattn.cli.demo.training import Training
+from graphattn.cli.tables import Cells
 
 try:
     import matplotlib  # noqa: F401

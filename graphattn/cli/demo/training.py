@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import graphattn as ga
 from graphattn.cli.demo.sample import Sample
-from graphattn.cli.demo.tables import plain_table
+from graphattn.cli.tables import plain_table
 
 DIM, DEPTH, HEADS, EDGE_HIDDEN = 64, 4, 4, 32
 MODELS = {"attention (SA)": "dot", "attention, consensus (MIX)": "mix"}

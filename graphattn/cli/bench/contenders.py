@@ -1,0 +1,189 @@
+"""Other ways to compute the same: what a benchmark compares graphattn with.
+
+Each takes the inputs of a case and returns its output. They are written as their users write them.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from graphattn.cli.bench.inputs import AttentionInputs, ConsensusInputs, NeighborInputs
+
+Run = Callable[[Any], Any]
+
+
+class MissingError(Exception):
+    """Why a contender cannot run here."""
+
+
+# Attention.
+
+
+def sdpa_dot(x: AttentionInputs) -> Tensor:
+    """Dense dot-product SDPA on the same tensors: the yardstick for a complete graph."""
+    q, k, v = (t.transpose(-3, -2) for t in (x.query, x.key, x.value))
+    return functional.scaled_dot_product_attention(q, k, v).transpose(-3, -2)
+
+
+def sdpa_causal(x: AttentionInputs) -> Tensor:
+    """Dense causal SDPA: what a causal window replaces."""
+    q, k, v = (t.transpose(-3, -2) for t in (x.query, x.key, x.value))
+    return functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(-3, -2)
+
+
+def masked_dense(x: AttentionInputs) -> Tensor:
+    """All pairs, then a mask, then top-k: what papers' code does."""
+    q, k, v = (t.transpose(-3, -2) for t in (x.query, x.key, x.value))
+    logits = (q @ k.mT - k.square().sum(-1)[..., None, :] / 2) / x.sigma**2
+    logits = logits.masked_fill(~x.graph.to_mask(), -torch.inf)
+    if x.top_k is not None and x.top_k < logits.shape[-1]:
+        threshold = logits.topk(x.top_k, dim=-1).values[..., -1:]
+        logits = logits.masked_fill(logits < threshold, -torch.inf)
+    return (logits.softmax(-1) @ v).transpose(-3, -2)
+
+
+def _gather_scatter(
+    x: AttentionInputs, softmax: Callable[..., Tensor], add: Callable[..., Tensor]
+) -> Tensor:
+    """One message per edge, as message passing is written by hand."""
+    source, target = x.graph.edge_index
+    difference = x.query.index_select(-3, target) - x.key.index_select(-3, source)
+    logits = -difference.square().sum(-1) / (2 * x.sigma**2)
+    weights = softmax(logits, target, x.graph.num_targets)
+    return add(weights[..., None] * x.value.index_select(-3, source), target, x.graph.num_targets)
+
+
+def _softmax(logits: Tensor, target: Tensor, num_targets: int) -> Tensor:
+    rows = (*logits.shape[:-2], num_targets, logits.shape[-1])
+    index = target[:, None].expand_as(logits)
+    highest = logits.new_full(rows, -torch.inf).scatter_reduce(-2, index, logits.detach(), "amax")
+    exponential = (logits - highest.index_select(-2, target)).exp()
+    total = logits.new_zeros(rows).index_add(-2, target, exponential)
+    return exponential / total.index_select(-2, target)
+
+
+def _add(messages: Tensor, target: Tensor, num_targets: int) -> Tensor:
+    shape = (*messages.shape[:-3], num_targets, *messages.shape[-2:])
+    return messages.new_zeros(shape).index_add(-3, target, messages)
+
+
+def index_add(x: AttentionInputs) -> Tensor:
+    """Gather and scatter with torch's index_add."""
+    return _gather_scatter(x, _softmax, _add)
+
+
+def torch_scatter(x: AttentionInputs) -> Tensor:
+    """Gather and scatter with torch-scatter."""
+    scatter = _import("torch_scatter")
+    return _gather_scatter(
+        x,
+        lambda logits, target, n: scatter.scatter_softmax(logits, target, dim=-2, dim_size=n),
+        lambda messages, target, n: scatter.scatter_add(messages, target, dim=-3, dim_size=n),
+    )
+
+
+@cache
+def _compiled_gather_scatter() -> Callable[..., Tensor]:
+    if shutil.which("c++") is None and not torch.cuda.is_available():
+        raise MissingError("torch.compile needs a C++ compiler on a CPU")
+
+    def messages(
+        query: Tensor, key: Tensor, value: Tensor, sigma: float, edge_index: Tensor, n: int
+    ) -> Tensor:
+        source, target = edge_index
+        difference = query.index_select(-3, target) - key.index_select(-3, source)
+        weights = _softmax(-difference.square().sum(-1) / (2 * sigma**2), target, n)
+        return _add(weights[..., None] * value.index_select(-3, source), target, n)
+
+    return torch.compile(messages)
+
+
+def compiled(x: AttentionInputs) -> Tensor:
+    """Gather and scatter, compiled."""
+    run = _compiled_gather_scatter()
+    return run(x.query, x.key, x.value, x.sigma, x.graph.edge_index, x.graph.num_targets)
+
+
+def keops(x: AttentionInputs) -> Tensor:
+    """KeOps' symbolic matrices (complete graphs)."""
+    LazyTensor = _import("pykeops.torch").LazyTensor
+    q, k, v = (t.transpose(-3, -2).contiguous() for t in (x.query, x.key, x.value))
+    difference = LazyTensor(q[..., :, None, :]) - LazyTensor(k[..., None, :, :])
+    logits = -difference.square().sum(-1) / (2 * x.sigma**2)
+    return logits.sumsoftmaxweight(LazyTensor(v[..., None, :, :]), axis=logits.ndim - 1).transpose(
+        -3, -2
+    )
+
+
+def _import(name: str) -> Any:
+    if importlib.util.find_spec(name.split(".")[0]) is None:
+        raise MissingError(f"{name.split('.')[0]} is not installed")
+    return importlib.import_module(name)
+
+
+# Consensus.
+
+
+def gather_scatter_consensus(x: ConsensusInputs) -> Tensor:
+    """The energy step with everything per edge, as message passing is written by hand."""
+    network, (source, target) = x.network, x.graph.edge_index
+    hidden = functional.gelu(
+        x.target_hidden.index_select(-3, target) + x.source_hidden.index_select(-3, source)
+    )
+    alpha = functional.softplus((hidden * network.alpha).sum(-1) + network.alpha_bias)
+    beta = functional.softplus((hidden * network.beta).sum(-1) + network.beta_bias)
+    rows = torch.einsum("...ehx,hrdx->...ehrd", hidden, network.shear) + network.shear_bias
+    rows = functional.normalize(rows, dim=-1)
+    difference = x.state.index_select(-3, target) - x.state.index_select(-3, source)
+    along = torch.einsum("...ehrd,...ehd->...ehr", rows, difference)
+    pull = torch.einsum("...ehrd,...ehr->...ehd", rows, along) / rows.shape[-2]
+    message = alpha[..., None] * difference + beta[..., None] * pull
+    gradient = torch.zeros_like(x.state).index_add(-3, target, message)
+    return x.state - x.step_size * gradient.index_add(-3, source, message, alpha=-1)
+
+
+def dominant_product(x: ConsensusInputs) -> Tensor:
+    """One product per edge, hidden to Lambda, and nothing else: what no implementation avoids."""
+    network, edges = x.network, x.graph.num_edges
+    H, r, D, xi = network.shear.shape
+    shape = (H, x.state.shape[:-3].numel() * edges, xi)
+    hidden = x.target_hidden.flatten()[:1].expand(shape)
+    return hidden.contiguous() @ network.shear.view(H, r * D, xi).mT
+
+
+# Nearest neighbours: (squared distances, indices), nearest first.
+
+
+def cdist_topk(x: NeighborInputs) -> tuple[Tensor, Tensor]:
+    """All distances at once."""
+    distance = torch.cdist(x.points, x.points).fill_diagonal_(torch.inf)
+    nearest, index = distance.topk(x.k, largest=False)
+    return nearest.square(), index
+
+
+def chunked_matmul_topk(x: NeighborInputs) -> tuple[Tensor, Tensor]:
+    """Distances from products, a thousand rows at a time."""
+    norm = x.points.square().sum(-1)
+    found = []
+    for start in range(0, len(x.points), 1024):
+        rows = slice(start, start + 1024)
+        distance = norm[rows, None] + norm - 2 * x.points[rows] @ x.points.T
+        own = torch.arange(len(distance))
+        distance[own, own + start] = torch.inf
+        found.append(distance.topk(x.k, largest=False))
+    return torch.cat([f.values for f in found]), torch.cat([f.indices for f in found])
+
+
+def sklearn_brute(x: NeighborInputs) -> tuple[Tensor, Tensor]:
+    """scikit-learn's brute force."""
+    search = _import("sklearn.neighbors").NearestNeighbors(n_neighbors=x.k, algorithm="brute")
+    distance, index = search.fit(x.points.numpy()).kneighbors()
+    return torch.from_numpy(distance).square(), torch.from_numpy(index)
