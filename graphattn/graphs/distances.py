@@ -30,6 +30,72 @@ def rounded_distances(points: Tensor, candidates: Tensor) -> Tensor:
     return distance.nan_to_num_(nan=torch.inf, posinf=torch.inf)
 
 
+class DistanceProducts:
+    r"""Squared distances by matrix products, and what rounding may have done to them.
+
+    With both sets centred, :math:`s_{ij} = |b_j|^2 - 2 a_i \cdot b_j` ranks the sources j of a row
+    as :math:`|a_i - b_j|^2` does, up to
+    :math:`E_i = (C + 8) \, \epsilon \, (|a_i| + \max_j |b_j|)^2`: a product of C terms is off by at
+    most C eps / 2 of the product of norms (Higham, *Accuracy and Stability of Numerical
+    Algorithms*, 3.1), twice, and centring and the norms by a few eps more.
+    """
+
+    BLOCK = 32  # sources whose smallest s is found first
+    MOST = 8  # candidates per neighbour, beyond which differences are better
+
+    def __init__(self, rows: Tensor, columns: Tensor, rounding: Tensor) -> None:
+        self.rows, self.columns, self.rounding = rows, columns, rounding
+
+    @classmethod
+    def of(
+        cls, points: Tensor, candidates: Tensor, finite: tuple[Tensor, Tensor]
+    ) -> DistanceProducts | None:
+        """None where products are not exact to rounding (TF32) or overflow."""
+        if torch.get_float32_matmul_precision() != "highest" or len(candidates) < 2 * cls.BLOCK:
+            return None
+        if points.device.type != "cpu" and torch.backends.cuda.matmul.allow_tf32:
+            return None
+        known = candidates[finite[1]]
+        if len(known) < len(candidates) or not finite[0].all():
+            return None  # tokens that hold NaN: rare, and differences know what to do
+        center = known.double().mean(dim=0).to(points.dtype)
+        a, b = points - center, candidates - center
+        square_of_b = b.square().sum(dim=1)
+        reach = a.square().sum(dim=1).sqrt() + square_of_b.max().sqrt()
+        finfo, coordinates = torch.finfo(points.dtype), points.shape[1]
+        rounding = (coordinates + 8) * finfo.eps * reach.square() + coordinates * finfo.tiny
+        if not (4 * reach.square()).isfinite().all():
+            return None
+        return cls(
+            torch.cat([-2 * a, torch.ones_like(a[:, :1])], dim=1),
+            torch.cat([b, square_of_b[:, None]], dim=1),
+            rounding[:, None],
+        )
+
+    def nearest(
+        self, start: int, count: int, k: int, own: float | None
+    ) -> tuple[Tensor, Tensor] | None:
+        """Rows and sources that may be among the k nearest, sorted; None if they are too many."""
+        M = len(self.columns)
+        blocks = -(-M // self.BLOCK)
+        s = self.rows.new_full((count, blocks * self.BLOCK), torch.inf)
+        torch.mm(self.rows[start : start + count], self.columns.T, out=s[:, :M])
+        if own is not None:
+            s.diagonal(start).fill_(own)
+        # The k-th smallest of the blocks' minima: at least k sources are no farther.
+        s = s.view(count, blocks, self.BLOCK)
+        least = s.amin(dim=2)
+        kth = (least if blocks >= k else s.flatten(1)).topk(k, dim=1, largest=False).values
+        limit = kth.amax(dim=1, keepdim=True) + 2 * self.rounding[start : start + count]
+        row, block = (least <= limit).nonzero().T
+        chosen = s[row, block]
+        within = (chosen <= limit[row]) & (chosen < torch.inf)
+        if int(within.sum()) > self.MOST * k * count:
+            return None
+        place, offset = within.nonzero().T
+        return row[place], block[place] * self.BLOCK + offset
+
+
 def with_rounding(limit: Tensor | float, points: Tensor) -> Tensor | float:
     """What a rounded distance may come to where the exact one is `limit`, generously.
 

@@ -8,6 +8,7 @@ from torch import Tensor
 from graphattn.graphs.arguments import as_int, as_points
 from graphattn.graphs.distances import (
     TILE,
+    DistanceProducts,
     exact_squared_distances,
     nearest_pairs,
     place_self,
@@ -106,26 +107,48 @@ def _candidate_graph(within: TokenGraph | Tensor, x: Tensor, sources: Tensor) ->
 def _nearest_of_all(
     points: Tensor, candidates: Tensor, k: int, to_self: bool, self_loops: bool
 ) -> Tensor:
-    """A tile of rows at a time; N x M is never stored."""
+    """A tile of rows at a time; N x M is never stored.
+
+    Rounding may exchange neighbours that are nearly equally far, so everything within rounding of
+    the k-th is a candidate, and exact distances decide. Distances from matrix products find few
+    candidates fast; where they find many (tokens closer to each other than products can tell), or
+    have no bound, differences do.
+    """
     index = torch.empty((len(points), k), dtype=torch.int64, device=points.device)
-    finite = points.isfinite().all(dim=1)[:, None], candidates.isfinite().all(dim=1)
+    finite = points.isfinite().all(dim=1), candidates.isfinite().all(dim=1)
+    products = DistanceProducts.of(points, candidates, finite)
+    own = None if not to_self else -torch.inf if self_loops else torch.inf
     rows = max(1, TILE // max(len(candidates), 1))
     for start in range(0, len(points), rows):
         tile = points[start : start + rows]
-        distance = rounded_distances(tile, candidates)
-        if to_self:
-            distance.diagonal(start).fill_(0 if self_loops else torch.inf)
-        # Rounding may exchange neighbours that are nearly equally far, so everything within
-        # rounding of the k-th is a candidate, and exact distances decide.
-        kth = distance.topk(k, dim=1, largest=False).values.amax(dim=1, keepdim=True)
-        near = distance <= with_rounding(kth, points)
-        near &= finite[0][start : start + rows] & finite[1]
-        row, source = near.nonzero().T
+        pairs = None if products is None else products.nearest(start, len(tile), k, own)
+        if pairs is None:
+            pairs = _near_by_differences(tile, candidates, k, start, own, finite)
+        row, source = pairs
         squared = exact_squared_distances(tile, candidates, row, source)
         if to_self:
             place_self(squared, row + start == source, self_loops)
         index[start : start + rows] = nearest_pairs(row, source, squared, len(tile), k)
     return index
+
+
+def _near_by_differences(
+    tile: Tensor,
+    candidates: Tensor,
+    k: int,
+    start: int,
+    own: float | None,
+    finite: tuple[Tensor, Tensor],
+) -> tuple[Tensor, Tensor]:
+    """Rows and sources of all pairs that may be among the k nearest, sorted by row, then source."""
+    distance = rounded_distances(tile, candidates)
+    if own is not None:
+        distance.diagonal(start).fill_(max(own, 0))
+    kth = distance.topk(k, dim=1, largest=False).values.amax(dim=1, keepdim=True)
+    near = distance <= with_rounding(kth, tile)
+    near &= finite[0][start : start + len(tile), None] & finite[1]
+    row, source = near.nonzero().T
+    return row, source
 
 
 def _nearest_in_graph(

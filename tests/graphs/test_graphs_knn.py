@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import graphattn as ga
+from graphattn.graphs import distances
 
 
 def nearest_by_loop(x, k, *, source=None, edges=None, self_loops=False):
@@ -344,6 +345,109 @@ def test_renaming_tokens_renames_neighbours():
     index, _ = ga.knn(x, 4)
     renamed, _ = ga.knn(x[order], 4)
     assert torch.equal(order[renamed], index[order])
+
+
+# Searches by matrix products, from 64 sources on: their rounding must exchange nobody.
+
+
+def nearest_by_numpy(x, k, source=None, self_loops=False):
+    """All differences in float64, sorted by distance, then index."""
+    a = x.double().numpy()
+    b = a if source is None else source.double().numpy()
+    squared = np.square(a[:, None] - b[None]).sum(-1)
+    if source is None:
+        np.fill_diagonal(squared, -1.0 if self_loops else np.inf)
+    return torch.from_numpy(np.argsort(squared, axis=1, kind="stable")[:, :k])
+
+
+@settings(deadline=None, max_examples=60)
+@given(data=st.data())
+def test_products_exchange_no_neighbours(data):
+    """Clusters, offsets and scales that a product of float32 cannot tell apart."""
+    N = data.draw(st.sampled_from([64, 65, 96, 97, 130]))
+    C = data.draw(st.sampled_from([1, 2, 17]))
+    k = data.draw(st.sampled_from([1, 2, 3, 5, 40]))
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 10**6)))
+    centers = torch.randn(data.draw(st.sampled_from([1, 3, 20])), C, generator=generator)
+    spread = data.draw(st.sampled_from([0.0, 1e-7, 1e-4, 1e-2, 1.0]))
+    offset = data.draw(st.sampled_from([0.0, 100.0, 1e5]))
+    scale = data.draw(st.sampled_from([1e-25, 1e-15, 1.0, 1e12, 1e25]))
+
+    def points(count):
+        own = centers[torch.randint(len(centers), (count,), generator=generator)]
+        return (own + spread * torch.randn(count, C, generator=generator) + offset) * scale
+
+    dtype = data.draw(st.sampled_from([torch.float32, torch.float64]))
+    x = points(N).to(dtype)
+    source = data.draw(st.sampled_from([None, points(70).to(dtype)]))
+    self_loops = source is None and data.draw(st.booleans())
+    index, _ = ga.knn(x, k, source=source, self_loops=self_loops)
+    expected = nearest_by_numpy(x, k, source, self_loops)
+    # Where a sum of squares rounds otherwise in numpy, both may be right: compare distances.
+    sources = (x if source is None else source).double()
+    gap = [(x.double()[:, None] - sources[found]).square().sum(-1) for found in (index, expected)]
+    differ = index != expected
+    torch.testing.assert_close(gap[0][differ], gap[1][differ], rtol=1e-14, atol=0)
+
+
+def test_a_last_block_that_holds_only_oneself_holds_no_neighbour():
+    x = random_points(65, 2, dtype=torch.float32)  # 32 + 32 + 1 sources
+    for k in (3, 4):
+        assert torch.equal(ga.knn(x, k)[0], nearest_by_numpy(x, k))
+
+
+def test_products_find_ties_in_order_of_index():
+    """A lattice: many equal distances, every one exact."""
+    x = torch.cartesian_prod(*[torch.arange(9.0)] * 3) + 1000
+    for k in (1, 6, 26, 100):
+        assert torch.equal(ga.knn(x, k)[0], nearest_by_numpy(x, k))
+
+
+def spied(monkeypatch):
+    """How many candidates products returned for each tile; None where they gave up."""
+    found = []
+    original = distances.DistanceProducts.nearest
+
+    def nearest(self, *arguments):
+        pairs = original(self, *arguments)
+        found.append(None if pairs is None else len(pairs[0]))
+        return pairs
+
+    monkeypatch.setattr(distances.DistanceProducts, "nearest", nearest)
+    return found
+
+
+def test_random_points_are_found_by_products_with_few_candidates(monkeypatch):
+    found = spied(monkeypatch)
+    ga.knn(random_points(2000, 16, dtype=torch.float32), 8)
+    assert None not in found
+    assert 8 * 2000 <= sum(found) < 3 * 8 * 2000
+
+
+def test_where_most_points_are_equal_differences_take_over(monkeypatch):
+    found = spied(monkeypatch)
+    x = random_points(2, 3, dtype=torch.float32)[torch.arange(400) % 2]
+    assert torch.equal(ga.knn(x, 2)[0], nearest_by_numpy(x, 2))
+    assert found == [None]
+
+
+def test_products_are_not_asked_where_they_are_inexact_or_overflow(monkeypatch):
+    found = spied(monkeypatch)
+    x = random_points(100, 3, dtype=torch.float32)
+    huge, holed = x * 1e19, x.clone()
+    holed[5] = math.nan
+    for case in (huge, holed):
+        index, _ = ga.knn(case, 2)
+        seen = case.isfinite().all(1)
+        expected = nearest_by_numpy(case[seen], 2)
+        assert torch.equal(index[seen], seen.nonzero()[:, 0][expected])
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("medium")  # bfloat16 products where there are such
+        assert torch.equal(ga.knn(x, 2)[0], nearest_by_numpy(x, 2))
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert found == []
 
 
 def test_thousands_of_points_agree_with_a_kd_tree():
