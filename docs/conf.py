@@ -13,7 +13,7 @@ from docutils import nodes  # noqa: E402
 from sphinx.pycode import ModuleAnalyzer  # noqa: E402
 
 import graphattn  # noqa: E402
-from graphattn.ops.backends import OPERATIONS  # noqa: E402
+from graphattn.ops.support import OPERATIONS  # noqa: E402
 
 project = "graphattn"
 author = "The graphattn developers"

@@ -82,9 +82,9 @@ class DistanceProducts:
         torch.mm(self.rows[start : start + count], self.columns.T, out=s[:, :M])
         if own is not None:
             s.diagonal(start).fill_(own)
-        # The k-th smallest of the blocks' minima: at least k sources are no farther, and where there
-        # are many blocks for each neighbour, few more than k. (It is finite: at most one block, of
-        # oneself alone, is not.)
+        # The k-th smallest of the blocks' minima: at least k sources are no farther, and few more
+        # than k, where there are many blocks for each neighbour. (It is finite: at most one block,
+        # of oneself alone, is not.)
         s = s.view(count, blocks, self.BLOCK)
         least = s.amin(dim=2)
         kth = (least if blocks >= 4 * k else s.flatten(1)).topk(k, dim=1, largest=False).values

@@ -1,9 +1,10 @@
 """The mathematics as pure functions of tensors and a graph."""
 
 from graphattn.ops.attention.api import attention_weights, dot_product_attention, rbf_attention
-from graphattn.ops.backends import backends, use_backend
+from graphattn.ops.backends import use_backend
 from graphattn.ops.consensus.api import consensus_edge_matrices, consensus_update
 from graphattn.ops.consensus.parameters import EdgeNetworkParameters
+from graphattn.ops.support import backends
 
 __all__ = [
     "EdgeNetworkParameters",

@@ -77,7 +77,9 @@ def test_a_structured_graph_is_its_edge_list(name: str) -> None:
     plain = ga.from_mask(graph.to_mask())
     for kind, run in operations(graph).items():
         if "energy" not in kind or (kind == "energy" and name in ENERGY):
-            assert torch.equal(run(graph), run(plain)), kind
+            torch.testing.assert_close(run(graph), run(plain), rtol=1e-12, atol=1e-12)
+            with ga.use_backend("reference"):
+                assert torch.equal(run(graph), run(plain)), kind
 
 
 def test_per_edge_results_follow_the_sorted_order_whatever_the_callers() -> None:

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from graphattn.graphs.arguments import as_float, as_int
 from graphattn.graphs.token_graph import TokenGraph
-from graphattn.ops.attention import reference
+from graphattn.ops.attention import reference, structured
 from graphattn.ops.attention.reference import Score
-from graphattn.ops.backends import check_backend
+from graphattn.ops.backends import NOT_YET, check_backend, choose_backend
 from graphattn.ops.inputs import (
     Valid,
     check_graph,
@@ -106,7 +106,8 @@ def rbf_attention(
             the first source to the last (``graph.structure.num_offsets`` rows).
         valid: bool [*, N] or [N], or a pair for (targets, sources); an edge that touches an
             invalid token is no edge, and what invalid tokens hold is never read.
-        backend: "auto" or "reference".
+        backend: "auto", "reference" or "structured" (windows of up to 64 tokens along a sequence;
+            :func:`~graphattn.backends` says what it cannot run).
         return_lse: also return the logarithm of the sum above (after top-k, without eps),
             [*, N, H], -inf for a target without edges; float32 for half-precision inputs.
 
@@ -279,24 +280,33 @@ def _attend(
 ) -> tuple[Tensor, Tensor]:
     """Checks what both front doors share, then runs one backend."""
     check_backend(backend)
-    graph = check_graph(
-        graph, query, query.shape[-3], key.shape[-3], per_edge=edge_bias is not None
-    )
+    per_edge = edge_bias is not None
+    graph = check_graph(graph, query, query.shape[-3], key.shape[-3], per_edge=per_edge)
+    chosen = choose_backend(backend, support(graph, edge_bias=per_edge))
     dtype = compute_dtype(query.dtype)
+    options: dict[str, Any] = {
+        "score": score,
+        "scale": scale,
+        "top_k": None if top_k is None else as_int("top_k", top_k, 1),
+        "valid": check_valid(
+            valid, query.shape[:-3], query.device, graph.num_targets, graph.num_sources
+        ),
+    }
     with full_precision(query.device):
-        return reference.attend(
-            query.to(dtype),
-            key.to(dtype),
-            value.to(dtype),
-            graph,
-            score=score,
-            scale=scale,
-            edge_bias=_edge_bias(edge_bias, graph, query.shape[-2], dtype, query.device),
-            top_k=None if top_k is None else as_int("top_k", top_k, 1),
-            valid=check_valid(
-                valid, query.shape[:-3], query.device, graph.num_targets, graph.num_sources
-            ),
-        )
+        tensors = query.to(dtype), key.to(dtype), value.to(dtype)
+        if chosen == "structured":
+            return structured.attend(*tensors, graph, **options)
+        bias = _edge_bias(edge_bias, graph, query.shape[-2], dtype, query.device)
+        return reference.attend(*tensors, graph, edge_bias=bias, **options)
+
+
+def support(graph: TokenGraph, *, edge_bias: bool = False) -> dict[str, str | None]:
+    """Backend -> None where it can run attention on this graph, otherwise the reason."""
+    return {
+        "reference": None,
+        "structured": structured.why_not(graph, edge_bias=edge_bias),
+        "triton": NOT_YET,
+    }
 
 
 def _check_qkv(query: Any, key: Any, value: Any) -> int:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from graphattn.graphs.arguments import as_choice
 from graphattn.graphs.token_graph import TokenGraph
-from graphattn.ops.backends import check_backend
+from graphattn.ops.backends import NOT_YET, choose_backend
 from graphattn.ops.consensus import reference
 from graphattn.ops.consensus.parameters import EdgeNetworkParameters
 from graphattn.ops.inputs import (
@@ -94,7 +94,7 @@ def consensus_update(
         >>> ga.consensus_update(u, u, hidden, hidden, network, graph, 0.1).flatten()
         tensor([0.0000, 0.1386, 0.8614])
     """
-    check_backend(backend)
+    choose_backend(backend, support())
     graph, network, pair = _check(
         state, neighbor_state, target_hidden, source_hidden, edge_network, graph, valid
     )
@@ -121,6 +121,11 @@ def consensus_update(
             valid=pair,
         )
     return new.to(state.dtype)
+
+
+def support() -> dict[str, str | None]:
+    """Backend -> None where it can run a consensus step, otherwise the reason."""
+    return {"reference": None, "structured": NOT_YET, "triton": NOT_YET}
 
 
 def consensus_edge_matrices(

@@ -1,0 +1,55 @@
+"""Which backends can run a case."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphattn.graphs.arguments import as_choice
+from graphattn.graphs.token_graph import TokenGraph, as_token_graph
+from graphattn.ops.attention.api import support as attention_support
+from graphattn.ops.consensus.api import support as consensus_support
+
+OPERATIONS = ("rbf_attention", "dot_product_attention", "consensus_update")
+
+
+def backends(op: str, graph: Any, query: Tensor) -> dict[str, str | None]:
+    """Which backends can run an operation on these inputs, and why the others cannot.
+
+    Args:
+        op: "rbf_attention", "dot_product_attention" or "consensus_update".
+        graph: the TokenGraph (or edge_index) of the call.
+        query: its query, or the state of a consensus update, [*, N, H, D]: shape, dtype and device
+            count, not what it holds.
+
+    Returns:
+        Backend -> None where it can run, otherwise the reason why it cannot. An operation that is
+        asked for such a backend by name raises with that reason; ``backend="auto"`` takes the
+        fastest of the others.
+
+    Raises:
+        ValueError: for an unknown operation, or tensors that do not fit the graph.
+
+    Example:
+        >>> import torch, graphattn as ga
+        >>> graph, query = ga.causal_graph(16), torch.randn(16, 4, 8)
+        >>> support = ga.backends("rbf_attention", graph, query)
+        >>> [backend for backend, why_not in support.items() if why_not is None]
+        ['reference', 'structured']
+        >>> print(support["triton"])
+        not implemented yet
+    """
+    as_choice("op", op, OPERATIONS)
+    if not isinstance(query, Tensor) or query.dim() < 3 or not query.is_floating_point():
+        got = list(query.shape) if isinstance(query, Tensor) else type(query).__name__
+        raise ValueError(f"query must be a floating-point tensor [*, N, H, D], got {got}")
+    N = query.shape[-3]
+    if not isinstance(graph, TokenGraph):
+        # A list of edges does not tell how many sources there are beyond the last it names.
+        edges = torch.as_tensor(graph) if isinstance(graph, Tensor) else graph
+        sources = int(edges[0].max()) + 1 if isinstance(edges, Tensor) and edges.numel() else N
+        graph = as_token_graph(edges, N, sources)
+    graph = as_token_graph(graph, N, graph.num_sources)
+    return consensus_support() if op == "consensus_update" else attention_support(graph)
