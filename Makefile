@@ -5,7 +5,7 @@ TORCH ?= torch==2.13.0
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test slow scatter lint docs format clean
+.PHONY: demo test slow scatter bench lint docs format clean
 
 # torch goes first and alone: a looser requirement would be resolved to the newest CUDA build.
 $(VENV)/.installed: pyproject.toml Makefile
@@ -30,6 +30,9 @@ scatter: $(VENV)/.installed  ## torch-scatter as an independent oracle
 		--disable-pip-version-check --no-build-isolation "torch-scatter>=2.1"
 	$(BIN)/python -c "import torch_scatter"
 	$(BIN)/python -m pytest -q tests/ops/test_ops_torch_scatter.py
+
+bench: $(VENV)/.installed  ## every operation beside its peers
+	$(BIN)/graphattn bench
 
 lint: $(VENV)/.installed  ## formatting, lint and types
 	$(BIN)/ruff format --check .

@@ -90,11 +90,22 @@ def draw_and_list(app) -> None:
 
 def support_matrix() -> str:
     """`graphattn.backends` as a table."""
-    graph, query = graphattn.causal_graph(4), torch.zeros(4, 2, 8)
-    rows = {op: graphattn.backends(op, graph, query) for op in OPERATIONS}
-    header = ["operation", *next(iter(rows.values()))]
+    query = torch.zeros(100, 2, 8)
+    graphs = {
+        "window of 5": graphattn.causal_window_graph(100, 5),
+        "batch of windows": graphattn.batch([graphattn.causal_window_graph(50, 5)] * 2),
+        "window of 100": graphattn.causal_window_graph(100, 100),
+        "complete": graphattn.complete_graph(100),
+        "list of edges": graphattn.from_edge_index(torch.tensor([[0], [1]]), 100),
+    }
+    rows = {
+        f"`{op}`, {name}": graphattn.backends(op, graph, query)
+        for op in OPERATIONS
+        for name, graph in graphs.items()
+    }
+    header = ["operation, graph", *next(iter(rows.values()))]
     lines = [header, ["---"] * len(header)]
-    lines += [[f"`{op}`", *(why or "yes" for why in row.values())] for op, row in rows.items()]
+    lines += [[op, *(why or "yes" for why in row.values())] for op, row in rows.items()]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
 
 

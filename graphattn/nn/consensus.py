@@ -279,7 +279,8 @@ class SelfConsensus(_Consensus):
         update: "energy" or "target".
         bias: whether the two projections have biases (without RoPE, b_s has no effect on
             disagreements and is absorbed by b_o).
-        backend: "auto" or "reference" (`message()` through PyG's `propagate`).
+        backend: "auto", or one of :func:`~graphattn.backends`; "reference" runs `message()` through
+            PyG's `propagate`.
 
     Shapes:
         - **x**: [*, N, dim]

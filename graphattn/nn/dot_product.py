@@ -37,7 +37,8 @@ class DotProductAttention(GraphAttention):
         rope: rotate queries and keys by their positions: True, or a :class:`RotaryEmbedding`.
         top_k: sources kept per target and head, the largest logits; all if None.
         bias: whether the projections have biases.
-        backend: "auto" or "reference" (`message()` through PyG's `propagate`).
+        backend: "auto", or one of :func:`~graphattn.backends`; "reference" runs `message()` through
+            PyG's `propagate`.
 
     Shapes:
         - **x**: [*, N, dim]

@@ -40,7 +40,8 @@ class GaussianKernelAttention(DistanceAttention):
         normalize: parameter-free RMS norm per head, after the rotation.
         eps: >= 0, added to the normaliser (Eq. 4).
         bias: whether the output projection has a bias.
-        backend: "auto" or "reference" (`message()` through PyG's `propagate`).
+        backend: "auto", or one of :func:`~graphattn.backends`; "reference" runs `message()` through
+            PyG's `propagate`.
 
     Shapes:
         - **x**: [*, N, dim]

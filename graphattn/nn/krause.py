@@ -37,7 +37,8 @@ class KrauseAttention(DistanceAttention):
         kv_heads: key and value heads, divides `heads` (grouped-query attention).
         rope: rotate queries and keys before the distance: True, or a :class:`RotaryEmbedding`.
         bias: whether the projections have biases.
-        backend: "auto" or "reference" (`message()` through PyG's `propagate`).
+        backend: "auto", or one of :func:`~graphattn.backends`; "reference" runs `message()` through
+            PyG's `propagate`.
 
     Shapes:
         - **x**: [*, N, dim]

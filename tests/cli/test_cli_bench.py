@@ -123,7 +123,15 @@ def test_what_fails_and_what_is_not_installed_is_listed(monkeypatch):
     monkeypatch.setattr(contenders.importlib.util, "find_spec", lambda name: None)
     output = run("window").output
     assert "missing: window, index_add: out of everything" in output
-    assert "missing: torch-scatter: torch_scatter is not installed" in output
+    assert "missing: window, torch-scatter: torch_scatter is not installed" in output
+
+
+def test_what_would_not_fit_is_not_tried(monkeypatch):
+    monkeypatch.setattr(contenders, "MOST_BYTES", 1e4)
+    output = run("complete").output
+    assert "missing: complete, graphattn: its messages would need about 0 GB" in output
+    assert "missing: complete, masked dense: all pairs would need" in output
+    assert "SDPA (dot product)" in output
 
 
 def test_an_older_record_stands_beside_the_new_numbers(tmp_path):

@@ -99,13 +99,13 @@ class Bench:
         errors: dict[str, float | None] = {}
         for name, run in case.runs().items():
             try:
-                if name in case.yardsticks:
+                if name in case.yardsticks:  # computes something else: there is nothing to compare
                     one_pass(run, inputs, backward=backward)
                     errors[name] = None
                     continue
                 error = max(truth.error_of(run))
             except MissingError as reason:
-                self.note(f"{name}: {reason}")
+                self.note(f"{case.name}, {name}: {reason}")
             except (RuntimeError, MemoryError) as failure:  # too large, most likely
                 self.note(f"{case.name}, {name}: {str(failure).splitlines()[0][:100]}")
             else:

@@ -24,6 +24,20 @@ class MissingError(Exception):
     """Why a contender cannot run here."""
 
 
+MOST_BYTES = 12e9  # of all tensors of a contender at once, roughly
+
+
+def afford(numbers: float, what: str) -> None:
+    """Refuse what would not fit: six float32 tensors of so many numbers, backward included."""
+    if 24.0 * numbers > MOST_BYTES:
+        raise MissingError(f"{what} would need about {24e-9 * numbers:,.0f} GB")
+
+
+def afford_edges(x: AttentionInputs) -> None:
+    """Refuse to hold the features of too many edges."""
+    afford(float(x.graph.num_edges) * x.query.shape[-2:].numel(), "its messages")
+
+
 # Attention.
 
 
@@ -41,6 +55,7 @@ def sdpa_causal(x: AttentionInputs) -> Tensor:
 
 def masked_dense(x: AttentionInputs) -> Tensor:
     """All pairs, then a mask, then top-k: what papers' code does."""
+    afford(float(x.graph.num_targets) ** 2 * x.query.shape[-2], "all pairs")
     q, k, v = (t.transpose(-3, -2) for t in (x.query, x.key, x.value))
     logits = (q @ k.mT - k.square().sum(-1)[..., None, :] / 2) / x.sigma**2
     logits = logits.masked_fill(~x.graph.to_mask(), -torch.inf)
@@ -54,6 +69,7 @@ def _gather_scatter(
     x: AttentionInputs, softmax: Callable[..., Tensor], add: Callable[..., Tensor]
 ) -> Tensor:
     """One message per edge, as message passing is written by hand."""
+    afford_edges(x)
     source, target = x.graph.edge_index
     difference = x.query.index_select(-3, target) - x.key.index_select(-3, source)
     logits = -difference.square().sum(-1) / (2 * x.sigma**2)
@@ -108,6 +124,7 @@ def _compiled_gather_scatter() -> Callable[..., Tensor]:
 
 def compiled(x: AttentionInputs) -> Tensor:
     """Gather and scatter, compiled."""
+    afford_edges(x)
     run = _compiled_gather_scatter()
     return run(x.query, x.key, x.value, x.sigma, x.graph.edge_index, x.graph.num_targets)
 

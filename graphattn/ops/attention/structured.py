@@ -22,7 +22,7 @@ from graphattn.graphs.token_graph import TokenGraph
 from graphattn.ops.inputs import ValidPair, clear_invalid, repeat_heads
 
 MOST_OFFSETS = 64  # wider bands are for products of tiles
-CHUNK = 1 << 17  # numbers of a chunk's queries: half a megabyte of float32
+CHUNK = 1 << 18  # numbers of a chunk's queries: a megabyte of float32
 
 
 def why_not(graph: TokenGraph, *, edge_bias: bool = False) -> str | None:
@@ -123,28 +123,82 @@ class _Plan:
         self, query: Tensor, key: Tensor, value: Tensor, scale: Tensor, allowed: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Output [*, n, H, Dv] and log-sums [*, n, H] of a chunk, from its slices of sources."""
-        n, heads = query.shape[-3:-1]
+        heads = query.shape[-2]
         key, value = repeat_heads(key, heads), repeat_heads(value, heads)
-        places = [self.before + hop * self.dilation for hop in self.hops]
-        logits = []
-        for t, place in enumerate(places):
-            key_j = key.narrow(-3, place, n)
-            if not self.finite:  # a token that is not seen may hold NaN, and 0 * NaN is NaN
-                key_j = key_j.masked_fill(~allowed[..., t, None, None], 0)
-            logits.append(self._log_affinity(query, key_j, scale))
-        weights, lse, keep = self._softmax(torch.stack(logits, dim=-1), allowed[..., None, :])
-        out = torch.zeros_like(query[..., :1] * value[..., :n, :, :])
-        for t, place in enumerate(places):
-            value_j = value.narrow(-3, place, n)
-            if not self.finite:
-                value_j = value_j.masked_fill(~keep[..., t, None], 0)
+        affinity = self._affinity(query, key, allowed)
+        weights, lse, keep = self._softmax(scale[:, None] * affinity, allowed[..., None, :])
+        out = torch.zeros_like(query[..., :1] * value[..., : query.shape[-3], :, :])
+        for t in range(len(self.hops)):
+            value_j = self._seen(value, t, query.shape[-3], keep)
             out = torch.addcmul(out, weights[..., t, None], value_j)
         return out, lse
 
-    def _log_affinity(self, query: Tensor, key_j: Tensor, scale: Tensor) -> Tensor:
-        if self.score == "rbf":
-            return -scale / 2 * (query - key_j).square().sum(-1)
-        return scale * (query * key_j).sum(-1)
+    def gradient_rows(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: Tensor,
+        allowed: Tensor,
+        d_out: Tensor,
+        d_lse: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """What :meth:`attend_rows` gives back to its four tensors."""
+        n, heads = query.shape[-3:-1]
+        kv_heads = key.shape[-2]
+        key, value = repeat_heads(key, heads), repeat_heads(value, heads)
+        affinity = self._affinity(query, key, allowed)
+        weights, lse, keep = self._softmax(scale[:, None] * affinity, allowed[..., None, :])
+        weights = weights if self.finite else weights.masked_fill(~keep, 0)  # 0 / NaN
+        d_weights = torch.stack(
+            [(d_out * self._seen(value, t, n, keep)).sum(-1) for t in range(len(self.hops))], -1
+        )
+        mean = (weights * d_weights).sum(-1, keepdim=True)
+        d_lse = d_lse.masked_fill(lse == -torch.inf, 0)[..., None]
+        d_logits = (weights * (d_weights - mean + d_lse)).masked_fill(~keep, 0)
+        d_query, d_key, d_value = map(torch.zeros_like, (query, key, value))
+        strength = d_logits * scale[:, None]
+        for t, place in enumerate(self.places):
+            to_key, to_value = d_key.narrow(-3, place, n), d_value.narrow(-3, place, n)
+            pull = strength[..., t, None]
+            key_j = self._seen(key, t, n, allowed[..., None, :])
+            query_i, d_out_i = query, d_out
+            if not self.finite:
+                query_i = query.masked_fill(~allowed[..., t, None, None], 0)
+                d_out_i = d_out.masked_fill(~keep[..., t, None], 0)
+            if self.score == "rbf":  # of -|q - k|^2 / 2
+                both = pull * (query_i - key_j)
+                d_query -= both
+                to_key += both
+            else:
+                d_query.addcmul_(pull, key_j)
+                to_key.addcmul_(pull, query_i)
+            to_value.addcmul_(weights[..., t, None], d_out_i)
+        if kv_heads < heads:
+            d_key, d_value = (x.unflatten(-2, (kv_heads, -1)).sum(-2) for x in (d_key, d_value))
+        d_scale = (d_logits * affinity.masked_fill(~keep, 0)).sum(-1)
+        return d_query, d_key, d_value, d_scale.flatten(0, -2).sum(0)
+
+    @cached_property
+    def places(self) -> list[int]:
+        """Where every offset's sources begin in a slice."""
+        return [self.before + hop * self.dilation for hop in self.hops]
+
+    def _seen(self, x: Tensor, t: int, n: int, keep: Tensor) -> Tensor:
+        """The sources of offset t; 0 where one that is not kept may hold NaN (0 * NaN is NaN)."""
+        x_j = x.narrow(-3, self.places[t], n)
+        return x_j if self.finite else x_j.masked_fill(~keep[..., t, None], 0)
+
+    def _affinity(self, query: Tensor, key: Tensor, allowed: Tensor) -> Tensor:
+        """q . k, or -|q - k|^2 / 2, for every offset: [*, n, H, offsets]."""
+        found = []
+        for t in range(len(self.hops)):
+            key_j = self._seen(key, t, query.shape[-3], allowed[..., None, :])
+            if self.score == "rbf":
+                found.append((query - key_j).square().sum(-1) / -2)
+            else:
+                found.append((query * key_j).sum(-1))
+        return torch.stack(found, dim=-1)
 
     def _softmax(self, logits: Tensor, keep: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Over the offsets, the last dimension; as in segments.py."""
@@ -198,6 +252,7 @@ class _ChunkedAttention(torch.autograd.Function):
                 )
             )
             return (*(next(found) if n else None for n in ctx.needs_input_grad[:4]), None)
+        plan.finite = plan.finite and all(bool(x.isfinite().all()) for x in (d_out, d_lse))
         d_query, d_scale = torch.empty_like(query), torch.zeros_like(scale)
         d_key, d_value = torch.zeros_like(key), torch.zeros_like(value)
         N = plan.num_tokens
@@ -205,19 +260,14 @@ class _ChunkedAttention(torch.autograd.Function):
             rows = slice(start, stop)
             low, high = start - plan.before, stop + plan.after
             inside = slice(max(low, 0), min(high, N))
-            with torch.enable_grad():
-                leaves = [
-                    x.detach().requires_grad_()
-                    for x in (
-                        query[..., rows, :, :],
-                        plan.sources(key, start, stop),
-                        plan.sources(value, start, stop),
-                        scale,
-                    )
-                ]
-                results = plan.attend_rows(*leaves, plan.allowed(start, stop))
-            gradients = torch.autograd.grad(
-                results, leaves, (d_out[..., rows, :, :], d_lse[..., rows, :])
+            gradients = plan.gradient_rows(
+                query[..., rows, :, :],
+                plan.sources(key, start, stop),
+                plan.sources(value, start, stop),
+                scale,
+                plan.allowed(start, stop),
+                d_out[..., rows, :, :],
+                d_lse[..., rows, :],
             )
             d_query[..., rows, :, :] = gradients[0]
             padding = max(-low, 0)
