@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-TILE = 1 << 22  # distances held at a time
+TILE = 1 << 20  # distances held at a time
+PAIRS = 1 << 19  # coordinates of pairs held at a time
 
 
 def nearest_pairs(row: Tensor, source: Tensor, squared: Tensor, num_rows: int, k: int) -> Tensor:
@@ -111,7 +112,7 @@ def exact_squared_distances(
 ) -> Tensor:
     """Squared distances of pairs, [E], in float64; infinite where a coordinate is not finite."""
     squared = torch.empty(len(row), dtype=torch.float64, device=points.device)
-    step = max(1, TILE // max(points.shape[1], 1))
+    step = max(1, PAIRS // max(points.shape[1], 1))
     for e in range(0, len(row), step):
         pairs = slice(e, e + step)
         gap = points[row[pairs]].double() - candidates[source[pairs]].double()

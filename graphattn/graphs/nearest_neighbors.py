@@ -88,9 +88,13 @@ def knn(
     # after it, so its gradient is exactly 0.
     found = index >= 0
     row, slot = found.nonzero().T
-    gap = x[row].double() - sources[index[row, slot]].double()
+    if torch.is_grad_enabled() and (x.requires_grad or sources.requires_grad):
+        gap = x[row].double() - sources[index[row, slot]].double()
+        distance = gap.square().sum(-1)
+    else:
+        distance = exact_squared_distances(x, sources, row, index[row, slot])
     squared = torch.full(index.shape, torch.inf, dtype=torch.float64, device=x.device)
-    squared = squared.index_put((row, slot), gap.square().sum(-1))
+    squared = squared.index_put((row, slot), distance)
     return index, squared.to(x.dtype)
 
 

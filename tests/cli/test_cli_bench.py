@@ -127,7 +127,7 @@ def test_what_fails_and_what_is_not_installed_is_listed(monkeypatch):
 
 
 def test_what_would_not_fit_is_not_tried(monkeypatch):
-    monkeypatch.setattr(contenders, "MOST_BYTES", 1e4)
+    monkeypatch.setattr(contenders, "free_memory", lambda: 1e4)
     output = run("complete").output
     assert "missing: complete, graphattn: its messages would need about 0 GB" in output
     assert "missing: complete, masked dense: all pairs would need" in output

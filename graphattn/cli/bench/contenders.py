@@ -9,6 +9,7 @@ import importlib.util
 import shutil
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,12 +25,18 @@ class MissingError(Exception):
     """Why a contender cannot run here."""
 
 
-MOST_BYTES = 12e9  # of all tensors of a contender at once, roughly
+def free_memory() -> float:
+    """Bytes that a process may still take; 8 GB where the system does not say."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return 8e9
+    return next((1024.0 * int(s.split()[1]) for s in lines if s.startswith("MemAvailable")), 8e9)
 
 
 def afford(numbers: float, what: str) -> None:
     """Refuse what would not fit: six float32 tensors of so many numbers, backward included."""
-    if 24.0 * numbers > MOST_BYTES:
+    if 24.0 * numbers > 0.8 * free_memory():
         raise MissingError(f"{what} would need about {24e-9 * numbers:,.0f} GB")
 
 
