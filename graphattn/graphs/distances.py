@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-TILE = 1 << 20  # distances held at a time
+TILE = 1 << 21  # distances held at a time
 PAIRS = 1 << 19  # coordinates of pairs held at a time
 
 
