@@ -150,4 +150,5 @@ def test_tokens_that_can_have_no_neighbours_are_no_candidates(monkeypatch):
     x = torch.randn(2000, 8, generator=torch.Generator().manual_seed(0))
     x[500:] = float("nan")
     ga.knn(x, 8)
-    assert sum(compared) < 2 * 8 * 500
+    # Once to choose, once for the distances returned; with the others it would be 3 million.
+    assert sum(compared) < 3 * 8 * 500
