@@ -51,6 +51,7 @@ CONSENSUS = "tests/ops/test_ops_consensus_values.py"
 THEOREMS = "tests/ops/test_ops_consensus_theorems.py"
 TOP_K = "tests/ops/test_ops_top_k.py"
 SDPA = "tests/ops/test_ops_sdpa.py"
+STRUCTURED = "tests/ops/test_ops_structured.py"
 MESSAGES = "tests/nn/test_nn_message_passing.py"
 GUARANTEES = "tests/nn/test_nn_consensus_guarantees.py"
 ROTARY = "tests/nn/test_nn_rotary.py"
@@ -75,8 +76,36 @@ MUTATIONS = [
         "graphattn/ops/attention/reference.py",
         "source, target = graph.edge_index",
         "target, source = graph.edge_index",
-        (f"{SDPA}::test_causal_graph_is_sdpa_with_is_causal",),
+        (f"{SDPA}::test_dot_product_attention_is_sdpa_with_the_graph_as_mask",),
         count=2,
+    ),
+    Mutation(
+        "slices of a band run against the direction of the edges",
+        "graphattn/ops/attention/structured.py",
+        "[self.before + hop * self.dilation for hop in self.hops]",
+        "[self.before - hop * self.dilation for hop in self.hops]",
+        (f"{SDPA}::test_causal_graph_is_sdpa_with_is_causal",),
+    ),
+    Mutation(
+        "padding counts as edges of a band",
+        "graphattn/ops/attention/structured.py",
+        "inside = inside & of_source[",
+        "inside = inside | of_source[",
+        (f"{STRUCTURED}::test_values_and_gradients_are_those_of_the_reference",),
+    ),
+    Mutation(
+        "the gradient of a log-sum is forgotten in a band",
+        "graphattn/ops/attention/structured.py",
+        "(d_weights - mean + d_lse)",
+        "(d_weights - mean)",
+        (f"{STRUCTURED}::test_values_and_gradients_are_those_of_the_reference",),
+    ),
+    Mutation(
+        "nearest neighbours by products trust their rounding",
+        "graphattn/graphs/distances.py",
+        "+ 2 * self.rounding[",
+        "+ 0 * self.rounding[",
+        ("tests/graphs/test_graphs_knn.py::test_products_exchange_no_neighbours",),
     ),
     Mutation(
         "row pointers count the edges of sources",
