@@ -9,6 +9,7 @@ chunk. Same rules as reference.py, which it is tested against.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from copy import copy
 from functools import cached_property
 from typing import Any
 
@@ -95,12 +96,24 @@ class _Plan:
         for start in range(0, self.num_tokens, self.rows):
             yield start, min(start + self.rows, self.num_tokens)
 
-    def sources(self, x: Tensor, start: int, stop: int) -> Tensor:
-        """The slice of sources that targets start .. stop - 1 see; zeros beyond the sequence."""
+    def reach(self, start: int, stop: int) -> tuple[slice, tuple[int, int]]:
+        """The sources that targets start .. stop - 1 see, and how many lie beyond either end."""
         low, high = start - self.before, stop + self.after
-        inside = x[..., max(low, 0) : min(high, self.num_tokens), :, :]
-        missing = max(-low, 0), max(high - self.num_tokens, 0)
-        return functional.pad(inside, (0, 0, 0, 0, *missing)) if any(missing) else inside
+        inside = slice(max(low, 0), min(high, self.num_tokens))
+        return inside, (inside.start - low, high - inside.stop)
+
+    def chunk(
+        self, query: Tensor, key: Tensor, value: Tensor, scale: Tensor, start: int, stop: int
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """What :meth:`attend_rows` takes for targets start .. stop - 1; zeros beyond the ends."""
+        inside, missing = self.reach(start, stop)
+        key, value = (
+            functional.pad(x[..., inside, :, :], (0, 0, 0, 0, *missing))
+            if any(missing)
+            else x[..., inside, :, :]
+            for x in (key, value)
+        )
+        return query[..., start:stop, :, :], key, value, scale, self.allowed(start, stop)
 
     def allowed(self, start: int, stop: int) -> Tensor:
         """Bool [*, n, offsets]: which pairs are edges between valid tokens."""
@@ -127,7 +140,7 @@ class _Plan:
         key, value = repeat_heads(key, heads), repeat_heads(value, heads)
         affinity = self._affinity(query, key, allowed)
         weights, lse, keep = self._softmax(scale[:, None] * affinity, allowed[..., None, :])
-        out = torch.zeros_like(query[..., :1] * value[..., : query.shape[-3], :, :])
+        out = query.new_zeros((*query.shape[:-1], value.shape[-1]))
         for t in range(len(self.hops)):
             value_j = self._seen(value, t, query.shape[-3], keep)
             out = torch.addcmul(out, weights[..., t, None], value_j)
@@ -231,11 +244,7 @@ class _ChunkedAttention(torch.autograd.Function):
         lse = query.new_empty(query.shape[:-1])
         for start, stop in plan.chunks():
             out[..., start:stop, :, :], lse[..., start:stop, :] = plan.attend_rows(
-                query[..., start:stop, :, :],
-                plan.sources(key, start, stop),
-                plan.sources(value, start, stop),
-                scale,
-                plan.allowed(start, stop),
+                *plan.chunk(query, key, value, scale, start, stop)
             )
         return out, lse
 
@@ -252,28 +261,21 @@ class _ChunkedAttention(torch.autograd.Function):
                 )
             )
             return (*(next(found) if n else None for n in ctx.needs_input_grad[:4]), None)
+        plan = copy(plan)  # the forward pass, and another backward, may still be finite
         plan.finite = plan.finite and all(bool(x.isfinite().all()) for x in (d_out, d_lse))
         d_query, d_scale = torch.empty_like(query), torch.zeros_like(scale)
         d_key, d_value = torch.zeros_like(key), torch.zeros_like(value)
-        N = plan.num_tokens
         for start, stop in plan.chunks():
-            rows = slice(start, stop)
-            low, high = start - plan.before, stop + plan.after
-            inside = slice(max(low, 0), min(high, N))
-            gradients = plan.gradient_rows(
-                query[..., rows, :, :],
-                plan.sources(key, start, stop),
-                plan.sources(value, start, stop),
-                scale,
-                plan.allowed(start, stop),
-                d_out[..., rows, :, :],
-                d_lse[..., rows, :],
-            )
-            d_query[..., rows, :, :] = gradients[0]
-            padding = max(-low, 0)
+            inside, (before, _) = plan.reach(start, stop)
             length = inside.stop - inside.start
-            d_key[..., inside, :, :] += gradients[1].narrow(-3, padding, length)
-            d_value[..., inside, :, :] += gradients[2].narrow(-3, padding, length)
+            gradients = plan.gradient_rows(
+                *plan.chunk(query, key, value, scale, start, stop),
+                d_out[..., start:stop, :, :],
+                d_lse[..., start:stop, :],
+            )
+            d_query[..., start:stop, :, :] = gradients[0]
+            d_key[..., inside, :, :] += gradients[1].narrow(-3, before, length)
+            d_value[..., inside, :, :] += gradients[2].narrow(-3, before, length)
             d_scale += gradients[3]
         return d_query, d_key, d_value, d_scale, None
 
@@ -283,13 +285,7 @@ def _attend_plainly(
 ) -> tuple[Tensor, Tensor]:
     """The same chunks in plain autograd."""
     pieces = [
-        plan.attend_rows(
-            query[..., start:stop, :, :],
-            plan.sources(key, start, stop),
-            plan.sources(value, start, stop),
-            scale,
-            plan.allowed(start, stop),
-        )
+        plan.attend_rows(*plan.chunk(query, key, value, scale, start, stop))
         for start, stop in plan.chunks()
     ]
     outs, sums = zip(*pieces, strict=True)
