@@ -87,7 +87,7 @@ def bench(
             help="complete, causal-window, window, krause, consensus, knn. Default: all of them."
         ),
     ] = None,
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    device: Annotated[str, typer.Option(help="cpu, or cuda (not yet run on one).")] = "cpu",
     size: Annotated[
         str, typer.Option(help="small (two minutes), paper (the targets), or long.")
     ] = "small",

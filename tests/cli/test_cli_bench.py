@@ -115,6 +115,24 @@ def test_no_time_for_a_wrong_result(monkeypatch, how):
     assert "index_add" not in rows
 
 
+def test_neighbours_with_right_distances_and_wrong_indices_are_wrong():
+    truth = gate.Truth(inputs_of("knn"), backward=False)
+
+    def shifted(x):
+        distances, indices = contenders.cdist_topk(x)
+        return distances, (indices + 1) % len(x.points)
+
+    assert max(truth.error_of(contenders.cdist_topk)) < 1e-5
+    assert max(truth.error_of(shifted)) > 0.1
+
+
+def test_zero_is_no_right_answer_and_a_true_zero_hides_no_error():
+    truth = gate.Truth(inputs_of("window"), backward=True)
+    nothing = max(truth.error_of(lambda x: 0 * contenders.index_add(x)))
+    assert nothing == pytest.approx(1.0)
+    assert gate.relative_error(torch.tensor([3.0, 4.0]), torch.zeros(2).double()) == 5.0
+
+
 def test_what_fails_and_what_is_not_installed_is_listed(monkeypatch):
     def fails(_):
         raise RuntimeError("out of everything\nand more")
@@ -132,6 +150,7 @@ def test_what_would_not_fit_is_not_tried(monkeypatch):
     assert "missing: complete, graphattn: its messages would need about 0 GB" in output
     assert "missing: complete, masked dense: all pairs would need" in output
     assert "SDPA (dot product)" in output
+    assert "0.00x" not in output  # a ratio to what was not timed is none
 
 
 def test_an_older_record_stands_beside_the_new_numbers(tmp_path):

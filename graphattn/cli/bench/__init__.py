@@ -86,7 +86,7 @@ class Bench:
                         name,
                         size,
                         *timing,
-                        ratio=timing.median / timings[OURS].median if OURS in timings else 0.0,
+                        ratio=timing.median / timings[OURS].median if OURS in timings else None,
                         peak=peaks[name],
                         share_of_bound=bound / timing.median if bound > 0 else None,
                         error=errors[name],
@@ -152,11 +152,16 @@ def cells(row: record.Row) -> list[str]:
         row.contender,
         f"{1000 * row.median:,.4g} ms",
         f"±{row.spread:.0%}",
-        f"{row.ratio:.2f}x",
+        times(row.ratio),
         "" if row.peak is None else f"{row.peak / MEGABYTE:,.0f} MB",
         "" if row.share_of_bound is None else f"{row.share_of_bound:.1%}",
         "" if row.error is None else f"{row.error:.0e}",
     ]
+
+
+def times(ratio: float | None) -> str:
+    """A ratio as it is shown; nothing where graphattn itself was not timed."""
+    return "" if ratio is None else f"{ratio:.2f}x"
 
 
 def run_bench(
@@ -205,8 +210,8 @@ def comparison(older: tuple[dict[str, Any], list[record.Row]], rows: list[record
         if old is not None:
             table.add_row(
                 f"{row.case}, {row.passes}: {row.contender}",
-                f"{old.ratio:.2f}x",
-                f"{row.ratio:.2f}x",
+                times(old.ratio),
+                times(row.ratio),
                 f"{1000 * old.median:,.4g} ms",
                 f"{1000 * row.median:,.4g} ms",
             )

@@ -75,8 +75,11 @@ class Truth:
     def error_of(self, run: Run) -> tuple[float, float]:
         """Relative RMS errors of a contender's output and, worst of all inputs, its gradients."""
         if isinstance(self.inputs, NeighborInputs):
-            distances, _ = run(self.inputs)
-            return relative_error(distances[self.rows].sqrt(), self.out.sqrt()), 0.0
+            distances, indices = run(self.inputs)
+            points = self.inputs.points.double()
+            found = points[self.rows, None] - points[indices[self.rows]]
+            returned = relative_error(distances[self.rows].sqrt(), self.out.sqrt())
+            return max(returned, relative_error(found.norm(dim=-1), self.out.sqrt())), 0.0
         learned = self.inputs.learned()
         out = run(self.inputs)[..., self.rows, :, :]
         gradients = []
@@ -90,6 +93,6 @@ class Truth:
 
 
 def relative_error(value: Tensor, truth: Tensor) -> float:
-    """||value - truth|| / ||truth||."""
+    """||value - truth|| / ||truth||; where the truth is 0, the norm of the value."""
     scale = truth.norm()
-    return float((value.detach().double() - truth).norm() / scale) if scale > 0 else 0.0
+    return float((value.detach().double() - truth).norm() / (scale if scale > 0 else 1))

@@ -26,7 +26,7 @@ class Row:
     median: float
     spread: float
     rounds: int
-    ratio: float  # its time over graphattn's, in the same run
+    ratio: float | None  # its time over graphattn's in the same run, if that has one
     peak: float | None
     share_of_bound: float | None
     error: float | None
