@@ -32,7 +32,7 @@ EVALUATIONS, PATIENCE = 12, 4
 
 @dataclass(frozen=True)
 class Pieces:
-    """The sequences cut into pieces of equal length, the last of each padded."""
+    """The sequences cut into pieces of about equal length, padded to the longest."""
 
     tokens: Tensor  # [P, L]
     valid: Tensor  # [P, L]
