@@ -106,8 +106,7 @@ def rbf_attention(
             the first source to the last (``graph.structure.num_offsets`` rows).
         valid: bool [*, N] or [N], or a pair for (targets, sources); an edge that touches an
             invalid token is no edge, and what invalid tokens hold is never read.
-        backend: "auto", "reference" or "structured" (windows of up to 64 tokens along a sequence;
-            :func:`~graphattn.backends` says what it cannot run).
+        backend: "auto", "reference" or "structured" (:func:`~graphattn.backends`).
         return_lse: also return the logarithm of the sum above (after top-k, without eps),
             [*, N, H], -inf for a target without edges; float32 for half-precision inputs.
 
@@ -259,7 +258,7 @@ def attention_weights(
             score=score,
             scale=strength,
             eps=eps,
-            edge_bias=_edge_bias(edge_bias, graph, heads, dtype, query.device),
+            edge_bias=_per_edge(_check_bias(edge_bias, graph, heads, dtype, query.device), graph),
             top_k=None if top_k is None else as_int("top_k", top_k, 1),
             valid=pair,
         )
@@ -282,7 +281,7 @@ def _attend(
     check_backend(backend)
     per_edge = edge_bias is not None
     graph = check_graph(graph, query, query.shape[-3], key.shape[-3], per_edge=per_edge)
-    chosen = choose_backend(backend, support(graph, edge_bias=per_edge))
+    chosen = choose_backend(backend, support(graph))
     dtype = compute_dtype(query.dtype)
     options: dict[str, Any] = {
         "score": score,
@@ -294,19 +293,17 @@ def _attend(
     }
     with full_precision(query.device):
         tensors = query.to(dtype), key.to(dtype), value.to(dtype)
+        bias = _check_bias(edge_bias, graph, query.shape[-2], dtype, query.device)
         if chosen == "structured":
-            return structured.attend(*tensors, graph, **options)
-        bias = _edge_bias(edge_bias, graph, query.shape[-2], dtype, query.device)
-        return reference.attend(*tensors, graph, edge_bias=bias, **options)
+            if bias is not None and bias.shape[0] != graph.num_edges:
+                return structured.attend(*tensors, graph, offset_bias=bias, **options)
+            return structured.attend(*tensors, graph, edge_bias=bias, **options)
+        return reference.attend(*tensors, graph, edge_bias=_per_edge(bias, graph), **options)
 
 
-def support(graph: TokenGraph, *, edge_bias: bool = False) -> dict[str, str | None]:
+def support(graph: TokenGraph) -> dict[str, str | None]:
     """Backend -> None where it can run attention on this graph, otherwise the reason."""
-    return {
-        "reference": None,
-        "structured": structured.why_not(graph, edge_bias=edge_bias),
-        "triton": NOT_YET,
-    }
+    return {"reference": None, "structured": None, "triton": NOT_YET}
 
 
 def _check_qkv(query: Any, key: Any, value: Any) -> int:
@@ -360,10 +357,10 @@ def _dot_scale(scale: float | Tensor | None, heads: int, query: Tensor) -> Tenso
     return _per_head("scale", scale, heads, query)
 
 
-def _edge_bias(
+def _check_bias(
     edge_bias: Any, graph: TokenGraph, heads: int, dtype: torch.dtype, device: torch.device
 ) -> Tensor | None:
-    """One bias per edge and head, [E, H], from itself or from a table of offsets."""
+    """The bias in the compute dtype: one per edge, [E, H], or a table of offsets."""
     if edge_bias is None:
         return None
     rows = None if graph.structure is None else graph.structure.num_offsets
@@ -384,9 +381,14 @@ def _edge_bias(
             "window of at most num_tokens; for one value per edge, use "
             "from_edge_index(graph.edge_index, ...)"
         )
-    if per_edge:
-        return edge_bias
-    if per_offset:
-        source, target = graph.edge_index
-        return edge_bias[graph.structure.offset_index(target, source)]  # type: ignore[union-attr]
-    raise ValueError(f"edge_bias must have shape {allowed}, got {list(edge_bias.shape)}")
+    if not per_edge and not per_offset:
+        raise ValueError(f"edge_bias must have shape {allowed}, got {list(edge_bias.shape)}")
+    return edge_bias
+
+
+def _per_edge(bias: Tensor | None, graph: TokenGraph) -> Tensor | None:
+    """One bias per edge and head, [E, H], from itself or from a table of offsets."""
+    if bias is None or bias.shape[0] == graph.num_edges:
+        return bias
+    source, target = graph.edge_index
+    return bias[graph.structure.offset_index(target, source)]  # type: ignore[union-attr]

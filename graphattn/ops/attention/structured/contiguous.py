@@ -1,0 +1,153 @@
+"""Attention over tiles: slices of neighbouring tokens, products, and no edge ever listed.
+
+Fused attention where it can be had. The logits of a few tiles at a time otherwise: for top-k, for
+tables of offsets, on other devices, and for the rows that see a NaN or an infinity.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from graphattn.ops.attention.structured.group import Group
+from graphattn.ops.attention.structured.recompute import Gradients, Inputs, all_finite, zeros_like
+from graphattn.ops.attention.structured.tiles import Tiles
+from graphattn.ops.inputs import ValidPair
+
+OPERANDS = 1 << 19  # numbers of a group's keys where no logits are stored: two megabytes
+LOGITS = 1 << 18  # numbers of a group's logits where they are: one
+ROWS = 128  # targets of a tile whose logits are stored
+
+
+@dataclass
+class TilePlan:
+    """Attention over one graph's tiles; see :class:`~.recompute.Plan`. `bias`: table of offsets."""
+
+    tiles: list[Tiles]
+    score: str
+    top_k: int | None
+    valid: ValidPair  # [B, N] and [B, M], or None
+
+    def forward(self, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
+        """Output, log-sums, and the log-sums of the operands, which the backward needs."""
+        query, key, value, _, _ = inputs
+        out = query.new_zeros((*query.shape[:-1], value.shape[-1]))
+        lse = query.new_full(query.shape[:-1], -torch.inf)
+        raw = torch.empty_like(lse)
+        for group, rows, fused in self._passes(inputs, all_finite(query, key, value)):
+            group.put((out, lse, raw), group.fused() if fused else group.explicit(), rows)
+        return out, lse, raw
+
+    def backward(
+        self, inputs: Inputs, out: Tensor, raw: Tensor, d_out: Tensor, d_lse: Tensor | None
+    ) -> Gradients:
+        """Gradients of the five inputs; every tile is computed again."""
+        sums = zeros_like(inputs)
+        upstream = d_out.flatten(2), d_lse
+        finite = all_finite(*inputs[:3], d_out, d_lse)
+        for group, rows, fused in self._passes(inputs, finite, upstream):
+            if fused:
+                gradients = group.fused_gradients(out, raw, d_out, d_lse, rows)
+            else:
+                gradients = group.explicit_gradients(d_out, d_lse, rows)
+            group.add(sums, gradients)
+        return sums
+
+    def plainly(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
+        """Output and log-sums in plain autograd."""
+        outs, sums, places = [], [], []
+        everyone = torch.arange(inputs[0].shape[1], device=inputs[0].device)
+        for group in self._explicit_groups(inputs, all_finite(*inputs[:3])):
+            out, lse, _ = group.explicit()
+            outs.append(group.tokens(out))
+            sums.append(group.tokens(lse[..., None])[..., 0])
+            places.append(group.place(everyone[None])[0])
+        back = torch.cat(places).argsort()
+        return torch.cat(outs, dim=1)[:, back], torch.cat(sums, dim=1)[:, back]
+
+    # Which way, and in which pieces.
+
+    def _passes(
+        self, inputs: Inputs, finite: bool, upstream: tuple[Tensor | None, ...] = ()
+    ) -> Iterator[tuple[Group, Tensor | None, bool]]:
+        """Groups, which of their rows to take from them (None: all), and whether fused.
+
+        Every row is taken once. Those that see NaN or infinity, or get it from `upstream`
+        [B, N, ...], go the explicit way, so the others can be fused with zeros in their place.
+        """
+        if not self._fusable(inputs):
+            for group in self._explicit_groups(inputs, finite):
+                rows = group.careful_rows()
+                yield group, None if rows is None else ~rows, False
+                if rows is not None:
+                    yield group.carefully(), rows, False
+            return
+        special = None if finite else self._special_rows(inputs, upstream)
+        for group in self._fused_groups(inputs, finite):
+            ordinary = None if special is None else ~group.rows_of(special)
+            careful = group.careful_rows()
+            if careful is None:
+                yield group, ordinary, True
+                continue
+            if ordinary is not None:
+                careful = careful & ordinary
+            others = ~careful if ordinary is None else ~careful & ordinary
+            if bool(others.any()):
+                yield group, others, True
+            if group.query.dtype != torch.float64:
+                yield group.carefully(), careful, True
+                continue
+            marked = torch.zeros(inputs[0].shape[:2], dtype=torch.bool, device=careful.device)
+            group.place(marked).copy_(group.tokens(careful[..., None])[..., 0, 0])
+            for small in self._explicit(group.tiles, group.inputs, True):
+                yield small.carefully(), small.rows_of(marked), False
+        if special is not None:
+            for group in self._explicit_groups(inputs, False):
+                rows = group.rows_of(special)
+                if bool(rows.any()):
+                    yield group.carefully(), rows, False
+
+    def _fusable(self, inputs: Inputs) -> bool:
+        query, _, value, _, table = inputs
+        plain = self.top_k is None and table is None
+        return plain and query.device.type == "cpu" and 0 not in (*query.shape, *value.shape)
+
+    def _fused_groups(self, inputs: Inputs, finite: bool) -> Iterator[Group]:
+        """Groups of what is finite, zeros in place of the rest."""
+        query, key, value, scale, table = inputs
+        if not finite:
+            query, key, value = (x.nan_to_num(0.0, 0.0, 0.0) for x in (query, key, value))
+        B, _, H, D = query.shape
+        for tiles in self.tiles:
+            if tiles.columns:
+                for few in tiles.groups(OPERANDS // (B * H * D * tiles.columns)):
+                    yield Group(self, few, (query, key, value, scale, table), True)
+
+    def _explicit_groups(self, inputs: Inputs, finite: bool) -> Iterator[Group]:
+        for tiles in self.tiles:
+            yield from self._explicit(tiles, inputs, finite)
+
+    def _explicit(self, tiles: Tiles, inputs: Inputs, finite: bool) -> Iterator[Group]:
+        """Groups that together are `tiles`, small enough to store their logits."""
+        B, _, H, _ = inputs[0].shape
+        row = max(B * H * tiles.columns, 1)
+        if tiles.rows <= ROWS and row * tiles.rows <= LOGITS:
+            smaller = tiles.groups(LOGITS // max(row * tiles.rows, 1))
+        else:
+            smaller = tiles.pieces(min(max(LOGITS // row, 1), ROWS))
+        for few in smaller:
+            yield Group(self, few, inputs, finite)
+
+    def _special_rows(self, inputs: Inputs, upstream: tuple[Tensor | None, ...]) -> Tensor:
+        """Bool [B, N]: rows that see something that is not finite, or get it from upstream."""
+        special = torch.zeros(inputs[0].shape[:2], dtype=torch.bool, device=inputs[0].device)
+        for x in upstream:
+            if x is not None:
+                special |= ~x.isfinite().all(-1)
+        for group in self._explicit_groups(inputs, False):
+            rows = group.tokens(group.rows_that_see_bad()[..., None])[..., 0, 0]
+            group.place(special).logical_or_(rows)
+        return special

@@ -1,0 +1,359 @@
+"""A few equal tiles at a time: their tensors cut out of the whole, and put back."""
+
+from __future__ import annotations
+
+from copy import copy
+from dataclasses import replace
+from functools import cached_property
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from graphattn.graphs.structure import Band
+from graphattn.ops.attention.structured import explicit, fused
+from graphattn.ops.attention.structured.operands import Operands, dot_operands, rbf_operands
+from graphattn.ops.attention.structured.recompute import Gradients, Inputs
+from graphattn.ops.attention.structured.tiles import Tiles
+from graphattn.ops.inputs import ValidPair
+
+# How large products may be, in units of logits, before rounding them costs more than 1e-5 (float32)
+# or 1e-12 (float64) of a weight.
+SPREAD = {torch.float32: 64.0, torch.float64: 4096.0}
+
+
+class Options(Protocol):
+    """What a plan says about all its groups."""
+
+    score: str
+    top_k: int | None
+    valid: ValidPair
+
+
+class Group:
+    """Queries [G, H, n, D], keys and values [G, H, m, D] of G = batch x tiles tiles.
+
+    Invalid targets and rows without an edge are "dead": output 0, log-sum -inf, no gradient.
+    """
+
+    def __init__(self, options: Options, tiles: Tiles, inputs: Inputs, finite: bool) -> None:
+        self.inputs = inputs
+        query, key, value, self.scale, self.table = inputs
+        self.options, self.tiles, self.finite = options, tiles, finite
+        self.careful = self.differences = False
+        self.kv_heads, self.repeats = key.shape[2], query.shape[2] // key.shape[2]
+        self.query = self._rows(query)
+        self.key, self.value = (
+            self._columns(x).repeat_interleave(self.repeats, dim=1)
+            if self.repeats > 1
+            else self._columns(x)
+            for x in (key, value)
+        )
+
+    # Which pairs are edges.
+
+    @cached_property
+    def edges(self) -> Tensor | None:
+        """Bool [n, m], the same in every tile; None: all."""
+        return self.tiles.allowed(self.query.device)
+
+    @cached_property
+    def valid_columns(self) -> Tensor | None:
+        """Bool [G, 1, 1, m]; None: all."""
+        of_source = self.options.valid[1]
+        if of_source is None:
+            return None
+        return self._columns(of_source[..., None, None]).transpose(-1, -2)
+
+    @cached_property
+    def allowed(self) -> Tensor | None:
+        """Bool, broadcastable to [G, H, n, m]: edges between valid tokens; None: all."""
+        if self.edges is None or self.valid_columns is None:
+            return self.valid_columns if self.edges is None else self.edges
+        return self.edges & self.valid_columns
+
+    @cached_property
+    def dead(self) -> Tensor | None:
+        """Bool, broadcastable to [G, H, n]; None: no row."""
+        empty: Tensor | None
+        if self.tiles.columns == 0:
+            return torch.ones_like(self.query[..., 0], dtype=torch.bool)
+        if self.tiles.is_whole_causal:
+            columns = self.valid_columns
+            empty = None if columns is None else columns[:, :, 0].cumsum(-1) == 0
+        else:
+            empty = None if self.allowed is None else ~self.allowed.any(-1)
+        of_target = self.options.valid[0]
+        if of_target is None:
+            return empty if empty is not None and bool(empty.any()) else None
+        invalid = ~self._rows(of_target[..., None, None])[..., 0]
+        return invalid if empty is None else invalid | empty
+
+    def rows_that_see_bad(self) -> Tensor:
+        """Bool [G, 1, n]: rows with a NaN or an infinity of their own, or in a source."""
+        bad = ~(self.key.isfinite().all(-1) & self.value.isfinite().all(-1)).all(1, keepdim=True)
+        seen = bad[..., None, :].expand(-1, -1, self.tiles.rows, -1)
+        if self.allowed is not None:
+            seen = seen & self.allowed
+        own = ~self.query.isfinite().all(-1).all(1, keepdim=True)
+        return seen.any(-1) | own
+
+    def rows_of(self, marked: Tensor) -> Tensor:
+        """Bool [G, 1, n], this group's part of bool [B, N]."""
+        return self._rows(marked[..., None, None])[..., 0]
+
+    # What happens inside.
+
+    @cached_property
+    def operands(self) -> Operands:
+        """Of this group's queries and keys."""
+        return self._operands(self.query, self.key)
+
+    def _operands(self, query: Tensor, key: Tensor) -> Operands:
+        if self.options.score == "dot":
+            return dot_operands(query, key, self.scale)
+        return replace(
+            rbf_operands(query, key, self.scale, self.center), differences=self.differences
+        )
+
+    def careful_rows(self) -> Tensor | None:
+        """Bool [G, 1, n]: rows of which products would lose digits; None: no row.
+
+        Those with a query and a source so far from the centre, in units of sigma, that rounding
+        their product changes weights. What a row does not see does not count.
+        """
+        if self.options.score == "dot" or 0 in (*self.query.shape, *self.key.shape):
+            return None
+        limit = SPREAD[self.query.dtype]
+        of_query, of_key = (x.amax(1, keepdim=True) for x in self.operands.sizes)
+        if bool(2 * (of_query.amax(-1) * of_key.amax(-1)).sqrt().max() <= limit):
+            return None
+        if self.tiles.is_whole_causal:
+            usable = self.valid_columns
+            seen = of_key if usable is None else of_key.masked_fill(~usable[:, :, 0], 0)
+            largest = seen.cummax(-1).values
+        else:
+            pairs = of_key[..., None, :].expand(-1, -1, self.tiles.rows, -1)
+            if self.allowed is not None:
+                pairs = pairs.masked_fill(~self.allowed, 0)
+            largest = pairs.amax(-1)
+        rows = ~(2 * (of_query * largest).sqrt() <= limit)
+        rows = rows if self.dead is None else rows & ~self.dead
+        return rows if bool(rows.any()) else None
+
+    def carefully(self) -> Group:
+        """The same group in float64; if it is already, with logits from differences."""
+        group = copy(self)
+        group.careful = True
+        group.__dict__.pop("operands", None)
+        if self.query.dtype == torch.float64:
+            group.differences = True
+            return group
+        for name in ("query", "key", "value", "scale", "center"):
+            group.__dict__[name] = getattr(self, name).double()
+        group.table = None if self.table is None else self.table.double()
+        return group
+
+    @cached_property
+    def center(self) -> Tensor:
+        """What RBF operands are measured from, [G, H, 1, D]; it lies in no row's future.
+
+        Where every row sees every source their mean, otherwise one source that every row sees.
+        With top-k always a source: around it whole numbers stay whole, and what ties must tie. It
+        lies in no row's future. Invalid tokens and what is not finite are passed over.
+        """
+        if self.tiles.columns == 0:
+            return self.key.new_zeros(())
+        usable = self.valid_columns
+        if not self.finite:
+            finite = self.key.isfinite().all(-1).all(1)[:, None, None]
+            usable = finite if usable is None else usable & finite
+        if isinstance(self.tiles.structure, Band) or self.options.top_k is not None:
+            anchor = self.tiles.anchor
+            if usable is None:
+                return self.key[..., anchor : anchor + 1, :].detach()
+            place = anchor + usable[..., anchor:].int().argmax(-1, keepdim=True)
+            found = self.key.take_along_dim(place, dim=-2)
+            return found.masked_fill(~usable.take_along_dim(place, dim=-1), 0).detach()
+        if usable is None:
+            return self.key.detach().mean(-2, keepdim=True)
+        weight = usable.transpose(-1, -2)
+        total = self.key.detach().masked_fill(~weight, 0).sum(-2, keepdim=True)
+        return total / weight.sum(-2, keepdim=True).clamp(min=1)
+
+    def fused(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Output [G, H, n, Dv], true log-sums [G, H, n], log-sums of the operands."""
+        return self._results(*fused.forward(self.operands, self.value, *self._fused_mask()))
+
+    def explicit(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The same, with the logits stored."""
+        options = self.allowed, self._bias(), self.options.top_k, self.finite
+        return self._results(*explicit.forward(self.operands, self.value, *options))
+
+    def _results(self, out: Tensor, raw: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        lse = self.operands.true_lse(raw)
+        if self.dead is None:
+            return out, lse, raw
+        out = out.masked_fill(self.dead[..., None], 0)
+        return out, lse.masked_fill(self.dead, -torch.inf), raw
+
+    def _fused_mask(self) -> tuple[Tensor | None, bool]:
+        """Which pairs are allowed, [G or 1, 1, n or 1, m], and whether causally at that."""
+        if self.tiles.is_whole_causal:
+            return self.valid_columns, True
+        return self.allowed, False
+
+    def _bias(self) -> Tensor | None:
+        """The table's entry of every pair, [H, n, m]."""
+        if self.table is None:
+            return None
+        return self.table[self.tiles.offsets(self.query.device)].permute(2, 0, 1)
+
+    def fused_gradients(
+        self,
+        out: Tensor,
+        raw: Tensor,
+        d_out: Tensor,
+        d_lse: Tensor | None,
+        rows: Tensor | None = None,
+    ) -> Gradients:
+        """Gradients of this group's query, key, value, of the scale and (none) of the table.
+
+        What comes in is that of all tokens, [B, N, ...]; only the marked `rows` [G, 1, n] count.
+        """
+        quiet = self._quiet(rows)
+        d_out, d_lse = self._upstream(d_out, d_lse, quiet)
+        if self.careful:  # the saved output is rounded, and its error would meet distant keys
+            out, raw = fused.forward(self.operands, self.value, *self._fused_mask())
+        else:
+            out, raw = self._rows(out), self._rows(raw[..., None])[..., 0]
+        if quiet is not None:  # exp(logit - inf) = 0
+            out, raw = out.masked_fill(quiet[..., None], 0), raw.masked_fill(quiet, torch.inf)
+        d_query, d_key, d_value, row_sums = fused.backward(
+            self.operands, self.value, *self._fused_mask(), out, raw, d_out, d_lse
+        )
+        d_query, d_key, d_scale = self.operands.gradients(d_query, d_key, row_sums)
+        return d_query, d_key, d_value, d_scale, None
+
+    def explicit_gradients(
+        self, d_out: Tensor, d_lse: Tensor | None, rows: Tensor | None = None
+    ) -> Gradients:
+        """The same with the logits stored."""
+        quiet, allowed = self._quiet(rows), self.allowed
+        query, key, value = self.query, self.key, self.value
+        if quiet is not None:
+            allowed = ~quiet[..., None] if allowed is None else allowed & ~quiet[..., None]
+            query = query.masked_fill(quiet[..., None], 0)
+        if not self.finite and allowed is not None:  # what no row sees is not read: 0 * NaN is NaN
+            unseen = ~allowed.any(-2)[..., None]
+            key, value = key.masked_fill(unseen, 0), value.masked_fill(unseen, 0)
+        d_out, d_lse = self._upstream(d_out, d_lse, quiet)
+        operands = self._operands(query, key)
+        d_query, d_key, d_value, d_logits = explicit.backward(
+            operands, value, allowed, self._bias(), self.options.top_k, self.finite, d_out, d_lse
+        )
+        d_table = None
+        if self.table is not None:
+            places = self.tiles.offsets(self.query.device).flatten()
+            per_pair = d_logits.sum(0).flatten(1).T.to(self.table.dtype)
+            d_table = torch.zeros_like(self.table).index_add_(0, places, per_pair)
+        d_query, d_key, d_scale = operands.gradients(d_query, d_key, d_logits.sum(-1))
+        return d_query, d_key, d_value, d_scale, d_table
+
+    def _quiet(self, rows: Tensor | None) -> Tensor | None:
+        """Bool, broadcastable to [G, H, n]: rows that take no part in a backward; None: no row."""
+        if rows is None:
+            return self.dead
+        return ~rows if self.dead is None else ~rows | self.dead
+
+    def _upstream(
+        self, d_out: Tensor, d_lse: Tensor | None, quiet: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """This group's part of the gradients that come in; nothing for quiet rows."""
+        d_out = self._rows(d_out).to(self.query)
+        d_lse = None if d_lse is None else self._rows(d_lse[..., None])[..., 0].to(self.query)
+        if quiet is not None:
+            d_out = d_out.masked_fill(quiet[..., None], 0)
+            d_lse = None if d_lse is None else d_lse.masked_fill(quiet, 0)
+        return d_out, d_lse
+
+    # Cutting out and putting back.
+
+    def _rows(self, x: Tensor) -> Tensor:
+        """The targets' part of x [B, N, H, D]."""
+        t = self.tiles
+        return _cut(x, t.target, t.rows, t.step[0], t.count, t.stride)
+
+    def _columns(self, x: Tensor) -> Tensor:
+        """The sources' part of x [B, M, H, D]."""
+        t = self.tiles
+        return _cut(x, t.source, t.columns, t.step[1], t.count, t.stride)
+
+    def put(
+        self,
+        whole: tuple[Tensor, Tensor, Tensor],
+        part: tuple[Tensor, Tensor, Tensor],
+        rows: Tensor | None = None,
+    ) -> None:
+        """Writes output and log-sums where they belong; only the marked `rows` [G, 1, n]."""
+        for into, new in zip(whole, part, strict=True):
+            place = self.place(into)
+            new = self.tokens(new if new.dim() == 4 else new[..., None]).reshape(place.shape)
+            if rows is not None:
+                marked = self.tokens(rows[..., None])
+                marked = marked if place.dim() == 4 else marked[..., 0]
+                new = torch.where(marked, new, place)
+            place.copy_(new)
+
+    def place(self, x: Tensor) -> Tensor:
+        """Where this group's targets stand in x [B, N, ...]."""
+        return _run(x, self.tiles.target, self.tiles.count * self.tiles.rows, self.tiles.stride)
+
+    def tokens(self, x: Tensor) -> Tensor:
+        """[G, H, n, D] -> [B, tiles * n, H, D]."""
+        return (
+            x.unflatten(0, (len(self.inputs[0]), self.tiles.count))
+            .permute(0, 1, 3, 2, 4)
+            .flatten(1, 2)
+        )
+
+    def add(self, sums: Gradients, part: Gradients) -> None:
+        """Adds this group's gradients to those of the inputs."""
+        t = self.tiles
+        d_query, d_key, d_value, d_scale, d_table = part
+        into_query, into_key, into_value, into_scale, into_table = sums
+        _paste(into_query, d_query, t.target, t.rows, t.step[0], t.count, t.stride)
+        for into, new in ((into_key, d_key), (into_value, d_value)):
+            if self.repeats > 1:
+                new = new.unflatten(1, (self.kv_heads, -1)).sum(2)
+            _paste(into, new, t.source, t.columns, t.step[1], t.count, t.stride)
+        into_scale += d_scale
+        if into_table is not None and d_table is not None:
+            into_table += d_table
+
+
+def _run(x: Tensor, start: int, length: int, stride: int) -> Tensor:
+    """`length` tokens of x [B, N, H, D], `stride` apart."""
+    return x[:, start : start + (length - 1) * stride + 1 : stride] if length else x[:, :0]
+
+
+def _cut(x: Tensor, start: int, length: int, step: int, count: int, stride: int) -> Tensor:
+    """`count` pieces of x [B, N, H, D], `step` apart, as [B * count, H, length, D]."""
+    if count == 1:
+        return _run(x, start, length, stride).transpose(1, 2)
+    run = _run(x, start, (count - 1) * step + length, stride)
+    return run.unfold(1, length, step).transpose(-1, -2).flatten(0, 1)
+
+
+def _paste(
+    into: Tensor, x: Tensor, start: int, length: int, step: int, count: int, stride: int
+) -> None:
+    """Adds x [B * count, H, length, D] where :func:`_cut` would take it from."""
+    if count == 1:
+        _run(into, start, length, stride).add_(x.transpose(1, 2))
+        return
+    x = x.unflatten(0, (len(into), count)).transpose(-1, -2)  # [B, count, H, D, length]
+    for first in range(0, length, step):  # what neighbouring tiles share is added one by one
+        width = min(step, length - first)
+        run = _run(into, start + first * stride, (count - 1) * step + width, stride)
+        run.unfold(1, width, step).add_(x[..., first : first + width])

@@ -1,0 +1,107 @@
+"""One autograd function for every plan: inputs and results are saved, the rest computed again."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]
+Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]
+
+
+class Plan(Protocol):
+    """How to attend over one graph with one set of options.
+
+    Inputs are query [B, N, H, D], key [B, M, Hk, D], value [B, M, Hk, Dv], scale [H] and a bias of
+    the plan's own kind. Nothing the size of the edges is kept.
+    """
+
+    def forward(self, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
+        """Output [B, N, H, Dv], log-sums [B, N, H], and log-sums for the backward to see again."""
+        ...
+
+    def backward(
+        self, inputs: Inputs, out: Tensor, saved: Tensor, d_out: Tensor, d_lse: Tensor | None
+    ) -> Gradients:
+        """Gradients of the inputs."""
+        ...
+
+    def plainly(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
+        """Output and log-sums in operations that can be differentiated any number of times."""
+        ...
+
+
+class Recomputed(torch.autograd.Function):
+    """Memory beside inputs and outputs is that of one chunk, forward and backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        plan: Plan,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: Tensor,
+        bias: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        out, lse, saved = plan.forward((query, key, value, scale, bias))
+        ctx.plan = plan
+        ctx.save_for_backward(query, key, value, scale, bias, out, saved)
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+        *inputs, out, lse = ctx.saved_tensors
+        if torch.is_grad_enabled():  # create_graph=True: somebody differentiates this again
+            return None, *_plain_gradients(ctx, tuple(inputs), (d_out, d_lse))
+        if d_out is None:
+            d_out = torch.zeros_like(out)
+        return None, *ctx.plan.backward(tuple(inputs), out, lse, d_out, d_lse)
+
+
+def _plain_gradients(
+    ctx: Any, inputs: Inputs, upstream: tuple[Tensor | None, Tensor | None]
+) -> tuple[Tensor | None, ...]:
+    results = ctx.plan.plainly(inputs)
+    pairs = [(r, d) for r, d in zip(results, upstream, strict=True) if d is not None]
+    needed = ctx.needs_input_grad[1:]
+    wanted = [x for x, n in zip(inputs, needed, strict=True) if n and x is not None]
+    found = iter(
+        torch.autograd.grad(
+            [r for r, _ in pairs],
+            wanted,
+            [d for _, d in pairs],
+            create_graph=True,
+            allow_unused=True,
+        )
+    )
+    return tuple(next(found) if n else None for n in needed)
+
+
+def zeros_like(inputs: Inputs) -> Gradients:
+    """Where the gradients of the inputs are summed up."""
+    query, key, value, scale, bias = inputs
+    return (
+        torch.zeros_like(query),
+        torch.zeros_like(key),
+        torch.zeros_like(value),
+        torch.zeros_like(scale),
+        None if bias is None else torch.zeros_like(bias),
+    )
+
+
+def all_finite(*tensors: Tensor | None) -> bool:
+    """Whether nothing is NaN or infinite; elsewhere than on a CPU nobody waits to know: False."""
+    for x in tensors:
+        if x is None:
+            continue
+        if x.device.type != "cpu":
+            return False
+        x = x.detach()
+        # A sum is one pass without a mask; it can overflow, so only a finite one proves anything.
+        if not bool(x.sum().isfinite()) and not bool(x.isfinite().all()):
+            return False
+    return True

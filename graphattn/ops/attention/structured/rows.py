@@ -1,0 +1,199 @@
+"""Attention over any edge list: the sources of a few targets at a time are gathered.
+
+Targets of like degree stand together, so little is padded and a hub is a chunk of its own. Memory
+beside inputs and outputs is that of a chunk, or of one row where a single row is larger.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from graphattn.ops.attention.structured import explicit
+from graphattn.ops.attention.structured.recompute import Gradients, Inputs, all_finite, zeros_like
+from graphattn.ops.inputs import ValidPair, repeat_heads
+
+CHUNK = 1 << 18  # numbers of a chunk's gathered keys: a megabyte of float32
+
+
+class Chunk(NamedTuple):
+    """Some targets [n] and their edges [n, w]; where `present` is False, any edge as padding."""
+
+    targets: Tensor
+    edges: Tensor
+    present: Tensor
+
+
+@dataclass
+class RowPlan:
+    """Attention over the edges of every target; see :class:`~.recompute.Plan`. `bias`: [E, H]."""
+
+    rowptr: Tensor  # [N + 1]
+    source: Tensor  # [E]
+    score: str
+    top_k: int | None
+    valid: ValidPair  # [B, N] and [B, M], or None
+
+    @cached_property
+    def degree(self) -> Tensor:
+        """Sources of every target, [N]."""
+        return self.rowptr.diff()
+
+    @cached_property
+    def order(self) -> Tensor:
+        """Targets with the most sources first."""
+        return self.degree.argsort(descending=True, stable=True)
+
+    def forward(self, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
+        """Output, log-sums, and the log-sums again."""
+        query, _, value, _, _ = inputs
+        out = query.new_zeros((*query.shape[:-1], value.shape[-1]))
+        lse = query.new_full(query.shape[:-1], -torch.inf)
+        finite = all_finite(*inputs[:3])
+        for chunk in self._chunks(inputs):
+            rows = _Rows(self, chunk, inputs, finite)
+            out[:, chunk.targets], lse[:, chunk.targets] = rows.attend()
+        return out, lse, lse
+
+    def backward(
+        self, inputs: Inputs, out: Tensor, saved: Tensor, d_out: Tensor, d_lse: Tensor | None
+    ) -> Gradients:
+        """Gradients of the five inputs; every chunk is computed again."""
+        sums = zeros_like(inputs)
+        finite = all_finite(*inputs[:3], d_out, d_lse)
+        for chunk in self._chunks(inputs):
+            rows = _Rows(self, chunk, inputs, finite)
+            part = None if d_lse is None else d_lse[:, chunk.targets]
+            rows.add_gradients(sums, d_out[:, chunk.targets], part)
+        return sums
+
+    def plainly(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
+        """Output and log-sums in plain autograd."""
+        finite = all_finite(*inputs[:3])
+        pieces = [_Rows(self, c, inputs, finite).attend() for c in self._chunks(inputs, empty=True)]
+        back = self.order.argsort()
+        outs, sums = (torch.cat(x, dim=1).index_select(1, back) for x in zip(*pieces, strict=True))
+        return outs, sums
+
+    def _chunks(self, inputs: Inputs, *, empty: bool = False) -> Iterator[Chunk]:
+        """Chunks of targets; those without edges only if wanted."""
+        query = inputs[0]
+        width = max(query.shape[0] * query.shape[2] * query.shape[3], 1)
+        ordered = self.degree[self.order].tolist()
+        start = 0
+        while start < len(ordered) and (ordered[start] or empty):
+            longest = ordered[start]
+            stop = min(start + max(CHUNK // (width * max(longest, 1)), 1), len(ordered))
+            targets = self.order[start:stop]
+            slot = torch.arange(longest, device=targets.device)
+            present = slot < self.degree[targets, None]
+            edges = torch.where(present, self.rowptr[targets, None] + slot, 0)
+            yield Chunk(targets, edges, present)
+            start = stop
+
+
+class _Rows:
+    """The tensors of a chunk: query [B, n, H, D], key and value [B, n, w, H, D]."""
+
+    def __init__(self, plan: RowPlan, chunk: Chunk, inputs: Inputs, finite: bool) -> None:
+        query, key, value, self.scale, bias = inputs
+        self.plan, self.chunk, self.finite = plan, chunk, finite
+        self.source = plan.source[chunk.edges]  # [n, w]
+        self.query = query.index_select(1, chunk.targets)
+        self.heads, self.kv_heads = query.shape[2], key.shape[2]
+        self.key, self.value = (self._gathered(x) for x in (key, value))
+        self.bias = None if bias is None else bias[chunk.edges].transpose(-1, -2)  # [n, H, w]
+        of_target, of_source = plan.valid
+        self.allowed = chunk.present[:, None]  # bool, broadcastable to [B, n, H, w]
+        if of_target is not None:
+            self.allowed = self.allowed & of_target[:, chunk.targets, None, None]
+        if of_source is not None:
+            self.allowed = self.allowed & of_source[:, self.source][:, :, None]
+        if not finite:  # what no edge shows is not read
+            hidden = ~self.allowed.transpose(-1, -2)[..., None]
+            self.key, self.value = (x.masked_fill(hidden, 0) for x in (self.key, self.value))
+
+    def _gathered(self, x: Tensor) -> Tensor:
+        found = x.index_select(1, self.source.flatten()).unflatten(1, self.source.shape)
+        return repeat_heads(found, self.heads)
+
+    @cached_property
+    def affinity(self) -> Tensor:
+        """q . k or -|q - k|^2 / 2 of every edge, [B, n, H, w]."""
+        query = self.query[:, :, None]
+        if self.plan.score == "rbf":
+            found = (query - self.key).square().sum(-1) / -2
+        else:
+            found = (query * self.key).sum(-1)
+        return found.transpose(-1, -2)
+
+    def softmax(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Weights [B, n, H, w], log-sums [B, n, H], and the edges that are kept."""
+        logits = self.scale[:, None] * self.affinity
+        logits = logits if self.bias is None else logits + self.bias
+        keep = explicit.kept(logits, self.allowed, self.plan.top_k, self.finite)
+        assert keep is not None
+        keep = keep.expand_as(logits)
+        return *explicit.softmax(logits, keep), keep
+
+    def attend(self) -> tuple[Tensor, Tensor]:
+        """Output [B, n, H, Dv] and log-sums [B, n, H]."""
+        weights, lse, keep = self.softmax()
+        return (_per_edge(weights) * self._seen(self.value, keep)).sum(2), lse
+
+    def _seen(self, x: Tensor, keep: Tensor) -> Tensor:
+        """0 where an edge is not kept and may hold NaN."""
+        return x if self.finite else x.masked_fill(~_per_edge(keep), 0)
+
+    def add_gradients(self, sums: Gradients, d_out: Tensor, d_lse: Tensor | None) -> None:
+        """Adds what this chunk gives back to the gradients of the inputs."""
+        weights, lse, keep = self.softmax()
+        if not self.finite:
+            weights = weights.masked_fill(~keep, 0)  # 0 / NaN
+        value = self._seen(self.value, keep)
+        d_weights = (d_out[:, :, None] * value).sum(-1).transpose(-1, -2)
+        d_logits = d_weights - (weights * d_weights).sum(-1, keepdim=True)
+        if d_lse is not None:
+            d_logits = d_logits + d_lse.masked_fill(lse == -torch.inf, 0)[..., None]
+        d_logits = (weights * d_logits).masked_fill(~keep, 0)
+        pull, query, d_out_i = _per_edge(self.scale[:, None] * d_logits), self.query, d_out
+        query_i, d_out_i = query[:, :, None], d_out[:, :, None]
+        key = self._seen(self.key, keep)
+        if not self.finite:
+            hidden = ~_per_edge(keep)
+            query_i, d_out_i = query_i.masked_fill(hidden, 0), d_out_i.masked_fill(hidden, 0)
+        d_query, d_key, d_value, d_scale, d_bias = sums
+        if self.plan.score == "rbf":
+            to_key = pull * (query_i - key)
+            d_query[:, self.chunk.targets] = -to_key.sum(2)
+        else:
+            to_key = pull * query_i
+            d_query[:, self.chunk.targets] = (pull * key).sum(2)
+        self._add_at_sources(d_key, to_key)
+        self._add_at_sources(d_value, _per_edge(weights) * d_out_i)
+        affinity = self.affinity if self.finite else self.affinity.masked_fill(~keep, 0)
+        d_scale += (d_logits * affinity).sum((0, 1, 3))
+        if d_bias is not None:
+            d_logits = d_logits.masked_fill(~self.chunk.present[:, None], 0)
+            per_edge = d_logits.sum(0).transpose(-1, -2).flatten(0, 1)
+            d_bias.index_add_(0, self.chunk.edges.flatten(), per_edge)
+
+    def _add_at_sources(self, into: Tensor, per_edge: Tensor) -> None:
+        """into [B, M, Hk, D] += per_edge [B, n, w, H, D] at the source of every edge."""
+        if self.kv_heads < self.heads:
+            per_edge = per_edge.unflatten(3, (self.kv_heads, -1)).sum(4)
+        B, M = into.shape[:2]
+        first = torch.arange(B, device=into.device)[:, None] * M
+        places = (first + self.source.flatten()).flatten()
+        flat = into.view(B * M, *into.shape[2:])
+        flat.index_add_(0, places, per_edge.reshape(len(places), *into.shape[2:]))
+
+
+def _per_edge(x: Tensor) -> Tensor:
+    """[B, n, H, w] -> [B, n, w, H, 1]."""
+    return x.transpose(-1, -2)[..., None]

@@ -1,0 +1,197 @@
+"""Where the edges of a graph lie in contiguous tiles: blocks of targets x runs of sources.
+
+The sources that a block of neighbouring targets sees are one run of neighbours in every band,
+block and complete graph, and in batches of them, so a mechanism works on slices and products and
+never gathers. This file only counts; what happens inside a tile is in fused.py and explicit.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from graphattn.graphs.composites import Parts
+from graphattn.graphs.structure import Band, Blocks, Complete, Structure
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """`count` equal tiles in a row: `rows` targets each, and the `columns` sources they may see.
+
+    `target` and `source` say where the first tile begins among all tokens, (i, j) where that is in
+    its own sequence, to which `structure` belongs; the next one begins `step` targets and sources
+    later. With a `stride`, all this holds of every stride-th token, as in a
+    dilated band.
+    """
+
+    structure: Structure
+    target: int
+    source: int
+    rows: int
+    columns: int
+    i: int = 0
+    j: int = 0
+    count: int = 1
+    step: tuple[int, int] = (0, 0)
+    stride: int = 1
+
+    def allowed(self, device: torch.device) -> Tensor | None:
+        """Bool [rows, columns]: which pairs are edges, the same in every tile; None: all."""
+        if isinstance(self.structure, Complete | Blocks):
+            return None  # a tile never spans two blocks
+        i = torch.arange(self.i, self.i + self.rows, device=device)
+        j = torch.arange(self.j, self.j + self.columns, device=device)
+        return self.structure.contains(i[:, None], j)
+
+    def offsets(self, device: torch.device) -> Tensor:
+        """Which row of a table of offsets every pair reads, [rows, columns]; any for no edge."""
+        i = torch.arange(self.i, self.i + self.rows, device=device)
+        j = torch.arange(self.j, self.j + self.columns, device=device)
+        last = (self.structure.num_offsets or 1) - 1
+        return self.structure.offset_index(i[:, None], j).clamp(0, last)
+
+    @property
+    def anchor(self) -> int:
+        """A column that every row sees and that is in no row's future.
+
+        A band's tiles are no longer than its window, so all rows see from the last one's first
+        source to the first one's last.
+        """
+        if not isinstance(self.structure, Band):
+            return 0
+        return max(0, self.i + self.rows - 1 - self.structure.before - self.j)
+
+    @property
+    def is_whole_causal(self) -> bool:
+        """One complete causal sequence, which fused attention knows without a mask."""
+        s = self.structure
+        return (
+            isinstance(s, Band)
+            and s.after == 0
+            and s.self_loops
+            and self.rows == self.columns == s.num_tokens <= s.before + 1
+        )
+
+    def groups(self, most: int) -> Iterator[Tiles]:
+        """The same tiles, at most `most` at a time."""
+        for first in range(0, self.count, max(most, 1)):
+            yield replace(
+                self,
+                target=self.target + first * self.step[0] * self.stride,
+                source=self.source + first * self.step[1] * self.stride,
+                count=min(max(most, 1), self.count - first),
+            )
+
+    def pieces(self, rows: int) -> Iterator[Tiles]:
+        """The same edges in single tiles of at most `rows` targets, with no source to spare."""
+        for tile in self.groups(1):
+            for first in range(0, tile.rows, rows):
+                height = min(rows, tile.rows - first)
+                i, skip, columns = tile.i + first, 0, tile.columns
+                if isinstance(tile.structure, Band):
+                    skip = max(0, i - tile.structure.before - tile.j)
+                    columns = min(columns, i + height + tile.structure.after - tile.j) - skip
+                yield replace(
+                    tile,
+                    target=tile.target + first * tile.stride,
+                    source=tile.source + skip * tile.stride,
+                    rows=height,
+                    columns=max(columns, 0),
+                    i=i,
+                    j=tile.j + skip,
+                )
+
+
+def tiles_of(structure: Structure) -> list[Tiles] | None:
+    """Tiles that hold every edge once, in the order of the targets; None where there are none."""
+    if isinstance(structure, Parts):
+        found: list[Tiles] = []
+        for part, t0, s0 in zip(
+            structure.parts, structure.target_ptr, structure.source_ptr, strict=False
+        ):
+            tiles = tiles_of(part)
+            if tiles is None:
+                return None
+            for tile in tiles:
+                _append(found, replace(tile, target=tile.target + t0, source=tile.source + s0))
+        return found
+    match structure:
+        case Complete():
+            N, M = structure.num_targets, structure.num_sources
+            return [Tiles(structure, 0, 0, N, M)] if N else []
+        case Blocks():
+            return _block_tiles(structure)
+        case Band(dilation=1):
+            return _band_tiles(structure)
+        case Band():
+            return _dilated_tiles(structure)
+    return None
+
+
+def _append(tiles: list[Tiles], tile: Tiles) -> None:
+    """Adds `tile`, as one more of the last ones where it continues them: equal sequences."""
+    if tiles:
+        last = tiles[-1]
+        alike = last.stride == 1 and replace(
+            last, target=0, source=0, count=1, step=(0, 0)
+        ) == replace(tile, target=0, source=0)
+        step = (last.rows, last.columns)
+        if alike and last.step in ((0, 0), step):
+            expected = last.target + last.count * step[0], last.source + last.count * step[1]
+            if (tile.target, tile.source) == expected:
+                tiles[-1] = replace(last, count=last.count + 1, step=step)
+                return
+    tiles.append(tile)
+
+
+def _block_tiles(blocks: Blocks) -> list[Tiles]:
+    found: list[Tiles] = []
+    start = 0
+    while start < blocks.num_tokens:
+        to_border = (blocks.shift - start) % blocks._size
+        size = min(to_border or blocks._size, blocks.num_tokens - start)
+        tile = Tiles(blocks, start, start, size, size, start, start)
+        full = (blocks.num_tokens - start) // size if size == blocks._size else 1
+        found.append(replace(tile, count=full, step=(size, size) if full > 1 else (0, 0)))
+        start += full * size
+    return found
+
+
+def _band_tiles(band: Band) -> list[Tiles]:
+    """Border tiles one by one, with the sources that exist; those between, all alike, at once."""
+    N = band.num_tokens
+    before, after = band._reach(band.before), band._reach(band.after)
+    if before + after >= N - 1 and band.after == 0 and band.self_loops:
+        return [Tiles(band, 0, 0, N, N)] if N else []
+    rows = _rows(before + after + 1)
+    found = []
+    start = 0
+    while start < N:
+        height = min(rows, N - start)
+        low, high = max(start - before, 0), min(start + height + after, N)
+        tile = Tiles(band, start, low, height, high - low, start, low)
+        if height == rows and low == start - before and high == start + rows + after:
+            count = (N - after - start) // rows
+            tile = replace(tile, count=count, step=(rows, rows))
+        found.append(tile)
+        start += height * tile.count
+    return found
+
+
+def _dilated_tiles(band: Band) -> list[Tiles]:
+    """The tokens of every remainder modulo the dilation are a band of their own."""
+    d, found = band.dilation, []
+    for first in range(min(d, band.num_tokens)):
+        own = replace(band, num_tokens=len(range(first, band.num_tokens, d)), dilation=1)
+        for tile in _band_tiles(own):
+            target, source = first + tile.target * d, first + tile.source * d
+            found.append(replace(tile, target=target, source=source, stride=d))
+    return found
+
+
+def _rows(window: int) -> int:
+    """Targets of a tile: more waste products, fewer copy sources more often. Measured on a CPU."""
+    return min(window, 32) if window <= 64 else 64 if window <= 128 else 128
