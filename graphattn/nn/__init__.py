@@ -6,12 +6,14 @@ from graphattn.nn.dot_product import DotProductAttention
 from graphattn.nn.gaussian import GaussianKernelAttention
 from graphattn.nn.krause import KrauseAttention
 from graphattn.nn.rotary import RotaryEmbedding
+from graphattn.nn.streaming import LayerCache
 
 __all__ = [
     "CrossConsensus",
     "DotProductAttention",
     "GaussianKernelAttention",
     "KrauseAttention",
+    "LayerCache",
     "PreNormBlock",
     "RotaryEmbedding",
     "SelfConsensus",

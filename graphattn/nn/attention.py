@@ -5,19 +5,21 @@ from __future__ import annotations
 import math
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 from torch_geometric.typing import OptTensor
 
 from graphattn.graphs.arguments import as_float, as_int
 from graphattn.graphs.token_graph import TokenGraph
-from graphattn.nn.graph_layer import GraphLayer, Positions, edge_mask, valid_for_propagate
+from graphattn.nn.graph_layer import Positions, Rotations, edge_mask, valid_for_propagate
 from graphattn.nn.rotary import RotaryEmbedding
+from graphattn.nn.streaming import LayerCache, StreamingLayer
 from graphattn.ops.attention.api import attention_weights, rbf_attention
 from graphattn.ops.inputs import Valid, ValidPair, compute_dtype, full_precision, repeat_heads
-from graphattn.ops.segments import edge_softmax
+from graphattn.ops.segments import edge_softmax, share_beside_eps
 
 
-class GraphAttention(GraphLayer):
+class GraphAttention(StreamingLayer):
     """Averages over the edges of a graph; subclasses say how alike two tokens are."""
 
     eps: float = 0.0
@@ -82,10 +84,16 @@ class GraphAttention(GraphLayer):
         self, x: Tensor, context: Tensor, graph: TokenGraph, positions: Positions
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Query [*, N, H, D], key and value [*, M, Hk, D]; queries and keys rotated."""
+        return self.project_rotated(x, context, self.rotations(x, context, graph, positions))
+
+    def project_rotated(
+        self, x: Tensor, context: Tensor, rotations: Rotations
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """:meth:`project` where the rotations are known."""
         query = self.split(self.query_proj(x), self.heads)
         key = self.split(self.key_proj(context), self.kv_heads)
         value = context if self.value_proj is None else self.value_proj(context)
-        query, key = self.rotate(query, key, graph, positions)
+        query, key = self.rotate(query, key, rotations)
         # Autocast leaves an unprojected value in float32 beside bfloat16 queries.
         return query, key, self.split(value, self.kv_heads).to(query.dtype)
 
@@ -112,6 +120,24 @@ class GraphAttention(GraphLayer):
             value_j = value_j.masked_fill(~keep[..., None], 0)
         return weights[..., None] * value_j
 
+    def mix(
+        self, query: Tensor, key: Tensor, value: Tensor, graph: TokenGraph, valid: ValidPair
+    ) -> Tensor:
+        """The averages, [*, N, H, D], by `message()` or by the operation."""
+        if not self.uses_propagate():
+            return self.fused(query, key, value, graph, valid)
+        dtype = compute_dtype(query.dtype)
+        with full_precision(query.device):
+            return self.propagate(
+                graph.edge_index,
+                size=(graph.num_sources, graph.num_targets),
+                query=query.to(dtype),
+                key=repeat_heads(key, self.heads).to(dtype),
+                value=repeat_heads(value, self.heads).to(dtype),
+                valid=valid_for_propagate(valid),
+                rowptr=graph.rowptr,
+            ).to(query.dtype)
+
     def attend(
         self,
         x: Tensor,
@@ -127,24 +153,116 @@ class GraphAttention(GraphLayer):
             x, context, context_dim, graph, valid, per_edge=return_attention_weights
         )
         query, key, value = self.project(x, context, graph, positions)
-        if self.uses_propagate():
-            dtype = compute_dtype(query.dtype)
-            with full_precision(x.device):
-                mixed = self.propagate(
-                    graph.edge_index,
-                    size=(graph.num_sources, graph.num_targets),
-                    query=query.to(dtype),
-                    key=repeat_heads(key, self.heads).to(dtype),
-                    value=repeat_heads(value, self.heads).to(dtype),
-                    valid=valid_for_propagate(pair),
-                    rowptr=graph.rowptr,
-                ).to(query.dtype)
-        else:
-            mixed = self.fused(query, key, value, graph, pair)
+        mixed = self.mix(query, key, value, graph, pair)
         out = self.output_proj(mixed.flatten(-2))
         if not return_attention_weights:
             return out
         return out, self.edge_weights(query, key, graph, pair)
+
+    # Token by token.
+
+    def cache_fields(self) -> dict[str, tuple[int, int]]:
+        heads = self.kv_heads, self.head_dim
+        return {"key": heads, "value": heads}
+
+    def project_step(
+        self, x: Tensor, rotations: Rotations
+    ) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
+        query, key, value = self.project_rotated(x, x, rotations)
+        return (query,), {"key": key, "value": value}
+
+    def step_rows(
+        self,
+        targets: tuple[Tensor, ...],
+        sources: dict[str, Tensor],
+        graph: TokenGraph,
+        valid: ValidPair,
+    ) -> Tensor:
+        key = sources["key"]
+        return self.mix(targets[0], key, sources.get("value", key), graph, valid)
+
+    def step_row(self, targets: tuple[Tensor, ...], cache: LayerCache) -> Tensor:
+        (query,) = targets
+        n = cache.held(cache.window)
+        keep = cache.valid(n)
+        if keep is not None:
+            keep = keep & keep[..., -1:]  # padding sees nothing
+        stored = "value" if "value" in cache.fields else "key"
+        if self.uses_propagate():
+            index = torch.zeros(n, dtype=torch.int64, device=query.device)
+            key, value = cache.tokens("key", n), cache.tokens(stored, n)
+            dtype = compute_dtype(query.dtype)
+            out = self.message(
+                query.to(dtype),
+                repeat_heads(key, self.heads).to(dtype),
+                repeat_heads(value, self.heads).to(dtype),
+                None,
+                None if keep is None else keep[..., None, None],
+                index,
+                rowptr=index.new_tensor([0, n]),
+            ).sum(-3)
+        else:
+            key, value = cache.rows("key", n), cache.rows(stored, n)
+            dtype = compute_dtype(query.dtype)
+            by_head = query.reshape(len(key), self.heads // self.kv_heads, self.head_dim).to(dtype)
+            if keep is not None:
+                keep = keep[..., None, :].expand(*cache.batch, self.kv_heads, n)
+                keep = keep.reshape(len(key), 1, n)
+            out = self.fused_row(by_head, key.to(dtype), value.to(dtype), keep)
+        return out.to(query.dtype).reshape(query.shape)
+
+    def row_logits(self, query: Tensor, key: Tensor) -> Tensor:
+        """Log-affinities [B * Hk, g, n] of queries [B * Hk, g, D] to keys [B * Hk, n, D]."""
+        raise NotImplementedError
+
+    def fused_row(self, query: Tensor, key: Tensor, value: Tensor, keep: Tensor | None) -> Tensor:
+        """One row of attention per query, [B * Hk, g, D]; sources are those of `keep`."""
+        logits = self.row_logits(query, key)
+        if keep is not None:
+            logits = logits.masked_fill(~keep, -torch.inf)
+        worse = None
+        if self.top_k is not None and self.top_k < logits.shape[-1]:
+            worse = not_among_best(logits, self.top_k)
+            logits = logits.masked_fill(worse, -torch.inf)
+        weights = logits.softmax(dim=-1)
+        if keep is not None:
+            weights = weights.masked_fill(~keep, 0)  # a row without sources is 0 / 0
+        out = torch.bmm(weights, value)
+        # A value that is not kept must not be read: 0 * NaN is NaN. (Elsewhere than on a CPU,
+        # looking whether there is one would wait for the device.)
+        if worse is not None and (out.device.type != "cpu" or not math.isfinite(out.sum())):
+            kept = value[:, None].masked_fill(worse[..., None], 0)
+            out = (weights[..., None, :] @ kept).squeeze(-2)
+        if self.eps > 0:
+            out = out * share_beside_eps(logits.logsumexp(dim=-1), self.eps)[..., None]
+        return out
+
+
+PAIRS = 1 << 20  # numbers at a time: 4 megabytes of float32; fewer is slower
+
+
+def sum_pairs(query: Tensor, key: Tensor, *, difference: bool) -> Tensor:
+    """q . k or |q - k|^2 of queries [B, g, D] and keys [B, n, D], pair by pair, [B, g, n].
+
+    Not by a matrix product: differences do not cancel, and equal keys tie to the last bit.
+    """
+    found = []
+    query = query[:, :, None]
+    for keys in key[:, None].split(max(1, PAIRS // max(1, query.numel())), dim=-2):
+        pairs = (query - keys).square_() if difference else query * keys
+        found.append(pairs.sum(dim=-1))
+    return found[0] if len(found) == 1 else torch.cat(found, dim=-1)
+
+
+def not_among_best(logits: Tensor, k: int) -> Tensor:
+    """Marks what is not among the k < n largest of a row [*, n]; of equal ones the first are."""
+    n = logits.shape[-1]
+    if logits.device.type == "cpu":  # elsewhere this would wait for the device
+        worse = logits < logits.kthvalue(n - k + 1, dim=-1, keepdim=True).values
+        if bool((worse.sum(-1) == n - k).all()):
+            return worse
+    best = logits.sort(dim=-1, descending=True, stable=True).indices[..., :k]
+    return torch.ones_like(logits, dtype=torch.bool).scatter_(-1, best, False)
 
 
 class DistanceAttention(GraphAttention):
@@ -167,6 +285,13 @@ class DistanceAttention(GraphAttention):
     def log_affinity(self, query_i: Tensor, key_j: Tensor) -> Tensor:
         distance = (query_i - key_j).square().sum(-1)
         return -distance / (2 * self.sigma().to(distance.dtype) ** 2)
+
+    def row_logits(self, query: Tensor, key: Tensor) -> Tensor:
+        distance = sum_pairs(query, key, difference=True)
+        scale = (-2 * self.log_sigma.to(distance.dtype)).exp_().mul_(-0.5)
+        by_head = distance.unflatten(0, (-1, self.kv_heads))
+        by_head *= scale.expand(self.heads).reshape(self.kv_heads, -1, 1)
+        return distance
 
     def sigma(self) -> Tensor:
         """The bandwidths, [heads] or [1]; float32 at least."""

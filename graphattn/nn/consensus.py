@@ -13,8 +13,15 @@ from torch_geometric.typing import OptTensor, PairTensor
 from graphattn.graphs.arguments import as_choice, as_float, as_int
 from graphattn.graphs.token_graph import TokenGraph
 from graphattn.nn.edge_network import EdgeNetwork
-from graphattn.nn.graph_layer import GraphLayer, Positions, edge_mask, valid_for_propagate
+from graphattn.nn.graph_layer import (
+    GraphLayer,
+    Positions,
+    Rotations,
+    edge_mask,
+    valid_for_propagate,
+)
 from graphattn.nn.rotary import RotaryEmbedding
+from graphattn.nn.streaming import LayerCache, StreamingLayer
 from graphattn.ops.consensus.api import check_energy_graph, consensus_update
 from graphattn.ops.consensus.step_size import automatic_step
 from graphattn.ops.inputs import Valid, ValidPair, compute_dtype, full_precision
@@ -137,16 +144,33 @@ class _Consensus(GraphLayer):
         """W_o u' + b_o with u' one consensus step from the states u towards the states v."""
         if self.update_rule == "energy":
             check_energy_graph(graph, stacklevel=6)  # forward's caller
-        compared = self.rotate(u, v, graph, positions)
+        rotations = self.rotations(x, context, graph, positions)
+        compared = self.rotate(u, v, rotations)
         if self.isometric:  # step in the rotated frame, and back
             u = compared[0]
         hidden = self.edge_net.target_hidden(x), self.edge_net.source_hidden(context)
+        return self.project_back(self.move(u, compared, hidden, graph, valid), rotations)
+
+    def move(
+        self,
+        u: Tensor,
+        compared: PairTensor,
+        hidden: PairTensor,
+        graph: TokenGraph,
+        valid: ValidPair,
+    ) -> Tensor:
+        """u', [*, N, H, D], by `message()` or by the operation."""
         run = self.unfused if self.uses_propagate() else self.fused
-        moved = run(u, compared, hidden, graph, valid)
+        return run(u, compared, hidden, graph, valid)
+
+    def project_back(self, moved: Tensor, rotations: Rotations) -> Tensor:
+        """W_o u' + b_o of u', which "isometric" has moved in the rotated frame."""
         if self.isometric:
             assert self.rotary is not None
-            moved = self.rotary(moved, self.resolve_positions(graph, positions)[0], back=True)
-        return self.output_proj(moved.flatten(-2))
+            assert rotations is not None
+            moved = self.rotary.turn(moved, rotations[0], back=True)
+        projected: Tensor = self.output_proj(moved.flatten(-2))
+        return projected
 
     def step_tensor(self) -> Any:
         """The step size as the operation takes it."""
@@ -240,7 +264,7 @@ class _Consensus(GraphLayer):
         )
 
 
-class SelfConsensus(_Consensus):
+class SelfConsensus(_Consensus, StreamingLayer):
     r"""Every token takes a step towards the tokens it shares an edge with.
 
     .. math::
@@ -344,6 +368,65 @@ class SelfConsensus(_Consensus):
         x, _, graph, pair = self.prepare(x, x, self.dim, graph, valid)
         u = self.split(self.source_proj(x), self.heads)
         return self.one_step(x, x, u, u, graph, pair, positions)
+
+    # Token by token.
+
+    def cache_fields(self) -> dict[str, tuple[int, int]]:
+        if self.update_rule == "energy":
+            raise ValueError(
+                "init_cache needs update='target', got update='energy', which moves both ends of "
+                "an edge: every new token would move the ones before it again"
+            )
+        first = self.edge_net.source
+        return {
+            "state": (self.heads, self.head_dim),
+            "hidden": (self.edge_net.groups, first.weight.shape[1]),
+        }
+
+    def project_step(
+        self, x: Tensor, rotations: Rotations
+    ) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
+        u = self.split(self.source_proj(x), self.heads)
+        compared, state = self.rotate(u, u, rotations)
+        if self.isometric:
+            u = compared
+        targets = u, compared, self.edge_net.target_hidden(x)
+        return targets, {"state": state, "hidden": self.edge_net.source_hidden(x)}
+
+    def step_rows(
+        self,
+        targets: tuple[Tensor, ...],
+        sources: dict[str, Tensor],
+        graph: TokenGraph,
+        valid: ValidPair,
+    ) -> Tensor:
+        u, compared, hidden = targets
+        pairs = (compared, sources["state"]), (hidden, sources["hidden"])
+        return self.move(u, *pairs, graph, valid)
+
+    def step_row(self, targets: tuple[Tensor, ...], cache: LayerCache) -> Tensor:
+        n = cache.held(cache.window)
+        dtype = compute_dtype(targets[0].dtype)
+        u, u_i, hidden_i = (target.to(dtype) for target in targets)
+        u_j, hidden_j = (cache.tokens(name, n).to(dtype) for name in ("state", "hidden"))
+        keep = cache.valid(n)
+        R = self.edge_net.edge_matrix(hidden_i + hidden_j)
+        pull, bound = R.apply(u_i - u_j), R.alpha + R.beta
+        if keep is not None:
+            keep = (keep & keep[..., -1:])[..., None]  # padding sees nothing
+            pull = pull.masked_fill(~keep[..., None], 0)
+            bound = bound.masked_fill(~keep, 0)
+        eta = self.step_tensor()
+        if eta == "auto":
+            degree = bound.sum(-2, keepdim=True)
+            eta = (1 / degree).masked_fill(degree == 0, 0)[..., None]
+        elif isinstance(eta, Tensor):
+            eta = eta[:, None]
+        moved = u - eta * pull.sum(-3, keepdim=True)
+        return moved.to(targets[0].dtype)
+
+    def finish_step(self, mixed: Tensor, rotations: Rotations) -> Tensor:
+        return self.project_back(mixed, rotations)
 
     def __repr__(self) -> str:
         return self.describe({"update": (self.update_rule, "energy")})

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 
+import torch
 from torch import Tensor, nn
 
 from graphattn.graphs.arguments import as_int
 from graphattn.graphs.token_graph import TokenGraph
-from graphattn.nn.attention import GraphAttention
+from graphattn.nn.attention import GraphAttention, sum_pairs
 from graphattn.nn.graph_layer import Positions
 from graphattn.nn.rotary import RotaryEmbedding
 from graphattn.ops.attention.api import attention_weights, dot_product_attention
@@ -117,6 +118,22 @@ class DotProductAttention(GraphAttention):
 
     def log_affinity(self, query_i: Tensor, key_j: Tensor) -> Tensor:
         return (query_i * key_j).sum(-1) / math.sqrt(self.head_dim)
+
+    def cache_fields(self) -> dict[str, tuple[int, int]]:
+        if self.context_dim != self.dim:
+            raise ValueError(
+                "init_cache needs keys from the tokens themselves, but context_dim = "
+                f"{self.context_dim} (dim is {self.dim}) says that they come from a context, which "
+                "is there from the start: call the layer"
+            )
+        return super().cache_fields()
+
+    def row_logits(self, query: Tensor, key: Tensor) -> Tensor:
+        if self.top_k is None:
+            products = torch.bmm(query, key.mT)
+        else:
+            products = sum_pairs(query, key, difference=False)
+        return products.mul_(1 / math.sqrt(self.head_dim))
 
     def fused(
         self, query: Tensor, key: Tensor, value: Tensor, graph: TokenGraph, valid: ValidPair

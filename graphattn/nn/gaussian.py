@@ -11,7 +11,7 @@ from torch.nn import functional
 from graphattn.graphs.arguments import as_float
 from graphattn.graphs.token_graph import TokenGraph
 from graphattn.nn.attention import DistanceAttention
-from graphattn.nn.graph_layer import Positions
+from graphattn.nn.graph_layer import Positions, Rotations
 from graphattn.nn.rotary import RotaryEmbedding
 from graphattn.ops.inputs import Valid
 
@@ -98,14 +98,23 @@ class GaussianKernelAttention(DistanceAttention):
         """Average the features of the sources of every target."""
         return self.attend(x, x, self.dim, graph, valid, positions, return_attention_weights)
 
-    def project(
-        self, x: Tensor, context: Tensor, graph: TokenGraph, positions: Positions
+    def project_rotated(
+        self, x: Tensor, context: Tensor, rotations: Rotations
     ) -> tuple[Tensor, Tensor, Tensor]:
         features = self.split(x, self.heads)
-        features, _ = self.rotate(features, features, graph, positions)
+        features, _ = self.rotate(features, features, rotations)
         if self.normalize:
             features = functional.rms_norm(features, (self.head_dim,))
         return features, features, features
+
+    def cache_fields(self) -> dict[str, tuple[int, int]]:
+        return {"key": (self.heads, self.head_dim)}  # the value too
+
+    def project_step(
+        self, x: Tensor, rotations: Rotations
+    ) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
+        features, _, _ = self.project_rotated(x, x, rotations)
+        return (features,), {"key": features}
 
     def __repr__(self) -> str:
         options = {

@@ -10,11 +10,12 @@ from torch_geometric.nn import MessagePassing
 
 from graphattn.graphs.arguments import as_int
 from graphattn.graphs.token_graph import TokenGraph
-from graphattn.nn.rotary import as_rotary
+from graphattn.nn.rotary import Rotation, as_rotary, check_positions
 from graphattn.ops.backends import check_backend, wanted_backend
 from graphattn.ops.inputs import Valid, ValidPair, check_graph, check_valid
 
 Positions = Tensor | tuple[Tensor | None, Tensor | None] | None
+Rotations = tuple[Rotation, Rotation] | None  # of targets and of sources
 
 
 class GraphLayer(MessagePassing):
@@ -55,14 +56,7 @@ class GraphLayer(MessagePassing):
                 raise ValueError(
                     f"{name} must be a tensor of shape [*, {count}, {width}], got {got}"
                 )
-            if not tokens.is_floating_point():
-                raise ValueError(f"{name} must be floating-point, got {tokens.dtype}")
-            dtype = cast(torch.nn.Linear, self.output_proj).weight.dtype
-            if tokens.dtype != dtype and not torch.is_autocast_enabled(tokens.device.type):
-                raise ValueError(
-                    f"{name} must have the layer's dtype {dtype}, got {tokens.dtype}: convert one "
-                    f"of them, layer.to({tokens.dtype}) for instance"
-                )
+            self.check_dtype(name, tokens)
         if x.shape[:-2] != context.shape[:-2]:
             raise ValueError(
                 f"context must have the batch dimensions of x ({list(x.shape[:-2])}), "
@@ -80,25 +74,49 @@ class GraphLayer(MessagePassing):
             context = context.masked_fill(~pair[1][..., None], 0)
         return x, context, graph, pair
 
+    def check_dtype(self, name: str, tokens: Tensor) -> None:
+        """The layer's own dtype; under autocast any floating-point one."""
+        if not tokens.is_floating_point():
+            raise ValueError(f"{name} must be floating-point, got {tokens.dtype}")
+        dtype = cast(torch.nn.Linear, self.output_proj).weight.dtype
+        if tokens.dtype != dtype and not torch.is_autocast_enabled(tokens.device.type):
+            raise ValueError(
+                f"{name} must have the layer's dtype {dtype}, got {tokens.dtype}: convert one "
+                f"of them, layer.to({tokens.dtype}) for instance"
+            )
+
     def split(self, x: Tensor, heads: int) -> Tensor:
         """[*, N, heads * D] -> [*, N, heads, D]."""
-        return x.unflatten(-1, (heads, -1))
+        return x.view(*x.shape[:-1], heads, x.shape[-1] // heads)
 
-    def rotate(
-        self,
-        target: Tensor,
-        source: Tensor,
-        graph: TokenGraph,
-        positions: Positions,
-    ) -> tuple[Tensor, Tensor]:
-        """Both tensors, rotated by the positions of targets and of sources where rope is on."""
+    def rotations(
+        self, x: Tensor, context: Tensor, graph: TokenGraph, positions: Positions
+    ) -> Rotations:
+        """How the positions of targets and of sources rotate features; None where rope is off."""
         if self.rotary is None:
+            return None
+        of_target, of_source = self.resolve_positions(graph, positions)
+        check_positions(of_target, x.shape[:-1])
+        check_positions(of_source, context.shape[:-1])
+        rotation = self.rotary.rotation(of_target.to(x.device), x.dtype)
+        if of_source is of_target:
+            return rotation, rotation
+        return rotation, self.rotary.rotation(of_source.to(x.device), x.dtype)
+
+    def rotate(self, target: Tensor, source: Tensor, rotations: Rotations) -> tuple[Tensor, Tensor]:
+        """Both tensors, rotated by the positions of targets and of sources where rope is on."""
+        if self.rotary is None or rotations is None:
             return target, source
-        target_positions, source_positions = self.resolve_positions(graph, positions)
-        rotated = self.rotary(target, target_positions)
-        if source is target and target_positions is source_positions:
+        if target.shape[-3] == 1 and source is not target and rotations[0] is rotations[1]:
+            # One token at a time, calls cost more than numbers: both in one.
+            both = self.rotary.turn(torch.cat([target, source], dim=-2), rotations[0])
+            heads = target.shape[-2], source.shape[-2]
+            rotated, rotated_source = both.split(heads, dim=-2)
+            return rotated, rotated_source
+        rotated = self.rotary.turn(target, rotations[0])
+        if source is target and rotations[0] is rotations[1]:
             return rotated, rotated
-        return rotated, self.rotary(source, source_positions)
+        return rotated, self.rotary.turn(source, rotations[1])
 
     def resolve_positions(self, graph: TokenGraph, positions: Positions) -> tuple[Tensor, Tensor]:
         """Positions of targets and sources: the caller's, otherwise the graph's."""

@@ -7,6 +7,8 @@ from torch import Tensor, nn
 
 from graphattn.graphs.arguments import as_float, as_int
 
+Rotation = tuple[Tensor, Tensor]  # cos and sin of the angles at some positions, [*, N, 1, D / 2]
+
 
 class RotaryEmbedding(nn.Module):
     r"""Rotates every head's features by angles that grow with the token's position.
@@ -54,28 +56,41 @@ class RotaryEmbedding(nn.Module):
         tokens = x.shape[-3]
         if positions is None:
             positions = torch.arange(tokens, device=x.device)
-        if not isinstance(positions, Tensor):
-            raise ValueError(f"positions must be a tensor, got {positions!r}")
-        if positions.shape not in ((tokens,), x.shape[:-2]):
-            raise ValueError(
-                f"positions must have shape [{tokens}] or {list(x.shape[:-2])}, "
-                f"got {list(positions.shape)}"
-            )
+        check_positions(positions, x.shape[:-2])
+        return self.turn(x, self.rotation(positions.to(x.device), x.dtype), back=back)
+
+    def rotation(self, positions: Tensor, dtype: torch.dtype) -> Rotation:
+        """What :meth:`turn` needs of `positions` [*, N], to turn features of this dtype."""
         # Angles in float64: at position 1,000,000 a float32 angle is off by 0.03.
-        k = torch.arange(self.dim // 2, dtype=torch.float64, device=x.device)
+        k = torch.arange(self.dim // 2, dtype=torch.float64, device=positions.device)
         frequency = self.base ** (-2 * k / self.dim)
-        angle = (positions[..., None].to(x.device) * frequency)[..., None, :]
-        dtype = torch.promote_types(x.dtype, torch.float32)
-        cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
+        angle = (positions[..., None] * frequency)[..., None, :]
+        dtype = torch.promote_types(dtype, torch.float32)
+        return angle.cos().to(dtype), angle.sin().to(dtype)
+
+    def turn(self, x: Tensor, rotation: Rotation, *, back: bool = False) -> Tensor:
+        """`x` [*, N, H, D] rotated as :meth:`rotation` says, or rotated back."""
+        cos, sin = rotation
         if back:
             sin = -sin
-        first, second = x.to(dtype).chunk(2, dim=-1)
+        first, second = x.to(cos.dtype).chunk(2, dim=-1)
         turned = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
         return turned.to(x.dtype)
 
     def __repr__(self) -> str:
         base = int(self.base) if self.base.is_integer() else self.base
         return f"RotaryEmbedding({self.dim}, base={base})"
+
+
+def check_positions(positions: object, shape: torch.Size) -> None:
+    """Positions of tokens [*, N]: a tensor of that shape, or [N]."""
+    if not isinstance(positions, Tensor):
+        raise ValueError(f"positions must be a tensor, got {positions!r}")
+    if positions.shape not in (shape[-1:], shape):
+        raise ValueError(
+            f"positions must have shape {list(shape[-1:])} or {list(shape)}, "
+            f"got {list(positions.shape)}"
+        )
 
 
 def as_rotary(rope: object, head_dim: int) -> RotaryEmbedding | None:

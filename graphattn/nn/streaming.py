@@ -1,0 +1,446 @@
+"""Generation, token by token: a layer's cache of the newest tokens, and the step that uses it."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from graphattn.graphs.arguments import as_int
+from graphattn.graphs.token_graph import TokenGraph
+from graphattn.graphs.windows import causal_graph, causal_window_graph
+from graphattn.nn.graph_layer import GraphLayer, Rotations
+from graphattn.nn.rotary import RotaryEmbedding, Rotation, check_positions
+from graphattn.ops.inputs import ValidPair, full_precision
+
+FIRST_CAPACITY = 64  # tokens that a cache without a window has room for at first; it doubles
+ANGLES_AHEAD = 64  # positions whose rotations are computed at a time
+
+
+class LayerCache:
+    r"""What one layer keeps of the tokens it has seen; made by ``layer.init_cache``.
+
+    The newest tokens stand side by side, oldest first, in buffers with room for
+
+    .. math::
+        W + \max(\lfloor W / 4 \rfloor, 16)
+
+    tokens, W being the window. When those are full, the last window moves to their front. So memory
+    is constant, nothing is read around a corner, and moving costs less than attending. A cache
+    without a window doubles its buffers instead. It holds plain tensors outside autograd:
+    ``copy.deepcopy`` branches a text in two.
+
+    Args:
+        owner: name and dtype of the layer that made it.
+        fields: what is kept of a token, name -> (heads, width).
+        batch: the leading dimensions.
+        window: how many tokens a token sees, itself included; None for all.
+        dtype, device: of the buffers.
+
+    Attributes:
+        batch, window: as above; :meth:`reorder` may change the first of `batch`.
+        position: tokens seen so far, which is the position of the next one.
+        num_bytes: memory held.
+
+    Shapes:
+        - **buffers**: a field each, [batch * heads, room, width]
+
+    Example:
+        >>> import torch, graphattn as ga
+        >>> layer = ga.nn.GaussianKernelAttention(16, heads=4)
+        >>> cache = layer.init_cache(2, window=8)
+        >>> for _ in range(100):
+        ...     y = layer.step(torch.randn(2, 16), cache)
+        >>> cache
+        LayerCache(GaussianKernelAttention, batch=[2], window=8, position=100, 3072 bytes)
+    """
+
+    def __init__(
+        self,
+        owner: tuple[str, torch.dtype],
+        fields: dict[str, tuple[int, int]],
+        batch: tuple[int, ...],
+        window: int | None,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.owner, self.fields = owner, fields
+        self.batch, self.window, self.device = batch, window, device
+        self.position = 0
+        self.capacity = FIRST_CAPACITY if window is None else window + max(window // 4, 16)
+        self.end = 0  # the newest token stands at end - 1 of every buffer
+        self.angles: tuple[int, Tensor, Tensor] | None = None  # first position, cos, sin
+        entries = math.prod(batch)
+        with torch.inference_mode(False):  # a tensor made there could never be written outside
+            self.buffers = {
+                name: torch.zeros(entries * heads, self.capacity, width, dtype=dtype, device=device)
+                for name, (heads, width) in fields.items()
+            }
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(buffer.nbytes for buffer in self.buffers.values())
+
+    def held(self, most: int | None) -> int:
+        """How many tokens there are, at most `most`."""
+        return self.position if most is None else min(self.position, most)
+
+    def rows(self, name: str, count: int) -> Tensor:
+        """The newest `count` tokens, [batch * heads, count, width]; a view."""
+        return self.buffers[name].narrow(1, self.end - count, count)
+
+    def tokens(self, name: str, count: int) -> Tensor:
+        """The same as a layer has them, [*, count, heads, width]."""
+        rows = self.rows(name, count)
+        heads = self.fields[name][0] if name in self.fields else 1
+        return rows.view(*self.batch, heads, count, rows.shape[-1]).transpose(-3, -2)
+
+    def valid(self, count: int) -> Tensor | None:
+        """Which of the newest `count` tokens are real, [*, count]; None where all are."""
+        return self.tokens("valid", count)[..., 0, 0] if "valid" in self.buffers else None
+
+    def append(self, tokens: dict[str, Tensor], valid: Tensor | None) -> None:
+        """Take in n tokens, [*, n, heads, width], and `valid`, [*, n]."""
+        n = next(iter(tokens.values())).shape[-3]
+        if valid is not None and "valid" not in self.buffers:
+            entries = math.prod(self.batch)
+            with torch.inference_mode(False):
+                self.buffers["valid"] = torch.ones(
+                    entries, self.capacity, 1, dtype=torch.bool, device=self.device
+                )
+        kept = n if self.window is None else min(n, self.window)
+        self._make_room(kept)
+        for name, x in tokens.items():
+            place = self.buffers[name].narrow(1, self.end, kept)
+            if n > 1:
+                x = x[..., n - kept :, :, :].transpose(-3, -2)
+            place.copy_(x.reshape(place.shape))
+        if "valid" in self.buffers:
+            place = self.buffers["valid"].narrow(1, self.end, kept)
+            if valid is None:
+                place.fill_(True)
+            else:
+                place.copy_(valid[..., n - kept :].reshape(place.shape))
+        self.end += kept
+        self.position += n
+
+    def _make_room(self, n: int) -> None:
+        """Room for n more tokens (at most a window of them) behind the newest."""
+        if self.end + n <= self.capacity:
+            return
+        if self.window is None:
+            more = max(self.capacity, self.end + n - self.capacity)
+            self.capacity += more
+            with torch.inference_mode(False):
+                for name, buffer in self.buffers.items():
+                    self.buffers[name] = functional.pad(buffer, (0, 0, 0, more))
+            return
+        stay = min(self.end, self.window - n)
+        for name, buffer in self.buffers.items():
+            buffer[:, :stay] = self.rows(name, stay).clone()
+        self.end = stay
+
+    def rotation(self, rotary: RotaryEmbedding, n: int, dtype: torch.dtype) -> Rotation:
+        """Of the next n positions, from angles computed a few positions ahead."""
+        first = self.position
+        if n > ANGLES_AHEAD:
+            return rotary.rotation(torch.arange(first, first + n, device=self.device), dtype)
+        start, cos, sin = self.angles or (0, None, None)
+        if cos is None or sin is None or not start <= first <= start + len(cos) - n:
+            start = first
+            ahead = torch.arange(start, start + ANGLES_AHEAD, device=self.device)
+            cos, sin = rotary.rotation(ahead, dtype)
+            self.angles = start, cos, sin
+        here = slice(first - start, first - start + n)
+        return cos[here], sin[here]
+
+    def reorder(self, index: Tensor) -> None:
+        """Continue with the entries `index` of the first batch dimension (beam search).
+
+        Entries may repeat or be left out, and their number may change.
+
+        Raises:
+            ValueError: unless the cache has a batch dimension and `index` lists entries of it.
+        """
+        if not self.batch:
+            raise ValueError("index cannot reorder a cache without batch dimensions, batch=[]")
+        if not isinstance(index, Tensor) or index.dim() != 1 or index.dtype != torch.int64:
+            got = f"{index.dtype} {list(index.shape)}" if isinstance(index, Tensor) else repr(index)
+            raise ValueError(f"index must be an int64 tensor [entries], got {got}")
+        if index.numel() and not 0 <= int(index.min()) <= int(index.max()) < self.batch[0]:
+            raise ValueError(f"index must be within 0 .. {self.batch[0] - 1}, got {index.tolist()}")
+        with torch.inference_mode(False), torch.no_grad():
+            for name, buffer in self.buffers.items():
+                entries = buffer.unflatten(0, (self.batch[0], -1)).index_select(0, index)
+                self.buffers[name] = entries.flatten(0, 1)
+        self.batch = (len(index), *self.batch[1:])
+
+    def __repr__(self) -> str:
+        return (
+            f"LayerCache({self.owner[0]}, batch={list(self.batch)}, window={self.window}, "
+            f"position={self.position}, {self.num_bytes} bytes)"
+        )
+
+
+class StreamingLayer(GraphLayer):
+    """A layer that can go token by token, where every token sees the last `window` ones."""
+
+    # What a subclass states.
+
+    def cache_fields(self) -> dict[str, tuple[int, int]]:
+        """What is kept of a token: name -> (heads, width); a ValueError where steps cannot be."""
+        raise NotImplementedError
+
+    def project_step(
+        self, x: Tensor, rotations: Rotations
+    ) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
+        """What tokens [*, n, dim] are as targets, and as sources: one tensor per field."""
+        raise NotImplementedError
+
+    def step_row(self, targets: tuple[Tensor, ...], cache: LayerCache) -> Tensor:
+        """The newest token of the cache as target of the last window, [*, 1, H, D]."""
+        raise NotImplementedError
+
+    def step_rows(
+        self,
+        targets: tuple[Tensor, ...],
+        sources: dict[str, Tensor],
+        graph: TokenGraph,
+        valid: ValidPair,
+    ) -> Tensor:
+        """All tokens of a causal graph at once, [*, N, H, D]."""
+        raise NotImplementedError
+
+    def finish_step(self, mixed: Tensor, rotations: Rotations) -> Tensor:
+        """[*, n, H, D] -> [*, n, dim]."""
+        output: Tensor = self.output_proj(mixed.flatten(-2))
+        return output
+
+    # What they share.
+
+    def init_cache(
+        self,
+        batch: int | tuple[int, ...],
+        window: int | None,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> LayerCache:
+        """An empty cache for :meth:`step`.
+
+        Args:
+            batch: the leading dimensions of the tokens to come; () for a single text.
+            window: how many tokens each token sees, itself included, as in
+                :func:`~graphattn.causal_window_graph`; memory is that of 1.25 window tokens (at
+                least window + 16), however long the text. None: all before it, as in
+                :func:`~graphattn.causal_graph`; memory then grows with the text (it doubles).
+            dtype, device: of what is kept; the layer's own if None.
+
+        Raises:
+            ValueError: for arguments out of range, and for a layer whose tokens are not moved by
+                earlier ones alone: ``SelfConsensus(update="energy")``, attention to a context.
+        """
+        fields = self.cache_fields()
+        sizes = batch if isinstance(batch, tuple | list) else (batch,)
+        if dtype is not None and not dtype.is_floating_point:
+            raise ValueError(f"dtype must be floating-point, got {dtype}")
+        weight = self.output_proj.weight
+        return LayerCache(
+            (type(self).__name__, weight.dtype),
+            fields,
+            tuple(as_int("batch", size, 0) for size in sizes),
+            None if window is None else as_int("window", window, 1),
+            dtype=weight.dtype if dtype is None else dtype,
+            device=weight.device if device is None else torch.empty(0, device=device).device,
+        )
+
+    @torch.no_grad()
+    def step(
+        self,
+        x: Tensor,
+        cache: LayerCache,
+        *,
+        valid: Tensor | None = None,
+        positions: Tensor | None = None,
+    ) -> Tensor:
+        """The outputs of the next token, or of the next few, which the cache then holds too.
+
+        T steps give what one forward over all T tokens gives on the graph
+        ``causal_window_graph(T, window)`` (or ``causal_graph(T)`` for window=None), to rounding.
+        Several tokens at once, a prompt, give what they give one by one. Never differentiated: the
+        output has no gradient, under any mode; `forward` is for training.
+
+        Args:
+            x: [*, dim], the next token of every text, or [*, n, dim], the next n; * is the batch
+                of the cache.
+            cache: from this layer's :meth:`init_cache`; updated in place.
+            valid: bool [*] (or [*, n]), True where a token is real. A text that starts later than
+                others of its batch is padded on the left; padding is no source for any token.
+            positions: [*] (or [*, n]), where tokens stand for a rotary embedding; counted from 0
+                by the cache if None.
+
+        Returns:
+            [*, dim] or [*, n, dim].
+
+        Raises:
+            ValueError: for a cache that is not one of this layer and batch, and for shapes, dtypes
+                and devices that do not fit.
+
+        Example:
+            >>> import torch, graphattn as ga
+            >>> layer = ga.nn.KrauseAttention(16, heads=4, top_k=3, rope=True)
+            >>> x = torch.randn(2, 40, 16)
+            >>> y = layer(x, ga.causal_window_graph(40, window=8))
+            >>> cache = layer.init_cache(2, window=8)
+            >>> prompt = layer.step(x[:, :30], cache)
+            >>> rest = [layer.step(x[:, t], cache) for t in range(30, 40)]
+            >>> torch.allclose(torch.cat([prompt, torch.stack(rest, 1)], 1), y, atol=1e-5)
+            True
+        """
+        single = self._check_step(x, cache)
+        if single:
+            x = x.unsqueeze(-2)
+        n = x.shape[-2]
+        if n == 0:
+            empty: Tensor = self.output_proj(x)
+            return empty
+        mask = _step_mask(valid, cache.batch, None if single else n, x.device)
+        if mask is not None:
+            x = x.masked_fill(~mask[..., None], 0)
+        if single and isinstance(positions, Tensor):
+            positions = positions.unsqueeze(-1)
+        rotations = self._step_rotations(x, cache, positions)
+        targets, sources = self.project_step(x, rotations)
+        # The rows themselves are computed in full precision, as operations are.
+        if torch.is_autocast_enabled(x.device.type):
+            with full_precision(x.device):
+                mixed = self._mix_step(targets, sources, mask, cache)
+        else:
+            mixed = self._mix_step(targets, sources, mask, cache)
+        y = self.finish_step(mixed, rotations)
+        return y.squeeze(-2) if single else y
+
+    def _check_step(self, x: Any, cache: Any) -> bool:
+        """Whether `x` is one token; a ValueError where it does not fit the cache, or it us."""
+        if not isinstance(cache, LayerCache):
+            raise ValueError(
+                f"cache must be a LayerCache, from init_cache, got {type(cache).__name__}"
+            )
+        owner = type(self).__name__, self.output_proj.weight.dtype
+        if cache.owner != owner or cache.fields != self.cache_fields():
+            raise ValueError(
+                f"cache must come from init_cache of this layer, {self!r} in {owner[1]}; got one "
+                f"of {cache.owner[0]} in {cache.owner[1]} with (heads, width) {cache.fields} "
+                f"in place of {self.cache_fields()}"
+            )
+        one = (*cache.batch, self.dim)
+        single = isinstance(x, Tensor) and x.shape == one
+        if single or (isinstance(x, Tensor) and (*x.shape[:-2], *x.shape[-1:]) == one):
+            if x.dtype != owner[1]:
+                self.check_dtype("x", x)
+            if x.device != cache.device:
+                raise ValueError(
+                    f"x must be on the device of cache, {cache.device}, got {x.device}"
+                )
+            return single
+        got = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
+        several = ", ".join(map(str, [*cache.batch, "n", self.dim]))
+        raise ValueError(
+            f"x must be a tensor of shape {list(one)} (a token) or [{several}] (n of them) with a "
+            f"cache of batch {list(cache.batch)}, got {got}"
+        )
+
+    def _step_rotations(self, x: Tensor, cache: LayerCache, positions: Any) -> Rotations:
+        """How the new tokens are rotated, as targets and as sources."""
+        if self.rotary is None:
+            return None
+        if positions is None:
+            rotation = cache.rotation(self.rotary, x.shape[-2], x.dtype)
+        else:
+            check_positions(positions, x.shape[:-1])
+            rotation = self.rotary.rotation(positions.to(x.device), x.dtype)
+        return rotation, rotation
+
+    def _mix_step(
+        self,
+        targets: tuple[Tensor, ...],
+        sources: dict[str, Tensor],
+        mask: Tensor | None,
+        cache: LayerCache,
+    ) -> Tensor:
+        """The new tokens as targets, [*, n, H, D]; the cache takes them in."""
+        n = targets[0].shape[-3]
+        before = cache.held(None if cache.window is None else cache.window - 1)
+        if n == 1:
+            cache.append(sources, mask)
+            return self.step_row(targets, cache)
+        # One by one reads nothing twice; all at once pays where most tokens of the graph are new.
+        if 4 * n > before:
+            mixed = self._prefill(targets, sources, mask, cache, before)
+            cache.append(sources, mask)
+            return mixed
+        rows = []
+        for t in range(n):
+            here = slice(t, t + 1)
+            cache.append(
+                {name: s[..., here, :, :] for name, s in sources.items()},
+                None if mask is None else mask[..., here],
+            )
+            rows.append(self.step_row(tuple(s[..., here, :, :] for s in targets), cache))
+        return torch.cat(rows, dim=-3)
+
+    def _prefill(
+        self,
+        targets: tuple[Tensor, ...],
+        sources: dict[str, Tensor],
+        mask: Tensor | None,
+        cache: LayerCache,
+        before: int,
+    ) -> Tensor:
+        """New tokens and the `before` cached ones that they see, as one causal graph."""
+        n = targets[0].shape[-3]
+        if cache.window is None:
+            graph = causal_graph(before + n)
+        else:
+            graph = causal_window_graph(before + n, cache.window)
+        dtype = targets[0].dtype
+        if before:
+            old_mask = cache.valid(before)
+            if mask is not None or old_mask is not None:
+                real = torch.ones((), dtype=torch.bool, device=cache.device)
+                masks = (old_mask, before), (mask, n)
+                mask = torch.cat(
+                    [(real if m is None else m).expand(*cache.batch, k) for m, k in masks], dim=-1
+                )
+            targets = tuple(functional.pad(t, (0, 0, 0, 0, before, 0)) for t in targets)
+            sources = {
+                name: torch.cat([cache.tokens(name, before), s], dim=-3)
+                for name, s in sources.items()
+            }
+        common = torch.promote_types(dtype, next(iter(sources.values())).dtype)
+        mixed = self.step_rows(
+            tuple(t.to(common) for t in targets),
+            {name: s.to(common) for name, s in sources.items()},
+            graph.to(cache.device),
+            (mask, mask),
+        )
+        return mixed[..., before:, :, :].to(dtype)
+
+
+def _step_mask(
+    valid: Any, batch: tuple[int, ...], n: int | None, device: torch.device
+) -> Tensor | None:
+    """`valid` as a bool tensor [*, n], or [*, 1] for a single token (n = None)."""
+    if valid is None:
+        return None
+    shapes = [batch, ()] if n is None else [(*batch, n), (n,)]
+    if not isinstance(valid, Tensor) or valid.dtype != torch.bool or valid.shape not in shapes:
+        got = f"{valid.dtype} {list(valid.shape)}" if isinstance(valid, Tensor) else repr(valid)
+        raise ValueError(f"valid must be a bool tensor of shape {list(shapes[0])}, got {got}")
+    if valid.device != device:
+        raise ValueError(f"valid must be on {device}, got {valid.device}")
+    return (valid[..., None] if n is None else valid).expand(*batch, n or 1)
