@@ -144,9 +144,9 @@ MUTATIONS = [
     ),
     Mutation(
         "global tokens count twice",
-        "graphattn/ops/attention/structured/merge.py",
-        "other[tokens] = False",
-        "other[tokens[:0]] = False",
+        "graphattn/ops/attention/structured/plans.py",
+        "other[:, g] = False",
+        "other[:, g[:0]] = False",
         (f"{STRUCTURED}::test_values_and_gradients_are_those_of_the_reference",),
     ),
     Mutation(

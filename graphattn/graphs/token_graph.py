@@ -9,6 +9,7 @@ from torch import Tensor
 
 from graphattn.graphs.arguments import as_edge_index, as_edge_type, as_int
 from graphattn.graphs.composites import Parts
+from graphattn.graphs.encoding import encode
 from graphattn.graphs.structure import Device, Structure
 
 if TYPE_CHECKING:
@@ -69,6 +70,7 @@ class TokenGraph:
         self._sizes = sizes or ((num_targets, num_sources),)
         self._edge_index = edge_index
         self._forget()
+        self._code = encode(self)
 
     def _forget(self) -> None:
         """Drop everything that can be derived again."""
@@ -137,7 +139,9 @@ class TokenGraph:
         Counted once, for plain edge lists only.
         """
         if self._points_backward is None:
-            gap = torch.zeros(0) if self._structure is not None else self.edge_index.diff(dim=0)
+            if self._structure is not None:
+                return False
+            gap = self.edge_index.diff(dim=0)
             self._points_backward = bool((gap >= 0).all() and (gap > 0).any())
         return self._points_backward
 
@@ -150,6 +154,11 @@ class TokenGraph:
     def device(self) -> torch.device:
         """Where the edges and positions lie, or will lie once they are asked for."""
         return self._device
+
+    @property
+    def code(self) -> Tensor:
+        """Sizes and structure as numbers, int64 on the CPU: how a graph enters an operator."""
+        return self._code
 
     # Edges.
 
@@ -237,7 +246,7 @@ class TokenGraph:
         moved._device = device
         moved._transposed = None
         for name, value in vars(moved).items():
-            if isinstance(value, Tensor):
+            if isinstance(value, Tensor) and name != "_code":
                 setattr(moved, name, value.to(device))
         return moved
 

@@ -14,6 +14,8 @@ BACKENDS = ("reference", "structured", "triton")
 NOT_YET = "not implemented yet"
 
 _override: ContextVar[str] = ContextVar("graphattn_backend", default="auto")
+# The same for torch.compile, which guards global variables and cannot read context variables.
+_override_when_compiled = "auto"
 
 
 @contextmanager
@@ -27,12 +29,15 @@ def use_backend(backend: str) -> Iterator[None]:
         >>> with ga.use_backend("reference"):
         ...     pass  # every layer and operation runs its readable message-passing form
     """
+    global _override_when_compiled
     check_backend(backend)
-    token = _override.set(backend)
+    token, before = _override.set(backend), _override_when_compiled
+    _override_when_compiled = backend
     try:
         yield
     finally:
         _override.reset(token)
+        _override_when_compiled = before
 
 
 def check_backend(backend: str) -> str:
@@ -46,20 +51,23 @@ def check_backend(backend: str) -> str:
 def wanted_backend(backend: str) -> str:
     """What a caller's `backend` argument asks for, the surrounding `use_backend` included."""
     check_backend(backend)
-    return _override.get() if backend == "auto" else backend
+    if backend != "auto":
+        return backend
+    return _override_when_compiled if torch.compiler.is_compiling() else _override.get()
 
 
 def choose_backend(backend: str, support: dict[str, str | None]) -> str:
     """The backend to run: the one asked for, or of those that can the one that is fastest.
 
-    "auto" keeps to "reference" inside torch.func and torch.compile, which look into its steps.
+    "auto" keeps to "reference" inside torch.func, which looks into its steps.
     """
     wanted = wanted_backend(backend)
     if wanted == "auto":
-        looked_into = (
-            torch.compiler.is_compiling() or torch._C._functorch.maybe_current_level() is not None
+        transformed = (
+            not torch.compiler.is_compiling()
+            and torch._C._functorch.maybe_current_level() is not None
         )
-        return "structured" if support["structured"] is None and not looked_into else "reference"
+        return "reference" if transformed else "structured"
     if support[wanted] is not None:
         raise ValueError(f"backend {wanted!r} cannot run this case: {support[wanted]}")
     return wanted

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from graphattn.graphs.arguments import as_float, as_int
 from graphattn.graphs.token_graph import TokenGraph
-from graphattn.ops.attention import reference, structured
+from graphattn.ops.attention import compiled, reference, structured
 from graphattn.ops.attention.reference import Score
 from graphattn.ops.backends import NOT_YET, check_backend, choose_backend
 from graphattn.ops.inputs import (
@@ -295,9 +295,10 @@ def _attend(
         tensors = query.to(dtype), key.to(dtype), value.to(dtype)
         bias = _check_bias(edge_bias, graph, query.shape[-2], dtype, query.device)
         if chosen == "structured":
+            attend = compiled.attend if torch.compiler.is_compiling() else structured.attend
             if bias is not None and bias.shape[0] != graph.num_edges:
-                return structured.attend(*tensors, graph, offset_bias=bias, **options)
-            return structured.attend(*tensors, graph, edge_bias=bias, **options)
+                return attend(*tensors, graph, offset_bias=bias, **options)
+            return attend(*tensors, graph, edge_bias=bias, **options)
         return reference.attend(*tensors, graph, edge_bias=_per_edge(bias, graph), **options)
 
 
@@ -341,7 +342,7 @@ def _rbf_scale(sigma: float | Tensor, heads: int, query: Tensor) -> Tensor:
     """1 / sigma^2 per head. Tensors on other devices are not read: that would wait for them."""
     per_head = _per_head("sigma", sigma, heads, query)
     scale = per_head**-2
-    if scale.device.type == "cpu":
+    if scale.device.type == "cpu" and not torch.compiler.is_compiling():
         allowed = (per_head > 0) & (scale > 0) & scale.isfinite()
         if not bool(allowed.all()):
             got = sigma.tolist() if isinstance(sigma, Tensor) else sigma

@@ -97,6 +97,36 @@ class RowPlan:
             start = stop
 
 
+@dataclass
+class TablePlan:
+    """The same with a table of offsets as `bias`; `index` [E] says which row an edge reads."""
+
+    rows: RowPlan
+    index: Tensor
+
+    def forward(self, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
+        return self.rows.forward(self._per_edge(inputs))
+
+    def backward(
+        self, inputs: Inputs, out: Tensor, saved: Tensor, d_out: Tensor, d_lse: Tensor | None
+    ) -> Gradients:
+        *others, d_bias = self.rows.backward(self._per_edge(inputs), out, saved, d_out, d_lse)
+        d_query, d_key, d_value, d_scale = others
+        table = inputs[4]
+        assert table is not None
+        assert d_bias is not None
+        d_table = torch.zeros_like(table).index_add_(0, self.index, d_bias)
+        return d_query, d_key, d_value, d_scale, d_table
+
+    def plainly(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
+        return self.rows.plainly(self._per_edge(inputs))
+
+    def _per_edge(self, inputs: Inputs) -> Inputs:
+        query, key, value, scale, table = inputs
+        assert table is not None
+        return query, key, value, scale, table[self.index]
+
+
 class _Rows:
     """The tensors of a chunk: query [B, n, H, D], key and value [B, n, w, H, D]."""
 

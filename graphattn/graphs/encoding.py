@@ -1,0 +1,117 @@
+"""A graph as a tensor of numbers, so that it can be an input of an operator like any other tensor.
+
+torch.compile specialises on Python objects but not on what tensors hold: an operator that gets its
+graph this way is compiled once for all windows and lengths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor
+
+from graphattn.graphs import composites, structure
+from graphattn.graphs.structure import Structure
+
+if TYPE_CHECKING:
+    from graphattn.graphs.token_graph import TokenGraph
+
+KINDS: tuple[type[Structure], ...] = (
+    structure.Band,
+    structure.Cycle,
+    structure.Complete,
+    structure.Blocks,
+    structure.Grid,
+    structure.GlobalTokens,
+    composites.RandomSources,
+    composites.Union,
+    composites.Parts,
+)
+WORDS = ("chebyshev", "manhattan")
+
+
+def encode(graph: TokenGraph) -> Tensor:
+    """Everything about a graph but a plain list of edges, int64 on the CPU.
+
+    Example:
+        >>> import graphattn as ga
+        >>> from graphattn.graphs.encoding import decode, encode
+        >>> graph = ga.batch([ga.causal_window_graph(9, 4), ga.complete_graph(3)])
+        >>> decode(encode(graph), None, graph.device) == graph
+        True
+    """
+    facts = [graph.num_targets, graph.num_sources, graph.is_causal, graph.has_causal_part]
+    sizes = [size for pair in graph.sizes for size in pair]
+    own = [] if graph.structure is None else _numbers(graph.structure)
+    return torch.tensor([*facts, len(graph.sizes), *sizes, *own], dtype=torch.int64)
+
+
+def decode(code: Tensor, edge_index: Tensor | None, device: torch.device) -> TokenGraph:
+    """The graph that :func:`encode` saw; with `edge_index` [2, E] where it has no structure."""
+    from graphattn.graphs.token_graph import TokenGraph
+
+    if edge_index is None:
+        return _structured(tuple(code.tolist()), device)
+    return TokenGraph(edge_index=edge_index, **_facts(code.tolist()))
+
+
+@lru_cache(maxsize=64)
+def _structured(code: tuple[int, ...], device: torch.device) -> TokenGraph:
+    """Kept, because some graphs list their edges once and keep them."""
+    from graphattn.graphs.token_graph import TokenGraph
+
+    sizes = _facts(list(code))["sizes"]
+    own = _structure(iter(code[5 + 2 * code[4] :]))
+    return TokenGraph(structure=own, sizes=sizes, device=device)
+
+
+def _facts(code: list[int]) -> dict[str, Any]:
+    sizes = code[5 : 5 + 2 * code[4]]
+    return {
+        "num_targets": code[0],
+        "num_sources": code[1],
+        "is_causal": bool(code[2]),
+        "has_causal_part": bool(code[3]),
+        "sizes": tuple(zip(sizes[::2], sizes[1::2], strict=True)),
+    }
+
+
+@lru_cache(maxsize=1024)
+def _numbers(own: Structure) -> tuple[int, ...]:
+    """The kind of a structure, then its fields in their order; lists begin with their length."""
+    found = [KINDS.index(type(own))]
+    for field in fields(cast(Any, own)):
+        value = getattr(own, field.name)
+        if isinstance(value, tuple):
+            found.append(len(value))
+        for item in value if isinstance(value, tuple) else (value,):
+            if isinstance(item, Structure):
+                found.extend(_numbers(item))
+            else:
+                found.append(WORDS.index(item) if isinstance(item, str) else int(item))
+    return tuple(found)
+
+
+def _structure(numbers: Iterator[int]) -> Structure:
+    kind = KINDS[next(numbers)]
+    return kind(*(_field(field.type, numbers) for field in fields(cast(Any, kind))))
+
+
+def _field(annotation: Any, numbers: Iterator[int]) -> Any:
+    """The next field; its annotation (text) says how to read it."""
+    match annotation:
+        case "Structure":
+            return _structure(numbers)
+        case "tuple[Structure, ...]":
+            return tuple(_structure(numbers) for _ in range(next(numbers)))
+        case "tuple[int, ...]":
+            return tuple(next(numbers) for _ in range(next(numbers)))
+        case "bool":
+            return bool(next(numbers))
+        case "int":
+            return next(numbers)
+    return WORDS[next(numbers)]

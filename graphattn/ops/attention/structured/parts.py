@@ -1,0 +1,123 @@
+"""Graphs that are best done in parts: sequences side by side, and global tokens beside the rest."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from graphattn.ops.attention.structured import explicit
+from graphattn.ops.attention.structured.recompute import Gradients, Inputs, Plan, zeros_like
+
+Result = tuple[Tensor, Tensor]
+
+
+@dataclass
+class PartsPlan:
+    """Sequences one by one: a plan each, with the targets and sources that are its own.
+
+    A bias, if there is one, is a table that all parts share.
+    """
+
+    parts: list[tuple[Plan, slice, slice]]
+
+    def forward(self, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
+        results = [plan.forward(_some(inputs, t, s)) for plan, t, s in self.parts]
+        out, lse, saved = (torch.cat(x, dim=1) for x in zip(*results, strict=True))
+        return out, lse, saved
+
+    def backward(
+        self, inputs: Inputs, out: Tensor, saved: Tensor, d_out: Tensor, d_lse: Tensor | None
+    ) -> Gradients:
+        sums = zeros_like(inputs)
+        for plan, t, s in self.parts:
+            of_rows = out[:, t], saved[:, t], d_out[:, t], None if d_lse is None else d_lse[:, t]
+            _add(_some(sums, t, s), plan.backward(_some(inputs, t, s), *of_rows))
+        return sums
+
+    def plainly(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
+        results = [plan.plainly(_some(inputs, t, s)) for plan, t, s in self.parts]
+        outs, sums = zip(*results, strict=True)
+        return torch.cat(outs, dim=1), torch.cat(sums, dim=1)
+
+
+@dataclass
+class GlobalTokensPlan:
+    """Tokens [g] that see everyone and are seen by everyone, beside what the others see.
+
+    Three disjoint sets of edges: `near`, the others among each other; `far`, from the global tokens
+    to the others; `own`, from everyone to the global tokens. The first two share rows, which their
+    log-sums merge.
+    """
+
+    tokens: Tensor
+    near: Plan
+    far: Plan
+    own: Plan
+
+    def forward(self, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
+        near, far = self.near.forward(inputs), self.far.forward(self._seen_far(inputs))
+        out, lse = self._merged(near[:2], far[:2], self.own.forward(self._of_tokens(inputs))[:2])
+        return out, lse, lse
+
+    def plainly(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
+        far, own = self._seen_far(inputs), self._of_tokens(inputs)
+        return self._merged(self.near.plainly(inputs), self.far.plainly(far), self.own.plainly(own))
+
+    def backward(
+        self, inputs: Inputs, out: Tensor, saved: Tensor, d_out: Tensor, d_lse: Tensor | None
+    ) -> Gradients:
+        """Of out = sum of share_p out_p, share_p = exp(lse_p - lse), over p = near and far."""
+        tokens, sums = self.tokens, zeros_like(inputs)
+        query, key, value, scale, _ = sums
+        own = self._of_tokens(inputs)
+        own_out, _, own_saved = self.own.forward(own)
+        own_d_lse = None if d_lse is None else d_lse.index_select(1, tokens)
+        d_own = self.own.backward(own, own_out, own_saved, d_out.index_select(1, tokens), own_d_lse)
+        query.index_add_(1, tokens, d_own[0])
+        _add(sums[1:], d_own[1:])
+        d_out = d_out.index_fill(1, tokens, 0)
+        lse = saved.masked_fill(saved == -torch.inf, 0)
+        for plan, seen in ((self.near, inputs), (self.far, self._seen_far(inputs))):
+            part, part_lse, part_saved = plan.forward(seen)
+            share = (part_lse - lse).exp()
+            d_part = (d_out * (part - out)).sum(-1)
+            d_part = share * (d_part if d_lse is None else d_part + d_lse)
+            d_part = d_part.index_fill(1, tokens, 0)
+            gradients = plan.backward(seen, part, part_saved, share[..., None] * d_out, d_part)
+            if plan is self.near:
+                _add(sums, gradients)
+                continue
+            query += gradients[0]
+            key.index_add_(1, tokens, gradients[1])
+            value.index_add_(1, tokens, gradients[2])
+            scale += gradients[3]
+        return sums
+
+    def _merged(self, near: Result, far: Result, own: Result) -> Result:
+        share, lse = explicit.softmax(torch.stack([near[1], far[1]], dim=-1), None)
+        out = share[..., :1] * near[0] + share[..., 1:] * far[0]
+        return out.index_copy(1, self.tokens, own[0]), lse.index_copy(1, self.tokens, own[1])
+
+    def _seen_far(self, inputs: Inputs) -> Inputs:
+        query, key, value, scale, bias = inputs
+        tokens = self.tokens
+        return query, key.index_select(1, tokens), value.index_select(1, tokens), scale, bias
+
+    def _of_tokens(self, inputs: Inputs) -> Inputs:
+        query, key, value, scale, bias = inputs
+        return query.index_select(1, self.tokens), key, value, scale, bias
+
+
+def _some(inputs: Inputs, targets: slice, sources: slice) -> Inputs:
+    """The inputs, or the gradients, of one sequence: views."""
+    query, key, value, scale, bias = inputs
+    return query[:, targets], key[:, sources], value[:, sources], scale, bias
+
+
+def _add(sums: tuple[Tensor | None, ...], parts: tuple[Tensor | None, ...]) -> None:
+    """sums += parts, in place."""
+    for total, part in zip(sums, parts, strict=True):
+        if total is not None and part is not None:
+            total += part

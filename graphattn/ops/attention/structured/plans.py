@@ -1,0 +1,147 @@
+"""Which plan a graph takes, and the call that runs it."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from graphattn.graphs.composites import Parts, Union
+from graphattn.graphs.structure import Complete, GlobalTokens, Structure
+from graphattn.graphs.token_graph import TokenGraph
+from graphattn.ops.attention.structured.contiguous import TilePlan
+from graphattn.ops.attention.structured.parts import GlobalTokensPlan, PartsPlan
+from graphattn.ops.attention.structured.recompute import Inputs, Plan, Recomputed
+from graphattn.ops.attention.structured.rows import RowPlan, TablePlan
+from graphattn.ops.attention.structured.tiles import tiles_of
+from graphattn.ops.inputs import ValidPair, clear_invalid
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    graph: TokenGraph,
+    *,
+    score: str,
+    scale: Tensor,
+    edge_bias: Tensor | None = None,
+    offset_bias: Tensor | None = None,
+    top_k: int | None = None,
+    valid: ValidPair = (None, None),
+) -> tuple[Tensor, Tensor]:
+    """Output [*, N, H, Dv] and log-sums [*, N, H]: every target averages the values it sees.
+
+    `edge_bias` [E, H] is per edge, `offset_bias` [offsets, H] per relative offset.
+    """
+    bias = edge_bias if offset_bias is None else offset_bias
+    inputs, plan = plan_call(
+        (query, key, value, scale, bias),
+        graph,
+        score=score,
+        per_offset=offset_bias is not None,
+        top_k=top_k,
+        valid=valid,
+    )
+    out, lse = Recomputed.apply(plan, *inputs)
+    batch = query.shape[:-3]
+    return out.view(*batch, *out.shape[1:]), lse.view(*batch, *lse.shape[1:])
+
+
+def plan_call(
+    inputs: Inputs,
+    graph: TokenGraph,
+    *,
+    score: str,
+    per_offset: bool,
+    top_k: int | None,
+    valid: ValidPair,
+) -> tuple[Inputs, Plan]:
+    """Inputs with one leading dimension and zeros in place of invalid tokens, and their plan."""
+    query, key, value, scale, bias = inputs
+    batch = query.shape[:-3]
+    B = batch.numel()
+
+    def flat(x: Tensor, mask: Tensor | None) -> Tensor:
+        return clear_invalid(x, mask).reshape(B, *x.shape[-3:])
+
+    def flat_mask(mask: Tensor | None) -> Tensor | None:
+        return None if mask is None else mask.expand(*batch, -1).reshape(B, mask.shape[-1])
+
+    if top_k is not None and graph.num_targets and top_k >= int(graph.in_degree().max()):
+        top_k = None
+    masks = flat_mask(valid[0]), flat_mask(valid[1])
+    flat_inputs = flat(query, valid[0]), flat(key, valid[1]), flat(value, valid[1]), scale, bias
+    if graph.structure is not None and (bias is None or per_offset):
+        table = bias is not None
+        return flat_inputs, _plan(graph.structure, flat_inputs[0], score, top_k, masks, table=table)
+    return flat_inputs, RowPlan(*graph.csr(), score, top_k, masks)
+
+
+def _plan(
+    structure: Structure,
+    like: Tensor,
+    score: str,
+    top_k: int | None,
+    valid: ValidPair,
+    *,
+    table: bool = False,
+) -> Plan:
+    """Tiles where there are some, parts where that is better, rows otherwise.
+
+    `like` [B, ...] says how large a batch is and where it lies.
+    """
+    of_target, of_source = valid
+    tiles = tiles_of(structure)
+    if tiles is not None:
+        return TilePlan(tiles, score, top_k, valid)
+    if isinstance(structure, Parts):
+        parts: list[tuple[Plan, slice, slice]] = []
+        for k, part in enumerate(structure.parts):
+            t, s = (slice(*ptr[k : k + 2]) for ptr in (structure.target_ptr, structure.source_ptr))
+            own = (
+                None if of_target is None else of_target[:, t],
+                None if of_source is None else of_source[:, s],
+            )
+            parts.append((_plan(part, like, score, top_k, own, table=table), t, s))
+        return PartsPlan(parts)
+    if isinstance(structure, Union) and top_k is None and not table:
+        others = [part for part in structure.parts if not isinstance(part, GlobalTokens)]
+        if len(others) == 1 == len(structure.parts) - 1 and tiles_of(others[0]) is not None:
+            tokens = next(part.tokens for part in structure.parts if isinstance(part, GlobalTokens))
+            return _plan_of_global_tokens(tokens, others[0], like, score, valid)
+    graph = _kept(structure, like.device)
+    rows = RowPlan(*graph.csr(), score, top_k, valid)
+    if not table:
+        return rows
+    source, target = graph.edge_index
+    return TablePlan(rows, structure.offset_index(target, source))
+
+
+def _plan_of_global_tokens(
+    tokens: tuple[int, ...], rest: Structure, like: Tensor, score: str, valid: ValidPair
+) -> Plan:
+    """Near edges are those of `rest` without the global tokens at either end."""
+    N, g = rest.num_targets, torch.tensor(tokens, device=like.device)
+    other = torch.ones(len(like), N, dtype=torch.bool, device=like.device)
+    other[:, g] = False
+    of_target, of_source = valid
+    others = (
+        other if of_target is None else of_target & other,
+        other if of_source is None else of_source & other,
+    )
+    far = others[0], None if of_source is None else of_source[:, g]
+    own = None if of_target is None else of_target[:, g], of_source
+    return GlobalTokensPlan(
+        g,
+        _plan(rest, like, score, None, others),
+        _plan(Complete(N, len(tokens)), like, score, None, far),
+        _plan(Complete(len(tokens), N), like, score, None, own),
+    )
+
+
+@lru_cache(maxsize=32)
+def _kept(structure: Structure, device: torch.device) -> TokenGraph:
+    """The graph of a structure without tiles: it lists its edges once and keeps them."""
+    return TokenGraph(structure=structure, device=device)
