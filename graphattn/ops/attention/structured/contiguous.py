@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from graphattn.ops.attention.structured.group import Group
+from graphattn.ops.attention.structured.group import Group, near_each_other
 from graphattn.ops.attention.structured.recompute import Gradients, Inputs, all_finite, zeros_like
 from graphattn.ops.attention.structured.tiles import Tiles
 from graphattn.ops.inputs import ValidPair
@@ -26,7 +26,7 @@ ROWS = 128  # targets of a tile whose logits are stored
 class TilePlan:
     """Attention over one graph's tiles; see :class:`~.recompute.Plan`. `bias`: table of offsets."""
 
-    tiles: list[Tiles]
+    tiles: tuple[Tiles, ...]
     score: str
     top_k: int | None
     valid: ValidPair  # [B, N] and [B, M], or None
@@ -59,12 +59,11 @@ class TilePlan:
     def plainly(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
         """Output and log-sums in plain autograd."""
         outs, sums, places = [], [], []
-        everyone = torch.arange(inputs[0].shape[1], device=inputs[0].device)
         for group in self._explicit_groups(inputs, all_finite(*inputs[:3])):
             out, lse, _ = group.explicit()
             outs.append(group.tokens(out))
             sums.append(group.tokens(lse[..., None])[..., 0])
-            places.append(group.place(everyone[None])[0])
+            places.append(group.targets())
         back = torch.cat(places).argsort()
         return torch.cat(outs, dim=1)[:, back], torch.cat(sums, dim=1)[:, back]
 
@@ -78,9 +77,10 @@ class TilePlan:
         Every row is taken once. Those that see NaN or infinity, or get it from `upstream`
         [B, N, ...], go the explicit way, so the others can be fused with zeros in their place.
         """
+        near = self.score == "dot" or (finite and near_each_other(inputs))
         if not self._fusable(inputs):
             for group in self._explicit_groups(inputs, finite):
-                rows = group.careful_rows()
+                rows = None if near else group.careful_rows()
                 yield group, None if rows is None else ~rows, False
                 if rows is not None:
                     yield group.carefully(), rows, False
@@ -88,7 +88,7 @@ class TilePlan:
         special = None if finite else self._special_rows(inputs, upstream)
         for group in self._fused_groups(inputs, finite):
             ordinary = None if special is None else ~group.rows_of(special)
-            careful = group.careful_rows()
+            careful = None if near else group.careful_rows()
             if careful is None:
                 yield group, ordinary, True
                 continue
@@ -101,7 +101,7 @@ class TilePlan:
                 yield group.carefully(), careful, True
                 continue
             marked = torch.zeros(inputs[0].shape[:2], dtype=torch.bool, device=careful.device)
-            group.place(marked).copy_(group.tokens(careful[..., None])[..., 0, 0])
+            group.mark(marked, careful)
             for small in self._explicit(group.tiles, group.inputs, True):
                 yield small.carefully(), small.rows_of(marked), False
         if special is not None:
@@ -148,6 +148,5 @@ class TilePlan:
             if x is not None:
                 special |= ~x.isfinite().all(-1)
         for group in self._explicit_groups(inputs, False):
-            rows = group.tokens(group.rows_that_see_bad()[..., None])[..., 0, 0]
-            group.place(special).logical_or_(rows)
+            group.mark(special, group.rows_that_see_bad())
         return special

@@ -41,6 +41,7 @@ class Group:
         query, key, value, self.scale, self.table = inputs
         self.options, self.tiles, self.finite = options, tiles, finite
         self.careful = self.differences = False
+        self._found_places: dict[int, Tensor] = {}
         self.kv_heads, self.repeats = key.shape[2], query.shape[2] // key.shape[2]
         self.query = self._rows(query)
         self.key, self.value = (
@@ -281,13 +282,61 @@ class Group:
 
     def _rows(self, x: Tensor) -> Tensor:
         """The targets' part of x [B, N, H, D]."""
-        t = self.tiles
-        return _cut(x, t.target, t.rows, t.step[0], t.count, t.stride)
+        return self._cut(x, 0, self.tiles.rows)
 
     def _columns(self, x: Tensor) -> Tensor:
         """The sources' part of x [B, M, H, D]."""
+        return self._cut(x, 1, self.tiles.columns)
+
+    def _cut(self, x: Tensor, side: int, length: int) -> Tensor:
+        """[B, N, H, D] -> [B * tiles, H, length, D]."""
         t = self.tiles
-        return _cut(x, t.source, t.columns, t.step[1], t.count, t.stride)
+        if t.starts is not None:
+            tiles = x.index_select(1, self._places(side, length)).unflatten(1, (t.count, length))
+            return tiles.transpose(2, 3).flatten(0, 1)
+        start, step = (t.target, t.source)[side], t.step[side]
+        if t.count == 1:
+            return _run(x, start, length, t.stride).transpose(1, 2)
+        run = _run(x, start, (t.count - 1) * step + length, t.stride)
+        return run.unfold(1, length, step).transpose(-1, -2).flatten(0, 1)
+
+    def _paste(self, into: Tensor, x: Tensor, side: int, length: int) -> None:
+        """Adds x [B * tiles, H, length, D] where :meth:`_cut` would take it from."""
+        t = self.tiles
+        if t.starts is not None:
+            into.index_add_(1, self._places(side, length), self.tokens(x).to(into.dtype))
+            return
+        start, step = (t.target, t.source)[side], t.step[side]
+        if t.count == 1:
+            _run(into, start, length, t.stride).add_(x.transpose(1, 2))
+            return
+        x = x.unflatten(0, (len(into), t.count)).transpose(-1, -2)  # [B, count, H, D, length]
+        for first in range(0, length, step):  # what neighbouring tiles share is added one by one
+            width = min(step, length - first)
+            run = _run(into, start + first * t.stride, (t.count - 1) * step + width, t.stride)
+            run.unfold(1, width, step).add_(x[..., first : first + width])
+
+    def _places(self, side: int, length: int) -> Tensor:
+        """Which tokens irregular tiles hold, [tiles * length]."""
+        if side not in self._found_places:
+            assert self.tiles.starts is not None
+            starts = torch.tensor([start[side] for start in self.tiles.starts])
+            places = (starts[:, None] + torch.arange(length)).flatten()
+            self._found_places[side] = places.to(self.inputs[0].device)
+        return self._found_places[side]
+
+    def targets(self) -> Tensor:
+        """Which targets the tiles hold, [tiles * n], in their order."""
+        t = self.tiles
+        if t.starts is not None:
+            return self._places(0, t.rows)
+        first = torch.arange(t.count * t.rows, device=self.inputs[0].device)
+        return t.target + first * t.stride
+
+    def tokens(self, x: Tensor) -> Tensor:
+        """[B * tiles, H, n, D] -> [B, tiles * n, H, D]."""
+        split = x.unflatten(0, (len(self.inputs[0]), self.tiles.count))
+        return split.permute(0, 1, 3, 2, 4).flatten(1, 2)
 
     def put(
         self,
@@ -296,64 +345,58 @@ class Group:
         rows: Tensor | None = None,
     ) -> None:
         """Writes output and log-sums where they belong; only the marked `rows` [G, 1, n]."""
+        t = self.tiles
         for into, new in zip(whole, part, strict=True):
-            place = self.place(into)
-            new = self.tokens(new if new.dim() == 4 else new[..., None]).reshape(place.shape)
+            new = self.tokens(new if new.dim() == 4 else new[..., None])
+            new = new.flatten(2) if into.dim() == 3 else new
+            if t.starts is None:
+                place = _run(into, t.target, t.count * t.rows, t.stride)
+            else:
+                place = into.index_select(1, self._places(0, t.rows))
             if rows is not None:
                 marked = self.tokens(rows[..., None])
-                marked = marked if place.dim() == 4 else marked[..., 0]
-                new = torch.where(marked, new, place)
-            place.copy_(new)
+                new = torch.where(marked if new.dim() == 4 else marked[..., 0], new, place)
+            if t.starts is None:
+                place.copy_(new)
+            else:
+                into.index_copy_(1, self._places(0, t.rows), new.to(into.dtype))
 
-    def place(self, x: Tensor) -> Tensor:
-        """Where this group's targets stand in x [B, N, ...]."""
-        return _run(x, self.tiles.target, self.tiles.count * self.tiles.rows, self.tiles.stride)
-
-    def tokens(self, x: Tensor) -> Tensor:
-        """[G, H, n, D] -> [B, tiles * n, H, D]."""
-        return (
-            x.unflatten(0, (len(self.inputs[0]), self.tiles.count))
-            .permute(0, 1, 3, 2, 4)
-            .flatten(1, 2)
-        )
+    def mark(self, marked: Tensor, rows: Tensor) -> None:
+        """Sets bool [B, N] where `rows` [G, 1, n] are."""
+        places = self.targets()
+        both = marked.index_select(1, places) | self.tokens(rows[..., None])[..., 0, 0]
+        marked.index_copy_(1, places, both)
 
     def add(self, sums: Gradients, part: Gradients) -> None:
         """Adds this group's gradients to those of the inputs."""
         t = self.tiles
         d_query, d_key, d_value, d_scale, d_table = part
         into_query, into_key, into_value, into_scale, into_table = sums
-        _paste(into_query, d_query, t.target, t.rows, t.step[0], t.count, t.stride)
+        self._paste(into_query, d_query, 0, t.rows)
         for into, new in ((into_key, d_key), (into_value, d_value)):
             if self.repeats > 1:
                 new = new.unflatten(1, (self.kv_heads, -1)).sum(2)
-            _paste(into, new, t.source, t.columns, t.step[1], t.count, t.stride)
+            self._paste(into, new, 1, t.columns)
         into_scale += d_scale
         if into_table is not None and d_table is not None:
             into_table += d_table
 
 
+def near_each_other(inputs: Inputs) -> bool:
+    """Whether no row of any group needs care: all tokens are within a small ball."""
+    query, key, _, scale, _ = inputs
+    if 0 in (*query.shape, *key.shape):
+        return True
+    center = key.detach().mean((0, 1))
+    of_key = (key.detach() - center).square().sum(-1).amax((0, 1))
+    repeats = query.shape[2] // key.shape[2]
+    center, of_key = (x.repeat_interleave(repeats, 0) for x in (center, of_key))
+    of_query = (query.detach() - center).square().sum(-1).amax((0, 1))
+    # Measured from any centre inside the ball, a token is at most two radii away.
+    largest = 4 * scale.detach() * torch.maximum(of_key, of_query)
+    return bool((largest <= SPREAD[query.dtype]).all())
+
+
 def _run(x: Tensor, start: int, length: int, stride: int) -> Tensor:
     """`length` tokens of x [B, N, H, D], `stride` apart."""
     return x[:, start : start + (length - 1) * stride + 1 : stride] if length else x[:, :0]
-
-
-def _cut(x: Tensor, start: int, length: int, step: int, count: int, stride: int) -> Tensor:
-    """`count` pieces of x [B, N, H, D], `step` apart, as [B * count, H, length, D]."""
-    if count == 1:
-        return _run(x, start, length, stride).transpose(1, 2)
-    run = _run(x, start, (count - 1) * step + length, stride)
-    return run.unfold(1, length, step).transpose(-1, -2).flatten(0, 1)
-
-
-def _paste(
-    into: Tensor, x: Tensor, start: int, length: int, step: int, count: int, stride: int
-) -> None:
-    """Adds x [B * count, H, length, D] where :func:`_cut` would take it from."""
-    if count == 1:
-        _run(into, start, length, stride).add_(x.transpose(1, 2))
-        return
-    x = x.unflatten(0, (len(into), count)).transpose(-1, -2)  # [B, count, H, D, length]
-    for first in range(0, length, step):  # what neighbouring tiles share is added one by one
-        width = min(step, length - first)
-        run = _run(into, start + first * stride, (count - 1) * step + width, stride)
-        run.unfold(1, width, step).add_(x[..., first : first + width])

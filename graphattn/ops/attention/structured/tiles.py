@@ -7,8 +7,11 @@ never gathers. This file only counts; what happens inside a tile is in fused.py 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -19,12 +22,12 @@ from graphattn.graphs.structure import Band, Blocks, Complete, Structure
 
 @dataclass(frozen=True)
 class Tiles:
-    """`count` equal tiles in a row: `rows` targets each, and the `columns` sources they may see.
+    """`count` equal tiles: `rows` targets each, and the `columns` sources they may see.
 
     `target` and `source` say where the first tile begins among all tokens, (i, j) where that is in
     its own sequence, to which `structure` belongs; the next one begins `step` targets and sources
-    later. With a `stride`, all this holds of every stride-th token, as in a
-    dilated band.
+    later, or else all begin where `starts` says. With a `stride`, all this holds of every stride-th
+    token, as in a dilated band.
     """
 
     structure: Structure
@@ -37,6 +40,7 @@ class Tiles:
     count: int = 1
     step: tuple[int, int] = (0, 0)
     stride: int = 1
+    starts: tuple[tuple[int, int], ...] | None = None
 
     def allowed(self, device: torch.device) -> Tensor | None:
         """Bool [rows, columns]: which pairs are edges, the same in every tile; None: all."""
@@ -77,17 +81,31 @@ class Tiles:
 
     def groups(self, most: int) -> Iterator[Tiles]:
         """The same tiles, at most `most` at a time."""
-        for first in range(0, self.count, max(most, 1)):
+        most = max(most, 1)
+        if self.count <= most:
+            yield self
+            return
+        for first in range(0, self.count, most):
+            starts = None if self.starts is None else self.starts[first : first + most]
             yield replace(
                 self,
                 target=self.target + first * self.step[0] * self.stride,
                 source=self.source + first * self.step[1] * self.stride,
-                count=min(max(most, 1), self.count - first),
+                count=min(most, self.count - first),
+                starts=starts,
             )
+
+    def begins(self) -> list[tuple[int, int]]:
+        """Where every tile begins, targets and sources."""
+        if self.starts is not None:
+            return list(self.starts)
+        (t, s), k = self.step, self.stride
+        return [(self.target + n * t * k, self.source + n * s * k) for n in range(self.count)]
 
     def pieces(self, rows: int) -> Iterator[Tiles]:
         """The same edges in single tiles of at most `rows` targets, with no source to spare."""
-        for tile in self.groups(1):
+        for target, source in self.begins():
+            tile = replace(self, target=target, source=source, count=1, starts=None)
             for first in range(0, tile.rows, rows):
                 height = min(rows, tile.rows - first)
                 i, skip, columns = tile.i + first, 0, tile.columns
@@ -105,19 +123,25 @@ class Tiles:
                 )
 
 
-def tiles_of(structure: Structure) -> list[Tiles] | None:
-    """Tiles that hold every edge once, in the order of the targets; None where there are none."""
+@lru_cache(maxsize=64)
+def tiles_of(structure: Structure) -> tuple[Tiles, ...] | None:
+    """Tiles that hold every target and every edge once; None where a graph has no tiles."""
+    found = _tiles(structure)
+    return None if found is None else tuple(found)
+
+
+def _tiles(structure: Structure) -> list[Tiles] | None:
     if isinstance(structure, Parts):
         found: list[Tiles] = []
         for part, t0, s0 in zip(
             structure.parts, structure.target_ptr, structure.source_ptr, strict=False
         ):
-            tiles = tiles_of(part)
+            tiles = _tiles(part)
             if tiles is None:
                 return None
             for tile in tiles:
-                _append(found, replace(tile, target=tile.target + t0, source=tile.source + s0))
-        return found
+                found.append(replace(tile, target=tile.target + t0, source=tile.source + s0))
+        return _gathered(found)
     match structure:
         case Complete():
             N, M = structure.num_targets, structure.num_sources
@@ -131,20 +155,38 @@ def tiles_of(structure: Structure) -> list[Tiles] | None:
     return None
 
 
-def _append(tiles: list[Tiles], tile: Tiles) -> None:
-    """Adds `tile`, as one more of the last ones where it continues them: equal sequences."""
-    if tiles:
-        last = tiles[-1]
-        alike = last.stride == 1 and replace(
-            last, target=0, source=0, count=1, step=(0, 0)
-        ) == replace(tile, target=0, source=0)
-        step = (last.rows, last.columns)
-        if alike and last.step in ((0, 0), step):
-            expected = last.target + last.count * step[0], last.source + last.count * step[1]
-            if (tile.target, tile.source) == expected:
-                tiles[-1] = replace(last, count=last.count + 1, step=step)
-                return
-    tiles.append(tile)
+def _gathered(tiles: list[Tiles]) -> list[Tiles]:
+    """Tiles of many sequences, those that are alike together, wherever they lie.
+
+    Tiles of bands are alike where targets and sources lie alike, whatever their sequence's length.
+    """
+    alike: dict[Tiles, list[Tiles]] = {}
+    for tile in tiles:
+        own = tile.structure
+        if isinstance(own, Band) and not tile.is_whole_causal:
+            own = replace(own, num_tokens=sys.maxsize)
+        kind = replace(
+            tile, structure=own, target=0, source=0, i=tile.i - tile.j, j=0, count=1, step=(0, 0)
+        )
+        alike.setdefault(kind, []).append(tile)
+    found = []
+    for kind, members in alike.items():
+        starts = tuple(start for tile in members for start in tile.begins())
+        if len(members) == 1 or kind.stride > 1:
+            found += members
+        elif steps := _even_steps(starts, kind):
+            (target, source), count = starts[0], len(starts)
+            found.append(replace(kind, target=target, source=source, count=count, step=steps))
+        else:
+            found.append(replace(kind, count=len(starts), starts=starts))
+    return found
+
+
+def _even_steps(starts: tuple[tuple[int, int], ...], kind: Tiles) -> tuple[int, int] | None:
+    """The step of tiles that stand side by side: equal sequences."""
+    step = kind.rows, kind.columns
+    even = all((b[0] - a[0], b[1] - a[1]) == step for a, b in pairwise(starts))
+    return step if even else None
 
 
 def _block_tiles(blocks: Blocks) -> list[Tiles]:
