@@ -5,9 +5,10 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE))  # figures.py
+sys.path.insert(0, str(HERE))  # figures.py, records.py
 
 import figures  # noqa: E402
+import records  # noqa: E402
 import torch  # noqa: E402
 from docutils import nodes  # noqa: E402
 from sphinx.pycode import ModuleAnalyzer  # noqa: E402
@@ -83,8 +84,9 @@ def one_signature_per_function(app) -> None:
 
 
 def draw_and_list(app) -> None:
-    """What the pages show but no one should write by hand: figures, and the support matrix."""
+    """What no one should write by hand: figures, benchmark records and the support matrix."""
     figures.draw_all(HERE / "_figures")
+    (HERE / "_figures" / "benchmarks.md").write_text(records.markdown(), encoding="utf-8")
     (HERE / "_figures" / "support.md").write_text(support_matrix(), encoding="utf-8")
 
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -220,8 +221,38 @@ def top_k_weights() -> Figure:
     return figure
 
 
+def benchmark_ratios() -> Figure:
+    """benchmarks.md: all recorded cases but those by length."""
+    from matplotlib.figure import Figure
+
+    rows = [row for row in recorded_rows() if row["ratio"] is not None]
+    lines = len({(row["case"], row["contender"]) for row in rows})
+    figure = Figure(figsize=(8, 0.8 + 0.2 * lines), layout="constrained")
+    ga.plot.benchmark_ratios(rows, ax=figure.subplots())
+    return figure
+
+
+def benchmark_scaling() -> Figure:
+    """benchmarks.md: time and memory of the cases by length."""
+    from matplotlib.figure import Figure
+
+    rows = [row for row in recorded_rows() if row["case"].startswith("scaling")]
+    figure = Figure(figsize=(9, 4.4), layout="constrained")
+    for ax, quantity in zip(figure.subplots(1, 2), ("time", "memory"), strict=True):
+        ga.plot.benchmark_scaling(rows, quantity=quantity, ax=ax)
+    return figure
+
+
+def recorded_rows() -> list[dict[str, Any]]:
+    """What docs/benchmarks holds, as graphattn.plot takes it."""
+    from records import newest_rows  # beside this file
+
+    return [asdict(row) for row in newest_rows()]
+
+
 OTHERS: dict[str, Callable[[], Figure]] = {
-    draw.__name__: draw for draw in (filter_response, top_k_weights)
+    draw.__name__: draw
+    for draw in (filter_response, top_k_weights, benchmark_ratios, benchmark_scaling)
 }
 
 

@@ -4,6 +4,7 @@ picture, every mechanism with its page. Sphinx itself is not run here (`make doc
 import importlib
 import importlib.util
 import inspect
+import json
 import re
 from collections import Counter
 from pathlib import Path
@@ -52,8 +53,8 @@ def members_of(module: str) -> list[str]:
     return [n for n, o in objects.items() if inspect.isroutine(o) or inspect.isclass(o)]
 
 
-def figures() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("docs_figures", DOCS / "figures.py")
+def script(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"docs_{name}", DOCS / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -94,18 +95,36 @@ def test_the_api_reference_documents_public_names_only():
 
 @pytest.mark.parametrize("builder", BUILDERS)
 def test_every_builder_has_a_picture_on_the_page_of_graphs(builder):
-    assert builder in figures().BUILDERS
+    assert builder in script("figures").BUILDERS
     page = (DOCS / "graphs.md").read_text(encoding="utf-8")
     assert f"\n### {builder}\n" in page
     assert f"_figures/{builder}.png" in page
 
 
 def test_every_picture_of_a_page_is_drawn_and_every_picture_drawn_is_shown():
-    drawn = {*figures().BUILDERS, *figures().OTHERS}
+    figures = script("figures")
+    drawn = {*figures.BUILDERS, *figures.OTHERS}
     shown: set[str] = set()
     for page in DOCS.rglob("*.md"):
         shown |= set(re.findall(r"_figures/(\w+)\.png", page.read_text(encoding="utf-8")))
     assert shown == drawn
+
+
+def test_every_recorded_benchmark_is_shown_with_where_it_comes_from():
+    shown = script("records").markdown()
+    files = sorted((DOCS / "benchmarks").glob("*.json"))
+    assert files
+    for file in files:
+        section = shown.split(f"## {file.stem}\n")[1].split("\n## ")[0]
+        found = json.loads(file.read_text(encoding="utf-8"))
+        for fact in found["provenance"].values():
+            assert str(fact) in section
+        for row in found["rows"]:
+            assert f"**{row['case']}**" in section
+            assert (
+                f"| {row['passes']} | {row['contender']} | {1000 * row['median']:,.4g} ms"
+                in section
+            )
 
 
 @pytest.mark.parametrize("mechanism", MECHANISMS)

@@ -84,26 +84,43 @@ def bench(
     cases: Annotated[
         list[str] | None,
         typer.Argument(
-            help="complete, causal-window, window, krause, consensus, knn. Default: all of them."
+            help="Attention: complete, causal-window, window, krause, million. Other operations: "
+            "consensus, knn, edges, fiedler, streaming. Growth with the number of tokens: "
+            "doubling, scaling. Default: all of them.",
+            show_default=False,
         ),
     ] = None,
     device: Annotated[str, typer.Option(help="cpu, or cuda (not yet run on one).")] = "cpu",
     size: Annotated[
-        str, typer.Option(help="small (two minutes), paper (the targets), or long.")
+        str,
+        typer.Option(
+            help="small (two minutes), paper (half an hour: what the targets are stated for), "
+            "or long."
+        ),
     ] = "small",
     json: Annotated[
-        Path | None, typer.Option(dir_okay=False, help="Write the rows into this file.")
+        Path | None, typer.Option(dir_okay=False, help="Write all numbers into this file.")
     ] = None,
     compare: Annotated[
         Path | None,
-        typer.Option(exists=True, dir_okay=False, help="Compare with the rows of this file."),
+        typer.Option(exists=True, dir_okay=False, help="Compare with an older --json file."),
+    ] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(dir_okay=False, help="Draw the run into this file: .png, .svg or .pdf."),
     ] = None,
 ) -> None:
-    """Time every operation beside its peers, on the same inputs, if its result is right."""
+    """Time every operation beside its peers, on the same inputs, if its result is right.
+
+    Contenders take turns: a busy machine slows all of them, and ratios hold.
+    Results are checked against float64 before they are timed.
+    Memory is the peak of a process of its own, beyond the inputs.
+    The targets of the project stand beside what was measured.
+    """
     from graphattn.cli.bench import run_bench
 
     try:
-        run_bench(cases or [], device, size, json, compare, _console())
-    except (ValueError, OSError) as error:
+        run_bench(cases or [], device, size, json, compare, plot, _console())
+    except (ImportError, ValueError, OSError) as error:
         typer.echo(f"graphattn: {error}", err=True)
         raise typer.Exit(2) from None

@@ -1,12 +1,14 @@
-"""`graphattn bench` times what is right, and says what it did not time."""
+"""`graphattn bench` times what is right, says what it did not time, and judges by its targets."""
 
 from __future__ import annotations
 
 import json
+import math
 import re
 from dataclasses import replace
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 from typer.testing import CliRunner, Result
@@ -14,7 +16,8 @@ from typer.testing import CliRunner, Result
 import graphattn as ga
 from graphattn.cli import bench
 from graphattn.cli.app import app
-from graphattn.cli.bench import cases, contenders, gate, measure, record
+from graphattn.cli.bench import cases, contenders, gate, inputs, measure, memory, record, runner
+from graphattn.cli.bench.targets import Target
 
 TINY = {
     "complete": {"tokens": 24},
@@ -23,26 +26,35 @@ TINY = {
     "krause": {"tokens": 40, "window": 8, "top_k": 3},
     "consensus": {"tokens": 20, "dim": 24, "edge_hidden": 8},
     "knn": {"tokens": 60, "k": 4},
+    "edges": {"tokens": 50, "window": 3},
+    "million": {"tokens": 60, "window": 7},
+    "fiedler": {"tokens": 80, "window": 3},
+    "streaming": {"window": 6, "dim": 16, "heads": 2, "early": 3, "late": 40},
+    "doubling": {"window": 4, "features": 4},
+    "scaling-window": {"window": 4, "features": 4},
+    "scaling-consensus": {"dim": 8, "edge_hidden": 4},
 }
 CPU = torch.device("cpu")
+MISSING = contenders.MissingError
 
 
 def tiny(case: cases.Case) -> cases.Case:
     size = {**case.sizes["small"], **TINY[case.name]}
-    slow = {"compiled"}  # a minute of compiling
-    few = {name: run for name, run in case.contenders.items() if name not in slow}
-    return replace(case, sizes={"small": size}, contenders=few)
+    few = {name: run for name, run in case.contenders.items() if name != "compiled"}  # a minute
+    lengths = {"small": (16, 32, 64)} if case.lengths else {}
+    return replace(case, sizes={"small": size}, contenders=few, lengths=lengths)
 
 
 CASES = {case.name: tiny(case) for case in cases.CASES}
+OPERATIONS = [name for name, case in CASES.items() if case.backward and not case.lengths]
 
 
 @pytest.fixture(autouse=True)
 def small_and_quick(monkeypatch):
     monkeypatch.setattr(bench, "CASES", list(CASES.values()))
-    monkeypatch.setitem(bench.SECONDS, "small", 0.0)
-    monkeypatch.setattr(bench, "measure_machine", lambda *_: measure.Machine(1e11, 1e10))
-    monkeypatch.setattr(measure.Peak, "of", lambda *_, **__: 2.0**20)
+    monkeypatch.setitem(runner.SECONDS, "small", 0.0)
+    monkeypatch.setattr(runner, "measure_machine", lambda *_: measure.Machine(1e11, 1e10))
+    monkeypatch.setattr(memory.Peak, "of", lambda *_, **__: 2.0**20)
 
 
 def run(*arguments: str | Path) -> Result:
@@ -50,48 +62,53 @@ def run(*arguments: str | Path) -> Result:
 
 
 def inputs_of(name: str):
-    case = CASES[name]
-    return case.make(case.sizes["small"], CPU, torch.float32)
+    entry = next(iter(CASES[name].entries("small").values()))
+    return CASES[name].make(entry.size, CPU, torch.float32)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_every_contender_of_a_case_is_right(name):
     """Those that are installed; KeOps and others may be missing."""
     case = CASES[name]
-    truth = gate.Truth(inputs_of(name), backward=case.backward)
+    truth = gate.truth_of(inputs_of(name), backward=case.backward)
     checked = 0
     for contender in case.contenders.values():
         try:
-            error = max(truth.error_of(contender))
-        except contenders.MissingError:
+            errors = truth.errors_of(contender)
+        except MISSING:
             continue
-        assert error < 1e-5
+        assert max(errors) < 1e-5
         checked += 1
-    assert checked >= 2
+    assert checked >= (1 if case.lengths else 2)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_row_has_every_number(name, tmp_path):
     result = run(name, "--json", tmp_path / "rows.json")
     assert result.exit_code == 0, result.output
-    facts, rows = record.read(tmp_path / "rows.json")
-    assert {"device", "hardware", "commit", "torch", "date"} <= set(facts)
-    passes = {row.passes for row in rows}
-    assert passes == ({"forward", "forward + backward"} if CASES[name].backward else {"forward"})
-    for row in rows:
+    found = record.read(tmp_path / "rows.json")
+    assert {"device", "hardware", "commit", "torch", "date", "size"} <= set(found.provenance)
+    case = CASES[name]
+    both = {"forward", "forward + backward"}
+    assert {row.passes for row in found.rows} == (both if case.backward else {"forward"})
+    for row in found.rows:
         assert row.case == name
         assert row.median > 0
         assert row.rounds >= 3
-        assert row.peak == 2.0**20
-        assert row.size == CASES[name].sizes["small"]
-        assert (row.error is None) == (row.contender in CASES[name].yardsticks)
-    ours = {row.passes: row.median for row in rows if row.contender == cases.OURS}
-    for row in rows:
-        assert row.ratio == pytest.approx(row.median / ours[row.passes])
+        assert row.peak == (2.0**20 if case.memory else None)
+        assert row.size == case.entries("small")[row.contender].size
+        assert (row.error is None) == (row.contender in case.yardsticks)
+        assert (row.ratio is None) == bool(case.lengths)
+    for target in case.targets:
+        assert any(
+            (verdict.passes, verdict.quantity, verdict.at_most, verdict.at_least)
+            == (target.passes, target.quantity, target.at_most, target.at_least)
+            for verdict in found.targets
+        )
     assert result.output.splitlines()[-1] == str(tmp_path / "rows.json")
 
 
-def break_ours(monkeypatch, how):
+def replace_index_add(monkeypatch, how):
     case = CASES["window"]
     broken = {**case.contenders, "index_add": how}
     monkeypatch.setattr(bench, "CASES", [replace(case, contenders=broken)])
@@ -103,54 +120,122 @@ def break_ours(monkeypatch, how):
         lambda x: contenders.index_add(x) * 1.001,
         lambda x: contenders.index_add(replace(x, sigma=x.sigma * 1.01)),
         lambda x: contenders.index_add(x).detach() + 0 * x.query + 0 * x.key + 0 * x.value,
+        lambda x: contenders.index_add(x) + (0 * x.value).sqrt(),  # the gradient alone is NaN
     ],
-    ids=["value", "sigma", "gradient"],
+    ids=["value", "sigma", "gradient", "NaN"],
 )
 def test_no_time_for_a_wrong_result(monkeypatch, how):
-    break_ours(monkeypatch, how)
+    replace_index_add(monkeypatch, how)
     result = run("window")
     assert result.exit_code == 0, result.output
-    assert re.search(r"window, index_add: no time for a wrong result \(error \d", result.output)
-    rows = result.output.split("missing:")[0].split("forward + backward")[1]
-    assert "index_add" not in rows
+    assert re.search(r"window, index_add: no time for a wrong result \(errors ", result.output)
+    rows = result.output.split("Targets")[0].split("forward")[1:]
+    assert not any("index_add" in part for part in rows)
+
+
+def test_a_result_is_checked_once_per_case(monkeypatch):
+    calls: list[str] = []
+
+    def counted(x):
+        calls.append("forward" if torch.is_grad_enabled() is False else "gradient")
+        return contenders.index_add(x)
+
+    truths: list[object] = []
+    make = runner.truth_of
+    monkeypatch.setattr(runner, "truth_of", lambda *a, **k: truths.append(0) or make(*a, **k))
+    replace_index_add(monkeypatch, counted)
+    assert run("window").exit_code == 0
+    assert len(truths) == 1
+    assert calls == ["gradient"] + ["forward"] * 4 + ["gradient"] * 4  # check; warm up and time
 
 
 def test_neighbours_with_right_distances_and_wrong_indices_are_wrong():
-    truth = gate.Truth(inputs_of("knn"), backward=False)
+    truth = gate.truth_of(inputs_of("knn"), backward=False)
 
     def shifted(x):
         distances, indices = contenders.cdist_topk(x)
         return distances, (indices + 1) % len(x.points)
 
-    assert max(truth.error_of(contenders.cdist_topk)) < 1e-5
-    assert max(truth.error_of(shifted)) > 0.1
+    assert max(truth.errors_of(contenders.cdist_topk)) < 1e-5
+    assert max(truth.errors_of(shifted)) > 0.1
+
+
+def test_edges_that_are_missing_or_wrong_are_wrong():
+    truth = gate.truth_of(inputs.WindowSize(50, 3), backward=False)
+    assert truth.errors_of(contenders.offsets_and_mask) == (0.0, 0.0)
+    assert truth.errors_of(lambda x: contenders.offsets_and_mask(x)[:, 1:])[0] > 0
+    assert (
+        truth.errors_of(lambda x: contenders.offsets_and_mask(x) + torch.tensor([[1], [0]]))[0] > 0
+    )
+    assert truth.errors_of(lambda x: ga.window_cycle_graph(50, 3))[0] > 0
+
+
+def test_the_certified_fiedler_value_is_that_of_the_dense_laplacian():
+    x = inputs.spectral_inputs(60, 3)
+    truth = gate.SpectralTruth(x)
+    dense = numpy.zeros((60, 60))
+    for weight, j, i in zip(x.edge_weight.tolist(), *x.graph.edge_index.tolist(), strict=True):
+        dense[i, j] += weight / 2
+        dense[j, i] += weight / 2
+    spectrum = numpy.linalg.eigvalsh(numpy.diag(dense.sum(1)) - dense)
+    assert truth.value == pytest.approx(spectrum[1], rel=1e-10)
+    assert 0 <= truth.slack < 1e-10
+    assert truth.errors_of(lambda _: spectrum[2])[0] > 0.1
+
+
+def test_a_stream_that_forgets_a_token_is_wrong():
+    x = inputs_of("streaming")
+    truth = gate.truth_of(x, backward=False)
+    assert truth.errors_of(lambda x: x.late.step())[0] < 1e-5
+    assert truth.errors_of(lambda x: x.early.step())[0] < 1e-5
+
+    def skips(x):
+        x.late.step()
+        return x.late.step()
+
+    assert truth.errors_of(skips)[0] > 1e-2
 
 
 def test_zero_is_no_right_answer_and_a_true_zero_hides_no_error():
-    truth = gate.Truth(inputs_of("window"), backward=True)
-    nothing = max(truth.error_of(lambda x: 0 * contenders.index_add(x)))
+    truth = gate.truth_of(inputs_of("window"), backward=True)
+    nothing = max(truth.errors_of(lambda x: 0 * contenders.index_add(x)))
     assert nothing == pytest.approx(1.0)
     assert gate.relative_error(torch.tensor([3.0, 4.0]), torch.zeros(2).double()) == 5.0
+    assert math.isnan(gate.worst([0.0, math.nan, 1.0]))
 
 
 def test_what_fails_and_what_is_not_installed_is_listed(monkeypatch):
     def fails(_):
         raise RuntimeError("out of everything\nand more")
 
-    break_ours(monkeypatch, fails)
+    replace_index_add(monkeypatch, fails)
     monkeypatch.setattr(contenders.importlib.util, "find_spec", lambda name: None)
     output = run("window").output
     assert "missing: window, index_add: out of everything" in output
     assert "missing: window, torch-scatter: torch_scatter is not installed" in output
+    assert output.count("not measured") == len(CASES["window"].targets)
 
 
 def test_what_would_not_fit_is_not_tried(monkeypatch):
     monkeypatch.setattr(contenders, "free_memory", lambda: 1e4)
-    output = run("complete").output
-    assert "missing: complete, graphattn: its messages would need about 0 GB" in output
+    output = run("complete", "consensus").output
     assert "missing: complete, masked dense: all pairs would need" in output
+    assert "missing: consensus, gather/scatter: its edge networks would need" in output
     assert "SDPA (dot product)" in output
     assert "0.00x" not in output  # a ratio to what was not timed is none
+
+
+def test_a_case_that_a_layer_cannot_run_yet_is_one_line(monkeypatch):
+    case = CASES["streaming"]
+
+    def make(*_):
+        raise MISSING("not available yet: no step()")
+
+    monkeypatch.setattr(bench, "CASES", [replace(case, make=make)])
+    result = run("streaming")
+    assert result.exit_code == 0
+    assert result.output.count("missing: streaming: not available yet: no step()") == 1
+    assert result.output.count("not measured") == len(case.targets)
 
 
 def test_an_older_record_stands_beside_the_new_numbers(tmp_path):
@@ -173,6 +258,8 @@ def test_an_older_record_stands_beside_the_new_numbers(tmp_path):
         (["--size", "huge"], "size must be one of 'small'"),
         (["--device", "tpu"], "device must be one of 'cpu', 'cuda'"),
         (["--json", "no/such/folder/rows.json"], "no folder no/such/folder"),
+        (["--plot", "no/such/folder/rows.png"], "no folder no/such/folder"),
+        (["--plot", "rows.xls"], "the ending must be one of '.png'"),
     ],
 )
 def test_bad_arguments_are_one_line_and_exit_code_2(arguments, says):
@@ -190,49 +277,151 @@ def test_a_file_that_is_no_record_is_refused(tmp_path):
         assert "is no record of `graphattn bench`" in result.stderr
 
 
+def test_help_names_every_case():
+    text = run("--help").output
+    for case in CASES.values():
+        assert ("scaling" if case.name.startswith("scaling") else case.name) in text
+
+
+# Targets.
+
+
+def rows_of(**times: float) -> tuple[dict[str, record.Row], dict[str, measure.Timing]]:
+    """Rows and timings of contenders; memory is ten times the time."""
+    timings = {name: measure.Timing([t, t, t]) for name, t in times.items()}
+    rows = {
+        name: record.Row("case", "forward", name, {}, t, 0.0, 3, None, 10 * t, None, None)
+        for name, t in times.items()
+    }
+    return rows, timings
+
+
+@pytest.mark.parametrize(
+    ("target", "of", "measured", "met"),
+    [
+        (Target("time", ("a",), at_least=3), "a / graphattn", 3.0, True),
+        (Target("time", ("a",), at_least=3.1), "a / graphattn", 3.0, False),
+        (Target("time", ("a",), at_most=0.4), "graphattn / a", 1 / 3, True),
+        (Target("memory", ("a",), at_most=0.3), "graphattn / a", 1 / 3, False),
+        (Target("time", ("a", "b"), at_least=2), "b / graphattn", 2.0, True),
+        (Target("memory", ("a", "gone", "b"), at_least=2), "b / graphattn", 2.0, True),
+        (Target("time", at_most=1.5), "graphattn", 2.0, False),
+        (Target("memory", at_most=20.0), "graphattn", 20.0, True),
+        (Target("time", ("a",), at_most=1, of="b"), "b / a", 2 / 3, True),
+        (Target("time", ("gone",), at_most=1), "graphattn / gone", None, None),
+        (Target("error", at_most=1e-9), "graphattn", None, None),
+    ],
+)
+def test_a_target_is_judged_by_what_it_says(target, of, measured, met):
+    """graphattn takes 2, a takes 6 and b, the fastest other, takes 4."""
+    verdict = target.judge("case", *rows_of(graphattn=2.0, a=6.0, b=4.0))
+    assert (verdict.of, verdict.met) == (of, met)
+    assert verdict.measured == (None if measured is None else pytest.approx(measured))
+
+
+def test_a_ratio_is_the_median_of_the_rounds():
+    """Both sides of a ratio are slow while the machine is busy: medians of times would give 3."""
+    top, bottom = measure.Timing([2.0, 30.0, 6.0, 8.0]), measure.Timing([1.0, 15.0, 3.0, 2.0])
+    median, spread = measure.ratio_of_rounds(top, bottom)
+    assert median == 2.0
+    assert spread == pytest.approx((3.5 - 2.0) / 2 / 2.0)
+
+
+def test_every_row_of_the_page_of_targets_has_one():
+    scaling = {"scaling-window", "scaling-consensus"}
+    assert {case.name for case in cases.CASES if case.targets} == set(CASES) - scaling
+    for case in cases.CASES:
+        entries = case.entries("paper")
+        for target in case.targets:
+            assert {target.of, *target.over} <= set(entries), case.name
+            assert (target.at_most is None) != (target.at_least is None)
+
+
+# Growth with the number of tokens.
+
+
+def test_scaling_stands_for_the_cases_of_many_lengths_and_fits_their_slopes(tmp_path):
+    result = run("scaling", "--json", tmp_path / "rows.json")
+    assert result.exit_code == 0, result.output
+    found = record.read(tmp_path / "rows.json")
+    assert {row.case for row in found.rows} == {"doubling", "scaling-window", "scaling-consensus"}
+    lengths = [row.size["tokens"] for row in found.rows if row.passes == "forward"]
+    assert lengths == [16, 32, 64] * 3
+    assert {slope.quantity for slope in found.slopes} == {"time", "memory"}
+    flat = [slope.exponent for slope in found.slopes if slope.quantity == "memory"]
+    assert flat == pytest.approx([0.0] * 5, abs=1e-9)  # the peak is 1 MiB at every length here
+    assert re.search(r"forward: time ~ tokens\^\d", result.output)
+
+
+def test_a_slope_is_the_exponent():
+    rows = [
+        record.Row("c", "forward", f"{n}", {"tokens": n}, 3e-6 * n**1.5, 0.0, 3, None, n, None, 0.0)
+        for n in (1000, 2000, 8000)
+    ]
+    assert runner.slopes(rows[:2]) == []
+    exponents = {slope.quantity: slope.exponent for slope in runner.slopes(rows)}
+    assert exponents == {"time": pytest.approx(1.5), "memory": pytest.approx(1.0)}
+
+
+# The figure.
+
+
+def test_a_run_is_drawn(tmp_path):
+    pytest.importorskip("matplotlib", reason="figures need the extra `plots`")
+    result = run("knn", "scaling", "--plot", tmp_path / "run.png")
+    assert result.exit_code == 0, result.output
+    assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
+    assert result.output.splitlines()[-1] == str(tmp_path / "run.png")
+
+
 # The measurements themselves.
 
 
-def test_the_truth_of_a_few_rows_is_that_of_all():
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_the_truth_of_a_few_rows_is_that_of_all(name):
     """A graph of the edges at the sampled rows gives their outputs and gradients exactly."""
-    for name in ("causal-window", "krause", "consensus"):
-        inputs = inputs_of(name)
-        truth = gate.Truth(inputs, backward=True)
-        learned = [t.detach().double().requires_grad_() for t in inputs.learned()]
-        whole = cases.consensus if name == "consensus" else cases.rbf_reference
-        out = whole(inputs.like(learned, inputs.graph))[..., truth.rows, :, :]
-        torch.testing.assert_close(truth.out, out, rtol=0, atol=1e-12)
-        gradients = torch.autograd.grad((out * truth.loss).sum(), learned)
-        for mine, all_rows in zip(truth.gradients, gradients, strict=True):
-            torch.testing.assert_close(mine, all_rows, rtol=0, atol=1e-10)
+    x = inputs_of(name)
+    truth = gate.OperationTruth(x, backward=True)
+    learned = [t.detach().double().requires_grad_() for t in x.learned()]
+    out = gate.in_float64(x.like(learned, x.graph))[..., truth.rows, :, :]
+    torch.testing.assert_close(truth.out, out, rtol=0, atol=1e-12)
+    gradients = torch.autograd.grad((out * truth.loss).sum(), learned)
+    for mine, all_rows in zip(truth.gradients, gradients, strict=True):
+        torch.testing.assert_close(mine, all_rows, rtol=0, atol=1e-10)
 
 
 def test_the_edges_of_a_huge_graph_are_listed_for_the_sampled_rows_only(monkeypatch):
-    inputs = replace(inputs_of("causal-window"), graph=ga.causal_window_graph(40, 8))
-    expected = gate.Truth(inputs, backward=False)
+    x = replace(inputs_of("causal-window"), graph=ga.causal_window_graph(40, 8))
+    expected = gate.OperationTruth(x, backward=False)
+    listed = expected.edges_at_rows()
     monkeypatch.setattr(ga.TokenGraph, "num_edges", 10**8)
-    graph = gate.Truth._edges_at_rows(expected, inputs)
+    graph = expected.edges_at_rows()
     monkeypatch.undo()
-    assert graph == expected._edges_at_rows(inputs)
+    assert graph == listed
 
 
 def test_contenders_take_turns():
     order: list[str] = []
 
     def contender(name):
-        return lambda x: order.append(name) or x.query
+        return lambda x: order.append(name) or x
 
-    runs = {"a": contender("a"), "b": contender("b")}
-    timings = measure.time_interleaved(
-        runs, inputs_of("window"), backward=False, seconds=0.0, device=CPU
-    )
+    runs = {name: (contender(name), torch.ones(1)) for name in ("a", "b")}
+    timings = measure.time_interleaved(runs, backward=False, seconds=0.0, device=CPU)
     assert order == ["a", "b"] * 4  # one round to warm up
-    assert {timing.rounds for timing in timings.values()} == {3}
+    assert {len(timing.times) for timing in timings.values()} == {3}
+
+
+def test_a_backward_pass_reaches_all_that_was_read_and_nothing_else():
+    a, b, c = (torch.randn(3, requires_grad=True) for _ in range(3))
+    found = measure.leaves((a * b).sum() + a.sum())
+    assert {id(leaf) for leaf in found} == {id(a), id(b)}
+    assert id(c) not in {id(leaf) for leaf in found}
 
 
 def test_the_median_and_the_quartiles():
-    timing = measure._timing([1.0, 2.0, 3.0, 4.0, 5.0])
-    assert (timing.median, timing.rounds) == (3.0, 5)
+    timing = measure.Timing([1.0, 2.0, 3.0, 4.0, 5.0])
+    assert timing.median == 3.0
     assert timing.spread == pytest.approx(0.5)
 
 
@@ -243,12 +432,14 @@ def test_the_bound_is_the_larger_of_products_and_copies():
 
 
 def test_peak_memory_is_that_of_the_pass_alone(monkeypatch):
+    """Masked dense holds [8, N, N] logits; SDPA its output and little more."""
     monkeypatch.undo()
-    big = {**CASES["complete"].sizes["small"], "tokens": 400}
-    peak = measure.Peak()
-    reference = peak.of("complete", cases.OURS, big, backward=False)
-    dense = peak.of("complete", "SDPA (dot product)", big, backward=False)
-    assert reference is not None
-    assert dense is not None
-    output = 400 * 8 * 64 * 4
-    assert output <= dense < 100 * output
+    big = {**CASES["complete"].sizes["small"], "tokens": 1500}
+    peak = memory.Peak()
+    masked = peak.of("complete", "masked dense", big, backward=False)
+    fused = peak.of("complete", "SDPA (dot product)", big, backward=False)
+    assert masked is not None
+    assert fused is not None
+    output, logits = 1500 * 8 * 64 * 4, 8 * 1500**2 * 4
+    assert 0.9 * output <= fused < 10 * output
+    assert 2 * logits <= masked < 5 * logits

@@ -123,6 +123,48 @@ def test_loss_curves_are_the_points_given(ax):
     assert [text.get_text() for text in ax.get_legend().get_texts()] == ["a", "guess"]
 
 
+ROW = {"case": "window", "passes": "forward", "contender": "index_add", "ratio": 9.0}
+
+
+def test_ratios_stand_on_a_line_of_their_contender_with_their_number(ax):
+    rows = [
+        {**ROW, "contender": "graphattn", "ratio": 1.0},
+        ROW,
+        {**ROW, "passes": "forward + backward", "ratio": 0.25},
+        {**ROW, "case": "knn", "contender": "$cdist_topk$", "ratio": 2.0},
+        {**ROW, "case": "scaling", "contender": "512 tokens", "ratio": None},
+    ]
+    assert ga.plot.benchmark_ratios(rows, ax=ax) is ax
+    labels = [tick.get_text() for tick in ax.get_yticklabels()]
+    assert labels == ["window", "index_add", "knn", "$cdist_topk$"]
+    drawn = {
+        (float(x), labels[int(y)])
+        for line in ax.lines
+        if line.get_marker() != "None" and len(line.get_xdata())
+        for x, y in zip(line.get_xdata(), line.get_ydata(), strict=True)
+    }
+    assert drawn == {(9.0, "index_add"), (0.25, "index_add"), (2.0, "$cdist_topk$")}
+    assert {text.get_text() for text in ax.texts} == {"9.0x", "0.25x", "2.0x"}
+    low, high = ax.get_xlim()
+    assert low < 0.25 < 9 < high
+    ax.figure.draw_without_rendering()  # "$" is no mathematics
+
+
+@pytest.mark.parametrize(("quantity", "exponent", "last"), [("time", 1.5, 8e3), ("memory", 1, 4.0)])
+def test_growth_is_a_line_with_its_exponent(ax, quantity, exponent, last):
+    rows = [
+        {**ROW, "size": {"tokens": n}, "median": (n / 1000) ** 1.5, "peak": 1e3 * n}
+        for n in (4000, 1000, 2000)
+    ]
+    ga.plot.benchmark_scaling(rows, quantity=quantity, ax=ax)
+    (line,) = ax.lines
+    assert list(line.get_xdata()) == [1000, 2000, 4000]
+    assert line.get_ydata()[-1] == pytest.approx(last)  # milliseconds, megabytes
+    assert f"N^{{{exponent:.2f}}}" in line.get_label()
+    assert (ax.get_xscale(), ax.get_yscale()) == ("log", "log")
+    ax.figure.draw_without_rendering()
+
+
 GRAPH = ga.causal_graph(3)
 LONG = ga.window_path_graph(3000, 1)
 
@@ -154,6 +196,9 @@ LONG = ga.window_path_graph(3000, 1)
         (lambda: ga.plot.filter_response(GRAPH, steps=[0]), "steps must be >= 1"),
         (lambda: ga.plot.loss_curves({}), "at least one curve"),
         (lambda: ga.plot.loss_curves({"a": []}), "got none for 'a'"),
+        (lambda: ga.plot.benchmark_ratios([]), "at least one ratio"),
+        (lambda: ga.plot.benchmark_scaling([]), "at least two lengths"),
+        (lambda: ga.plot.benchmark_scaling([], quantity="speed"), "quantity must be one of"),
     ],
 )
 def test_bad_input_is_named(call, says):

@@ -16,13 +16,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from graphattn.cli.bench.inputs import AttentionInputs, ConsensusInputs, NeighborInputs
+from graphattn.cli.bench.inputs import (
+    AttentionInputs,
+    ConsensusInputs,
+    MissingError,
+    NeighborInputs,
+    SpectralInputs,
+    StreamInputs,
+    WindowSize,
+)
 
 Run = Callable[[Any], Any]
-
-
-class MissingError(Exception):
-    """Why a contender cannot run here."""
 
 
 def free_memory() -> float:
@@ -45,19 +49,30 @@ def afford_edges(x: AttentionInputs) -> None:
     afford(float(x.graph.num_edges) * x.query.shape[-2:].numel(), "its messages")
 
 
+def afford_edge_networks(x: ConsensusInputs) -> None:
+    """Refuse to hold the matrices Lambda of too many edges."""
+    edges = x.state.shape[:-3].numel() * x.graph.num_edges
+    afford(float(edges) * x.network.shear_bias.numel(), "its edge networks")
+
+
 # Attention.
 
 
 def sdpa_dot(x: AttentionInputs) -> Tensor:
     """Dense dot-product SDPA on the same tensors: the yardstick for a complete graph."""
-    q, k, v = (t.transpose(-3, -2) for t in (x.query, x.key, x.value))
-    return functional.scaled_dot_product_attention(q, k, v).transpose(-3, -2)
+    return _sdpa(x, is_causal=False)
 
 
 def sdpa_causal(x: AttentionInputs) -> Tensor:
     """Dense causal SDPA: what a causal window replaces."""
-    q, k, v = (t.transpose(-3, -2) for t in (x.query, x.key, x.value))
-    return functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(-3, -2)
+    return _sdpa(x, is_causal=True)
+
+
+def _sdpa(x: AttentionInputs, *, is_causal: bool) -> Tensor:
+    """With a batch dimension: without one, torch does not take its fused kernel on a CPU."""
+    q, k, v = (t.transpose(-3, -2)[None] for t in (x.query, x.key, x.value))
+    out = functional.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
+    return out[0].transpose(-3, -2)
 
 
 def masked_dense(x: AttentionInputs) -> Tensor:
@@ -158,6 +173,7 @@ def _import(name: str) -> Any:
 
 def gather_scatter_consensus(x: ConsensusInputs) -> Tensor:
     """The energy step with everything per edge, as message passing is written by hand."""
+    afford_edge_networks(x)
     network, (source, target) = x.network, x.graph.edge_index
     hidden = functional.gelu(
         x.target_hidden.index_select(-3, target) + x.source_hidden.index_select(-3, source)
@@ -176,11 +192,7 @@ def gather_scatter_consensus(x: ConsensusInputs) -> Tensor:
 
 def dominant_product(x: ConsensusInputs) -> Tensor:
     """One product per edge, hidden to Lambda, and nothing else: what no implementation avoids."""
-    network, edges = x.network, x.graph.num_edges
-    H, r, D, xi = network.shear.shape
-    shape = (H, x.state.shape[:-3].numel() * edges, xi)
-    hidden = x.target_hidden.flatten()[:1].expand(shape)
-    return hidden.contiguous() @ network.shear.view(H, r * D, xi).mT
+    return x.hidden_of_edges @ x.network.shear.flatten(1, 2).mT
 
 
 # Nearest neighbours: (squared distances, indices), nearest first.
@@ -211,3 +223,45 @@ def sklearn_brute(x: NeighborInputs) -> tuple[Tensor, Tensor]:
     search = _import("sklearn.neighbors").NearestNeighbors(n_neighbors=x.k, algorithm="brute")
     distance, index = search.fit(x.points.numpy()).kneighbors()
     return torch.from_numpy(distance).square(), torch.from_numpy(index)
+
+
+# Graphs and their spectra.
+
+
+def offsets_and_mask(x: WindowSize) -> Tensor:
+    """The edges of a window, as scripts list them: all offsets of all tokens, cut at the ends."""
+    target = torch.arange(x.num_tokens)[:, None]
+    offsets = torch.arange(-x.window, x.window + 1)
+    source = target + offsets[offsets != 0]
+    inside = (source >= 0) & (source < x.num_tokens)
+    return torch.stack([source[inside], target.expand_as(source)[inside]])
+
+
+def shift_invert_lanczos(x: SpectralInputs) -> float:
+    """scipy's eigsh around a shift just below 0."""
+    return float(smallest_eigenpairs(x, 2)[0][1])
+
+
+def smallest_eigenpairs(x: SpectralInputs, count: int) -> tuple[Any, Any]:
+    """Eigenvalues, smallest first, and eigenvectors of the Laplacian of the symmetrised weights."""
+    from scipy import sparse
+    from scipy.sparse.linalg import eigsh
+
+    N = x.graph.num_tokens
+    adjacency = sparse.coo_array(
+        (x.edge_weight.numpy(), tuple(x.graph.edge_index.numpy())), shape=(N, N)
+    ).tocsc()
+    laplacian = sparse.csgraph.laplacian((adjacency + adjacency.T) / 2)
+    shift = -1e-8 * laplacian.diagonal().max()
+    return eigsh(laplacian, k=count, sigma=shift, which="LM")
+
+
+# One token of a stream.
+
+
+def projections_alone(x: StreamInputs) -> Tensor:
+    """The query, key, value and output projections of one token, and no attention."""
+    layer, token = x.late.layer, x.late.tokens[:1]
+    layer.query_proj(token)
+    layer.key_proj(token)
+    return layer.output_proj(layer.value_proj(token))

@@ -7,48 +7,85 @@ them exactly.
 
 from __future__ import annotations
 
-from typing import Any
+import copy
+from collections.abc import Iterable
+from typing import Any, Protocol
 
+import numpy
 import torch
 from torch import Tensor
 
 import graphattn as ga
-from graphattn.cli.bench.cases import consensus, rbf_reference
-from graphattn.cli.bench.contenders import Run
-from graphattn.cli.bench.inputs import AttentionInputs, ConsensusInputs, NeighborInputs
+from graphattn.cli.bench.contenders import Run, smallest_eigenpairs
+from graphattn.cli.bench.inputs import (
+    AttentionInputs,
+    ConsensusInputs,
+    NeighborInputs,
+    SpectralInputs,
+    Stream,
+    StreamInputs,
+    WindowSize,
+)
 
 SAMPLED_ROWS = 16
 ALLOWED = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 3e-2, torch.float64: 1e-10}
 
 
-class Truth:
-    """Float64 outputs, and gradients of a random loss on them, for a sample of rows of a case."""
+class Truth(Protocol):
+    """What the results of a case should be."""
 
-    def __init__(self, inputs: Any, *, backward: bool) -> None:
+    def errors_of(self, run: Run) -> tuple[float, float]:
+        """Relative errors of a contender's output and, worst of all inputs, its gradients."""
+
+
+def truth_of(inputs: Any, *, backward: bool) -> Truth:
+    """For one case, computed once for all its contenders."""
+    match inputs:
+        case NeighborInputs():
+            return NeighborTruth(inputs)
+        case WindowSize():
+            return EdgesTruth(inputs)
+        case SpectralInputs():
+            return SpectralTruth(inputs)
+        case StreamInputs():
+            return StreamTruth(inputs)
+    return OperationTruth(inputs, backward=backward)
+
+
+def relative_error(value: Tensor, truth: Tensor) -> float:
+    """||value - truth|| / ||truth||; where the truth is 0, the norm of the value."""
+    scale = truth.norm()
+    return float((value.detach().double() - truth).norm() / (scale if scale > 0 else 1))
+
+
+def worst(errors: Iterable[float]) -> float:
+    """The largest, NaN if one of them is; 0 for none."""
+    return float(torch.tensor([0.0, *errors], dtype=torch.float64).max())
+
+
+def sample(count: int, generator: torch.Generator) -> Tensor:
+    """Indices of a few rows."""
+    return torch.randperm(count, generator=generator)[:SAMPLED_ROWS]
+
+
+class OperationTruth:
+    """Outputs of an operation, and gradients of a random loss on them."""
+
+    def __init__(self, inputs: AttentionInputs | ConsensusInputs, *, backward: bool) -> None:
         self.inputs = inputs
         generator = torch.Generator().manual_seed(1)
-        if isinstance(inputs, NeighborInputs):
-            N = len(inputs.points)
-            self.rows = torch.randperm(N, generator=generator)[:SAMPLED_ROWS]
-            points = inputs.points.double()
-            distance = (points[self.rows, None] - points).square().sum(-1)
-            distance[torch.arange(len(self.rows)), self.rows] = torch.inf
-            self.out = distance.topk(inputs.k, largest=False).values
-            self.gradients: list[Tensor] = []
-            return
-        N = inputs.graph.num_targets
-        self.rows = torch.randperm(N, generator=generator)[:SAMPLED_ROWS].to(inputs.graph.device)
+        self.rows = sample(inputs.graph.num_targets, generator).to(inputs.graph.device)
         learned = [t.detach().double().requires_grad_() for t in inputs.learned()]
-        self.out = self._run_in_float64(inputs.like(learned, self._edges_at_rows(inputs)))
-        self.loss = torch.randn(self.out.shape, generator=generator, dtype=torch.float64)
-        self.loss = self.loss.to(self.out.device)
-        self.gradients = []
+        out = in_float64(inputs.like(learned, self.edges_at_rows()))[..., self.rows, :, :]
+        self.loss = torch.randn(out.shape, generator=generator, dtype=torch.float64).to(out.device)
+        self.gradients: list[Tensor] = []
         if backward:
-            self.gradients = list(torch.autograd.grad((self.out * self.loss).sum(), learned))
-        self.out = self.out.detach()
+            self.gradients = list(torch.autograd.grad((out * self.loss).sum(), learned))
+        self.out = out.detach()
 
-    def _edges_at_rows(self, inputs: Any) -> ga.TokenGraph:
-        graph: ga.TokenGraph = inputs.graph
+    def edges_at_rows(self) -> ga.TokenGraph:
+        """The edges that the outputs at the sampled rows depend on."""
+        graph: ga.TokenGraph = self.inputs.graph
         chosen = torch.zeros(graph.num_targets, dtype=torch.bool, device=graph.device)
         chosen[self.rows] = True
         if graph.structure is not None and graph.num_edges > 10**7:  # list the chosen rows only
@@ -62,37 +99,122 @@ class Truth:
         else:
             source, target = graph.edge_index
             keep = chosen[target]
-            if isinstance(inputs, ConsensusInputs):  # "energy" also moves the source of an edge
+            if isinstance(self.inputs, ConsensusInputs):  # "energy" also moves an edge's source
                 keep = keep | chosen[source]
             edges = graph.edge_index[:, keep]
         return ga.from_edge_index(edges, graph.num_targets, graph.num_sources)
 
-    def _run_in_float64(self, inputs: Any) -> Tensor:
-        if isinstance(inputs, AttentionInputs):
-            return rbf_reference(inputs)[..., self.rows, :, :]
-        return consensus(inputs)[..., self.rows, :, :]
-
-    def error_of(self, run: Run) -> tuple[float, float]:
-        """Relative RMS errors of a contender's output and, worst of all inputs, its gradients."""
-        if isinstance(self.inputs, NeighborInputs):
-            distances, indices = run(self.inputs)
-            points = self.inputs.points.double()
-            found = points[self.rows, None] - points[indices[self.rows]]
-            returned = relative_error(distances[self.rows].sqrt(), self.out.sqrt())
-            return max(returned, relative_error(found.norm(dim=-1), self.out.sqrt())), 0.0
-        learned = self.inputs.learned()
+    def errors_of(self, run: Run) -> tuple[float, float]:
+        """Of the output and of the gradients."""
         out = run(self.inputs)[..., self.rows, :, :]
-        gradients = []
+        gradients: list[Tensor] = []
         if self.gradients:
-            gradients = list(torch.autograd.grad((out * self.loss.to(out.dtype)).sum(), learned))
-        worst = max(
-            (relative_error(g, t) for g, t in zip(gradients, self.gradients, strict=True)),
-            default=0.0,
+            loss = (out * self.loss.to(out.dtype)).sum()
+            gradients = list(torch.autograd.grad(loss, self.inputs.learned()))
+        pairs = zip(gradients, self.gradients, strict=True)
+        return relative_error(out, self.out), worst(relative_error(g, t) for g, t in pairs)
+
+
+def in_float64(x: Any) -> Tensor:
+    """An operation on inputs in float64, by the reference backend."""
+    with ga.use_backend("reference"):
+        if isinstance(x, AttentionInputs):
+            return ga.rbf_attention(x.query, x.key, x.value, x.graph, x.sigma, top_k=x.top_k)
+        return ga.consensus_update(
+            x.state, x.state, x.target_hidden, x.source_hidden, x.network, x.graph, x.step_size
         )
-        return relative_error(out, self.out), worst
 
 
-def relative_error(value: Tensor, truth: Tensor) -> float:
-    """||value - truth|| / ||truth||; where the truth is 0, the norm of the value."""
-    scale = truth.norm()
-    return float((value.detach().double() - truth).norm() / (scale if scale > 0 else 1))
+class NeighborTruth:
+    """Distances of the nearest neighbours: those returned, and those of the indices returned."""
+
+    def __init__(self, inputs: NeighborInputs) -> None:
+        self.inputs, self.points = inputs, inputs.points.double()
+        self.rows = sample(len(self.points), torch.Generator().manual_seed(1))
+        distance = (self.points[self.rows, None] - self.points).square().sum(-1)
+        distance[torch.arange(len(self.rows)), self.rows] = torch.inf
+        self.distance = distance.topk(inputs.k, largest=False).values.sqrt()
+
+    def errors_of(self, run: Run) -> tuple[float, float]:
+        """The larger of both; there are no gradients."""
+        squared, indices = run(self.inputs)
+        found = (self.points[self.rows, None] - self.points[indices[self.rows]]).norm(dim=-1)
+        returned = squared[self.rows].sqrt()
+        return worst(relative_error(d, self.distance) for d in (returned, found)), 0.0
+
+
+class EdgesTruth:
+    """How many edges a window has, and where those of a few targets come from."""
+
+    def __init__(self, inputs: WindowSize) -> None:
+        self.inputs, N, w = inputs, inputs.num_tokens, inputs.window
+        self.rows = sample(N, torch.Generator().manual_seed(1))
+        self.count = sum(min(i, w) + min(N - 1 - i, w) for i in range(N))
+        self.sources = [
+            [j for j in range(max(0, i - w), min(N, i + w + 1)) if j != i]
+            for i in self.rows.tolist()
+        ]
+
+    def errors_of(self, run: Run) -> tuple[float, float]:
+        """The share of edges too few or too many, or of the targets with wrong ones."""
+        edges = run(self.inputs)
+        source, target = edges.edge_index if isinstance(edges, ga.TokenGraph) else edges
+        wrong = sum(
+            source[target == i].tolist() != sources
+            for i, sources in zip(self.rows, self.sources, strict=True)
+        )
+        return abs(len(target) - self.count) / self.count + wrong / len(self.rows), 0.0
+
+
+class SpectralTruth:
+    """The Fiedler value, certified.
+
+    The Rayleigh quotient of any vector is an upper bound; with a residual r and a second
+    eigenvalue lambda_2 it is at most ||r||^2 / (lambda_2 - quotient) too large (Temple's bound).
+    Both are formed from differences over edges, so that nothing cancels.
+    """
+
+    def __init__(self, inputs: SpectralInputs) -> None:
+        self.inputs = inputs
+        values, vectors = smallest_eigenpairs(inputs, 3)
+        u = vectors[:, 1].astype(numpy.longdouble)
+        u /= numpy.sqrt((u**2).sum())
+        source, target = inputs.graph.edge_index.numpy()
+        difference = u[target] - u[source]
+        pull = inputs.edge_weight.numpy() * difference / 2  # of the symmetrised weights
+        self.value = float((pull * difference).sum())
+        laplacian_u = numpy.zeros_like(u)
+        numpy.add.at(laplacian_u, target, pull)
+        numpy.subtract.at(laplacian_u, source, pull)
+        self.residual = float(numpy.sqrt(((laplacian_u - self.value * u) ** 2).sum()))
+        self.slack = self.residual**2 / (values[2] - self.value) / self.value
+        if not 0 <= self.slack < 1e-10:
+            raise RuntimeError(f"the true Fiedler value is known to {self.slack:.0e} only")
+
+    def errors_of(self, run: Run) -> tuple[float, float]:
+        """Relative, with what is not known of the truth."""
+        return abs(run(self.inputs) / self.value - 1) + self.slack, 0.0
+
+
+class StreamTruth:
+    """The last output of one forward pass over what the next step sees, in float64."""
+
+    def __init__(self, inputs: StreamInputs) -> None:
+        self.inputs = inputs
+        self.layer = copy.deepcopy(inputs.late.layer).double()
+
+    def errors_of(self, run: Run) -> tuple[float, float]:
+        """Relative, for the stream that the contender moves on."""
+        expected = [self.next_of(stream) for stream in (self.inputs.early, self.inputs.late)]
+        before = self.inputs.early.position
+        with torch.no_grad():
+            out = run(self.inputs)
+        moved = 0 if self.inputs.early.position > before else 1
+        return relative_error(out.flatten(), expected[moved]), 0.0
+
+    def next_of(self, stream: Stream) -> Tensor:
+        """What the next step should give, [dim]."""
+        tokens = stream.seen().double()
+        graph = ga.causal_graph(len(tokens)).to(tokens.device)
+        with torch.no_grad(), ga.use_backend("reference"):
+            return self.layer(tokens, graph)[-1]

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import graphattn as ga
+
+
+class MissingError(Exception):
+    """Why a contender, or a whole case, cannot run here."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +52,13 @@ class ConsensusInputs:
         """What gradients are taken of."""
         return [self.state, self.target_hidden, self.source_hidden, *self.network]
 
+    @cached_property
+    def hidden_of_edges(self) -> Tensor:
+        """Random hidden vectors [H, edges of all sequences, xi]: the operand of a yardstick."""
+        H, _, _, xi = self.network.shear.shape
+        edges = self.state.shape[:-3].numel() * self.graph.num_edges
+        return torch.randn(H, edges, xi).to(self.state).requires_grad_()
+
     def like(self, learned: list[Tensor], graph: ga.TokenGraph) -> ConsensusInputs:
         """The same with other tensors and edges."""
         state, target_hidden, source_hidden, *network = learned
@@ -68,6 +80,55 @@ class NeighborInputs:
     k: int
 
 
+@dataclass(frozen=True)
+class WindowSize:
+    """A window graph to be built."""
+
+    num_tokens: int
+    window: int
+
+
+@dataclass(frozen=True)
+class SpectralInputs:
+    """A graph with its edges listed, and positive weights [E] in float64."""
+
+    graph: ga.TokenGraph
+    edge_weight: Tensor
+
+
+class Stream:
+    """A layer that has read so many tokens of an endless sequence, one at a time, and reads on.
+
+    The sequence repeats the rows of `tokens`, so that what the layer sees at any position is known.
+    """
+
+    def __init__(self, layer: Any, tokens: Tensor, window: int, read: int) -> None:
+        self.layer, self.tokens, self.window, self.position = layer, tokens, window, 0
+        self.cache = layer.init_cache(1, window=window)
+        with torch.no_grad():
+            for _ in range(read):
+                self.step()
+
+    def step(self) -> Tensor:
+        """The output for the next token."""
+        token = self.tokens[self.position % len(self.tokens)]
+        self.position += 1
+        return self.layer.step(token[None], self.cache)
+
+    def seen(self) -> Tensor:
+        """The tokens that the next step sees, itself the last of them."""
+        positions = range(max(0, self.position + 1 - self.window), self.position + 1)
+        return self.tokens[[position % len(self.tokens) for position in positions]]
+
+
+@dataclass(frozen=True)
+class StreamInputs:
+    """Two streams through one layer, at an early and at a late position."""
+
+    early: Stream
+    late: Stream
+
+
 def attention_inputs(
     graph: ga.TokenGraph,
     heads: int,
@@ -86,12 +147,10 @@ def attention_inputs(
 
 
 def consensus_inputs(
-    graph: ga.TokenGraph,
-    size: dict[str, int],
-    device: torch.device,
-    dtype: torch.dtype,
+    size: dict[str, int], device: torch.device, dtype: torch.dtype
 ) -> ConsensusInputs:
     """Normal random states and hidden vectors; an edge network at the scale layers start with."""
+    graph = ga.window_path_graph(size["tokens"], size["window"])
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int, scale: float = 1.0) -> Tensor:
@@ -116,3 +175,25 @@ def consensus_inputs(
         network,
         graph.to(device),
     )
+
+
+def spectral_inputs(num_tokens: int, window: int) -> SpectralInputs:
+    """A window-path graph with log-normal weights, another one for each direction of an edge."""
+    graph = ga.window_path_graph(num_tokens, window)
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(graph.edge_index.shape[1], generator=generator, dtype=torch.float64).exp()
+    return SpectralInputs(graph, weight)
+
+
+def stream_inputs(size: dict[str, int], device: torch.device, dtype: torch.dtype) -> StreamInputs:
+    """Dot-product attention: of all causal layers the one that does least beside projections."""
+    generator = torch.Generator().manual_seed(0)
+    layer = ga.nn.DotProductAttention(size["dim"], size["heads"]).to(device, dtype)
+    if not hasattr(layer, "step"):
+        raise MissingError(f"not available yet: {type(layer).__name__} has no step()")
+    tokens = torch.randn(4 * size["window"] + 1, size["dim"], generator=generator)
+    early, late = (
+        Stream(layer, tokens.to(device, dtype), size["window"], size[position])
+        for position in ("early", "late")
+    )
+    return StreamInputs(early, late)

@@ -1,116 +1,99 @@
-"""Times, interleaved; memory, as the peak of a process of its own; what the machine could do."""
+"""Times, interleaved, and what the machine could do at best."""
 
 from __future__ import annotations
 
-import multiprocessing
-import resource
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from graphattn.cli.bench.cases import CASES, Size
 from graphattn.cli.bench.contenders import Run
 
 MEGABYTE = 2**20
 
 
 class Timing(NamedTuple):
-    """Seconds: the median, and half the distance between the quartiles over the median."""
+    """Seconds of every round."""
 
-    median: float
-    spread: float
-    rounds: int
+    times: list[float]
+
+    @property
+    def median(self) -> float:
+        """Of all rounds."""
+        return statistics.median(self.times)
+
+    @property
+    def spread(self) -> float:
+        """Half the distance between the quartiles, over the median."""
+        return _median_and_spread(self.times)[1]
+
+
+def ratio_of_rounds(top: Timing, bottom: Timing) -> tuple[float, float]:
+    """Median and spread of the ratios of single rounds, in which contenders took turns.
+
+    A machine that is busy for a while slows both sides of such a ratio.
+    """
+    return _median_and_spread([a / b for a, b in zip(top.times, bottom.times, strict=True)])
+
+
+def _median_and_spread(values: list[float]) -> tuple[float, float]:
+    low, median, high = statistics.quantiles(values, n=4)
+    return median, (high - low) / 2 / median
 
 
 def one_pass(run: Run, inputs: Any, *, backward: bool) -> None:
-    """Forward, or forward and backward from a gradient of ones."""
+    """Forward, or forward and backward from a gradient of ones to all that the run has read."""
     if not backward:
         with torch.no_grad():
             run(inputs)
         return
     out = run(inputs)
-    torch.autograd.grad(out, inputs.learned(), torch.ones_like(out), allow_unused=True)
+    torch.autograd.grad(out, leaves(out), torch.ones_like(out))
+
+
+def leaves(out: Tensor) -> list[Tensor]:
+    """The tensors that gradients of `out` end at."""
+    found, seen, open_nodes = [], set(), [out.grad_fn]
+    while open_nodes:
+        node = open_nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            found.append(node.variable)
+        open_nodes += [following for following, _ in node.next_functions]
+    return found
 
 
 def time_interleaved(
-    runs: dict[str, Run], inputs: Any, *, backward: bool, seconds: float, device: torch.device
+    runs: Mapping[str, tuple[Run, Any]], *, backward: bool, seconds: float, device: torch.device
 ) -> dict[str, Timing]:
-    """Every contender in turn, round after round, for about so many seconds in all.
+    """Every contender in turn on its inputs, round after round, for so many seconds in all.
 
     A busy machine is then slow for all of them, and ratios hold. Three rounds at least, after one
-    that warms up (and compiles, where something compiles).
+    that warms up (and compiles, where something compiles), and a hundred at most.
     """
-    wait: Callable[[], None] = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-    for run in runs.values():
+    wait = _wait(device)
+    for run, inputs in runs.values():
         one_pass(run, inputs, backward=backward)
     times: dict[str, list[float]] = {name: [] for name in runs}
-    started = time.perf_counter()
-    while True:
-        for name, run in runs.items():
+    started, rounds = time.perf_counter(), 0
+    while rounds < 3 or (rounds < 100 and time.perf_counter() - started < seconds):
+        for name, (run, inputs) in runs.items():
             wait()
             start = time.perf_counter()
             one_pass(run, inputs, backward=backward)
             wait()
             times[name].append(time.perf_counter() - start)
-        rounds = len(next(iter(times.values())))
-        if (rounds >= 3 and time.perf_counter() - started > seconds) or rounds >= 100:
-            return {name: _timing(values) for name, values in times.items()}
+        rounds += 1
+    return {name: Timing(values) for name, values in times.items()}
 
 
-def _timing(values: list[float]) -> Timing:
-    low, median, high = statistics.quantiles(values, n=4)
-    return Timing(median, (high - low) / 2 / median, len(values))
-
-
-# Memory.
-
-
-class Peak:
-    """Peak memory of one pass beyond its inputs, measured in a fresh process each.
-
-    The processes are forked from one that has imported torch and computed nothing.
-    """
-
-    def __init__(self) -> None:
-        self.context = multiprocessing.get_context("forkserver")
-        self.context.set_forkserver_preload(["graphattn.cli.bench.measure", "graphattn.nn"])
-
-    def of(self, case: str, contender: str, size: Size, *, backward: bool) -> float | None:
-        """Bytes; None where the process died (of too little memory, most likely)."""
-        receiver, sender = self.context.Pipe(duplex=False)
-        process = self.context.Process(
-            target=_report_peak, args=(sender, case, contender, size, backward)
-        )
-        process.start()
-        sender.close()
-        try:
-            return receiver.recv()
-        except EOFError:
-            return None
-        finally:
-            process.join()
-
-
-def _report_peak(sender: Any, case: str, contender: str, size: Size, backward: bool) -> None:
-    own = next(c for c in CASES if c.name == case)
-    inputs = own.make(size, torch.device("cpu"), torch.float32)
-    if hasattr(inputs, "graph") and contender != "graphattn":
-        inputs.graph.edge_index  # noqa: B018  # message passing is given its edges
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    one_pass(own.runs()[contender], inputs, backward=backward)
-    sender.send(1024.0 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before))
-
-
-def cuda_peak(run: Run, inputs: Any, *, backward: bool) -> float:
-    """Bytes beyond the inputs, by torch's own accounting."""
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    one_pass(run, inputs, backward=backward)
-    return float(torch.cuda.max_memory_allocated() - before)
+def _wait(device: torch.device) -> Callable[[], None]:
+    return torch.cuda.synchronize if device.type == "cuda" else lambda: None
 
 
 # The bound.
@@ -139,8 +122,7 @@ def measure_machine(device: torch.device, dtype: torch.dtype) -> Machine:
 
 
 def _best(run: Callable[[], Tensor], device: torch.device) -> float:
-    wait: Callable[[], None] = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-    times = []
+    wait, times = _wait(device), []
     for _ in range(6):
         wait()
         start = time.perf_counter()

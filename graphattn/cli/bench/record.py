@@ -1,18 +1,22 @@
-"""Rows of a benchmark as JSON, with where they come from; and two of them side by side."""
+"""What a run of the benchmark found, as JSON, with where it comes from."""
 
 from __future__ import annotations
 
 import json
 import platform
 import subprocess
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import date
+from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 import graphattn
+
+OURS = "graphattn"
+Quantity = Literal["time", "memory", "error"]
 
 
 @dataclass(frozen=True)
@@ -31,8 +35,76 @@ class Row:
     share_of_bound: float | None
     error: float | None
 
+    def number(self, quantity: Quantity) -> float | None:
+        """The row's median time, peak memory or error."""
+        return {"time": self.median, "memory": self.peak, "error": self.error}[quantity]
 
-def provenance(device: torch.device) -> dict[str, Any]:
+
+@dataclass(frozen=True)
+class Verdict:
+    """One target and what was measured: a ratio, or a number in seconds or bytes."""
+
+    case: str
+    passes: str
+    quantity: Quantity
+    of: str  # a contender, or "one / other" for a ratio
+    is_ratio: bool
+    measured: float | None  # None where something is missing
+    spread: float | None
+    at_most: float | None
+    at_least: float | None
+
+    @property
+    def met(self) -> bool | None:
+        """Whether it is in bounds; None where nothing was measured."""
+        if self.measured is None:
+            return None
+        if self.at_most is not None:
+            return self.measured <= self.at_most
+        return self.at_least is not None and self.measured >= self.at_least
+
+
+@dataclass(frozen=True)
+class Slope:
+    """The exponent p of ``quantity ~ tokens ** p``, fitted over all lengths of a case."""
+
+    case: str
+    passes: str
+    quantity: Quantity
+    exponent: float
+
+
+@dataclass(frozen=True)
+class Record:
+    """One run of `graphattn bench`."""
+
+    provenance: dict[str, Any]
+    rows: list[Row] = field(default_factory=list)
+    targets: list[Verdict] = field(default_factory=list)
+    slopes: list[Slope] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+
+    def write(self, path: Path) -> None:
+        """As JSON: one object with a key per field."""
+        path.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
+
+
+def read(path: Path) -> Record:
+    """What :meth:`Record.write` wrote; a ValueError for anything else."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        return Record(
+            found["provenance"],
+            [Row(**row) for row in found["rows"]],
+            [Verdict(**target) for target in found.get("targets", [])],
+            [Slope(**slope) for slope in found.get("slopes", [])],
+            found["missing"],
+        )
+    except (KeyError, TypeError, json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is no record of `graphattn bench`: {error!r}") from None
+
+
+def provenance(device: torch.device, size: str) -> dict[str, Any]:
     """Where the numbers of a record come from."""
     if device.type == "cuda":
         hardware = torch.cuda.get_device_name(device)
@@ -41,12 +113,22 @@ def provenance(device: torch.device) -> dict[str, Any]:
     return {
         "device": device.type,
         "hardware": hardware,
+        "size": size,
         "graphattn": graphattn.__version__,
         "commit": _commit(),
         "torch": torch.__version__,
+        "triton": _version("triton"),
         "python": platform.python_version(),
         "date": date.today().isoformat(),
     }
+
+
+def _version(package: str) -> str | None:
+    """Of an installed package; None where it is not."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def _processor() -> str:
@@ -59,27 +141,17 @@ def _processor() -> str:
 
 
 def _commit() -> str | None:
-    """The checkout's commit; None for an installed package."""
+    """The checkout's commit, "+" where files differ from it; None for an installed package."""
     folder = Path(graphattn.__file__).parent
     try:
-        run = subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], cwd=folder, capture_output=True, text=True
+        run, changed = (
+            subprocess.run(["git", *command], cwd=folder, capture_output=True, text=True)
+            for command in (
+                ["rev-parse", "--short", "HEAD"],
+                ["status", "--porcelain", "--untracked-files=no", "."],
+            )
         )
     except OSError:
         return None
-    return run.stdout.strip() or None
-
-
-def write(path: Path, facts: dict[str, Any], rows: list[Row], notes: list[str]) -> None:
-    """One object: provenance, rows, and what is missing."""
-    record = {"provenance": facts, "rows": [asdict(row) for row in rows], "missing": notes}
-    path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-
-
-def read(path: Path) -> tuple[dict[str, Any], list[Row]]:
-    """What :func:`write` wrote; a ValueError for anything else."""
-    try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-        return record["provenance"], [Row(**row) for row in record["rows"]]
-    except (KeyError, TypeError, json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is no record of `graphattn bench`: {error!r}") from None
+    commit = run.stdout.strip()
+    return f"{commit}+" if commit and changed.stdout.strip() else commit or None

@@ -1,0 +1,78 @@
+"""Peak memory of one pass beyond its inputs."""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import resource
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from graphattn.cli.bench.cases import CASES, Size
+from graphattn.cli.bench.contenders import Run
+from graphattn.cli.bench.measure import one_pass
+from graphattn.cli.bench.record import OURS
+
+
+class Peak:
+    """Peak memory on a CPU, each in a fresh process.
+
+    The processes are forked from one that has imported torch and computed nothing.
+    """
+
+    def __init__(self) -> None:
+        self.context = multiprocessing.get_context("forkserver")
+        self.context.set_forkserver_preload(["graphattn.cli.bench.memory", "graphattn.nn"])
+
+    def of(self, case: str, contender: str, size: Size, *, backward: bool) -> float | None:
+        """Bytes; None where the process died (of too little memory, most likely)."""
+        receiver, sender = self.context.Pipe(duplex=False)
+        process = self.context.Process(
+            target=_report_peak, args=(sender, case, contender, size, backward)
+        )
+        process.start()
+        sender.close()
+        try:
+            return receiver.recv()
+        except EOFError:
+            return None
+        finally:
+            process.join()
+
+
+def _report_peak(sender: Any, case: str, contender: str, size: Size, backward: bool) -> None:
+    own = next(c for c in CASES if c.name == case)
+    peaks = []
+    for _ in range(2):  # the first pass also loads code, or even compiles it
+        inputs = own.make(size, torch.device("cpu"), torch.float32)
+        if hasattr(inputs, "graph") and contender != OURS:
+            inputs.graph.edge_index  # noqa: B018  # message passing is given its edges
+        is_forgotten = _forget_peak()
+        before = _peak()
+        one_pass(own.runs()[contender], inputs, backward=backward)
+        peaks.append(1024.0 * (_peak() - before))
+    sender.send(peaks[-1] if is_forgotten else peaks[0])
+
+
+def _peak() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def _forget_peak() -> bool:
+    """Hand back what is free and start the peak anew from what is in use: Linux with glibc."""
+    try:
+        ctypes.CDLL(None).malloc_trim(0)
+        Path("/proc/self/clear_refs").write_text("5")
+    except (AttributeError, OSError):
+        return False
+    return True
+
+
+def cuda_peak(run: Run, inputs: Any, *, backward: bool) -> float:
+    """Bytes on a GPU, by torch's own accounting."""
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    one_pass(run, inputs, backward=backward)
+    return float(torch.cuda.max_memory_allocated() - before)
