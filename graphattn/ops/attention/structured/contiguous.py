@@ -18,7 +18,7 @@ from graphattn.ops.attention.structured.tiles import Tiles
 from graphattn.ops.inputs import ValidPair
 
 OPERANDS = 1 << 19  # numbers of a group's keys where no logits are stored: two megabytes
-LOGITS = 1 << 18  # numbers of a group's logits where they are: one
+LOGITS = 1 << 19  # numbers of a group's logits where they are: the same
 ROWS = 128  # targets of a tile whose logits are stored
 
 

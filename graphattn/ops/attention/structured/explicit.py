@@ -17,44 +17,63 @@ def logits_of(operands: Operands, bias: Tensor | None) -> Tensor:
     return operands.logits if bias is None else operands.logits + bias
 
 
-def kept(logits: Tensor, allowed: Tensor | None, top_k: int | None, finite: bool) -> Tensor | None:
+def keep_best(
+    logits: Tensor, allowed: Tensor | None, top_k: int | None, finite: bool
+) -> Tensor | None:
     """Bool, broadcastable to the logits: the edges that count; None: all pairs.
 
-    Of equal logits the earlier source is kept.
+    Of equal logits the earlier source is kept. Where nothing is allowed, logits become -inf.
     """
+    if allowed is not None:
+        _forbid(logits, allowed, finite)
     if top_k is None or top_k >= logits.shape[-1]:
         return allowed
-    candidates = logits.detach()
-    if allowed is not None:
-        candidates = candidates.masked_fill(~allowed, -torch.inf)
+    logits = logits.detach()
     if not finite:  # NaN counts as the largest, as in a sort
-        order = candidates.argsort(dim=-1, descending=True, stable=True)
+        order = logits.argsort(dim=-1, descending=True, stable=True)
         best = order.argsort(dim=-1) < top_k
         return best if allowed is None else best & allowed
-    threshold = candidates.topk(top_k, dim=-1, sorted=False).values.amin(-1, keepdim=True)
-    best = candidates >= threshold
+    threshold = logits.topk(top_k, dim=-1, sorted=False).values.amin(-1, keepdim=True)
+    threshold = threshold.clamp(min=torch.finfo(logits.dtype).min)  # -inf is never kept
+    best = logits >= threshold
     if bool((best.sum(-1) > top_k).any()):
-        ties = candidates == threshold
-        above = candidates > threshold
+        ties = logits == threshold
+        above = logits > threshold
         room = top_k - above.sum(-1, keepdim=True)
         best = above | (ties & (ties.cumsum(-1) <= room))
-    return best if allowed is None else best & allowed
+    return best
 
 
-def softmax(logits: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Weights [G, H, n, m] and log-sums [G, H, n]; a row that keeps nothing: zeros and -inf."""
+def _forbid(logits: Tensor, keep: Tensor, finite: bool) -> None:
+    """-inf where `keep` is False, in place."""
+    if finite and keep.dim() < logits.dim():  # a sum runs faster than a broadcast mask
+        logits += torch.zeros_like(keep, dtype=logits.dtype).masked_fill_(~keep, -torch.inf)
+    else:
+        logits.masked_fill_(~keep, -torch.inf)
+
+
+def softmax(
+    logits: Tensor, allowed: Tensor | None, top_k: int | None, finite: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Weights [G, H, n, m], log-sums [G, H, n], and the edges kept; `logits` are used up.
+
+    A row that keeps nothing gets zeros and -inf.
+    """
     if logits.shape[-1] == 0:
-        return logits, logits.new_full(logits.shape[:-1], -torch.inf)
-    if keep is not None:
-        logits = logits.masked_fill(~keep, -torch.inf)
-    highest = logits.detach().amax(dim=-1, keepdim=True)
-    highest = torch.where(highest.isfinite(), highest, 0)
-    weights = (logits - highest).exp()
-    total = weights.sum(dim=-1, keepdim=True)
-    empty = total == 0
-    total = total.masked_fill(empty, 1)
-    lse = (total.log() + highest).masked_fill(empty, -torch.inf)
-    return weights / total, lse[..., 0]
+        return logits, logits.new_full(logits.shape[:-1], -torch.inf), allowed
+    keep = keep_best(logits, allowed, top_k, finite)
+    if keep is not None and keep is not allowed:
+        _forbid(logits, keep, finite)
+    highest = logits.amax(dim=-1)
+    empty = highest == -torch.inf
+    some_empty = bool(empty.any())
+    if some_empty:
+        logits = logits.masked_fill(empty[..., None], 0)
+    weights = torch.softmax(logits, dim=-1)  # four times faster than its steps, on a CPU
+    lse = highest - weights.amax(dim=-1).log()  # the largest weight is exp(0) over the sum
+    if some_empty:
+        weights, lse = weights.masked_fill(empty[..., None], 0), lse.masked_fill(empty, -torch.inf)
+    return weights, lse, keep
 
 
 def product(weights: Tensor, x: Tensor, keep: Tensor | None, finite: bool) -> Tensor:
@@ -77,8 +96,7 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """Output [G, H, n, Dv] and the log-sums of the operands' logits [G, H, n]."""
     logits = logits_of(operands, bias)
-    keep = kept(logits, allowed, top_k, finite)
-    weights, lse = softmax(logits, keep)
+    weights, lse, keep = softmax(logits, allowed, top_k, finite)
     return product(weights, value, keep, finite), lse
 
 
@@ -94,10 +112,10 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of `scaled_query`, `key`, `value` and of the logits [G, H, n, m]."""
     logits = logits_of(operands, bias)
-    keep = kept(logits, allowed, top_k, finite)
-    weights, _ = softmax(logits, keep)
-    if not finite and keep is not None:
-        weights = weights.masked_fill(~keep, 0)  # 0 / NaN
+    weights, _, keep = softmax(logits, allowed, top_k, finite)
+    hidden = None if finite or keep is None else ~keep
+    if hidden is not None:
+        weights.masked_fill_(hidden, 0)  # 0 / NaN
     d_value = product(
         weights.transpose(-1, -2),
         d_out,
@@ -105,14 +123,12 @@ def backward(
         finite,
     )
     d_logits = d_out @ value.transpose(-1, -2)
-    if not finite and keep is not None:
-        d_logits = d_logits.masked_fill(~keep, 0)
-    d_logits = d_logits - (weights * d_logits).sum(-1, keepdim=True)
-    if d_lse is not None:
-        d_logits = d_logits + d_lse[..., None]
-    d_logits = d_logits * weights
-    if not finite and keep is not None:
-        d_logits = d_logits.masked_fill(~keep, 0)
+    if hidden is not None:
+        d_logits.masked_fill_(hidden, 0)
+    mean = (weights * d_logits).sum(-1, keepdim=True)
+    d_logits.sub_(mean if d_lse is None else mean - d_lse[..., None]).mul_(weights)
+    if hidden is not None:
+        d_logits.masked_fill_(hidden, 0)
     d_query = product(d_logits, operands.key, keep, finite)
     d_key = product(
         d_logits.transpose(-1, -2),

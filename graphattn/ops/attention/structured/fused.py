@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from graphattn.ops.attention.structured.operands import Operands
 
@@ -39,15 +38,15 @@ def forward(
 
     A row without any allowed source gets numbers without meaning; the caller knows which.
     """
-    query, key = operands.scaled_query, operands.key
+    query, key, scale = operands.query, operands.key, operands.scale
     mask = _mask(allowed, query.dtype)
     if operands.rbf and (mask is None or mask.shape[-2] == 1):
         # The bias added as a mask of one row costs nothing, as a feature of its own a tenth.
-        bias = (operands.scale * operands.key[..., -1:]).transpose(-1, -2)
+        bias = (scale * key[..., -1:]).transpose(-1, -2)
         mask = bias if mask is None else mask + bias
         query, key = query[..., :-1], key[..., :-1]
     width = max(query.shape[-1], value.shape[-1])
-    query, key, padded = (_wider(x, width) for x in (query, key, value))
+    query, key, padded = _wider(query * scale, width), _wider(key, width), _wider(value, width)
     out, lse = _attention(
         query, key, padded, 0.0, causal, attn_mask=_expanded(mask, query, key), scale=1.0
     )
@@ -64,20 +63,20 @@ def backward(
     d_out: Tensor,
     d_lse: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of `scaled_query`, `key` and `value`, and the row sums of the logits' gradient.
+    """Gradients of the scaled query, `key` and `value`, and the row sums of the logits' gradient.
 
     Rows with lse = inf take no part.
     """
-    query, key = operands.scaled_query, operands.key
-    own, features = query.shape[-1], value.shape[-1]
-    if d_lse is not None:
-        out = torch.cat([out, -d_lse[..., None]], dim=-1)
-        d_out = functional.pad(d_out, (0, 1), value=1.0)
-    if operands.rbf:  # a constant feature of the keys gives the row sums
-        query, key = functional.pad(query, (0, 1)), functional.pad(key, (0, 1), value=1.0)
+    own, features = operands.query.shape[-1], value.shape[-1]
+    width = max(own + int(operands.rbf), features + int(d_lse is not None))
+    query = _wider(operands.query, width)
+    query = query.mul_(operands.scale) if query is not operands.query else query * operands.scale
+    # A constant feature of the keys, where queries have none, gives the row sums.
+    key = _wider(operands.key, width, None if not operands.rbf else 1.0)
+    out = _wider(out, width, None if d_lse is None else -d_lse)
+    d_out = _wider(d_out, width, None if d_lse is None else 1.0)
+    value = _wider(value, width)
     mask = _expanded(_mask(allowed, query.dtype), query, key)
-    width = max(query.shape[-1], out.shape[-1])
-    query, key, value, out, d_out = (_wider(x, width) for x in (query, key, value, out, d_out))
     d_query, d_key, d_value = _backward(
         d_out, query, key, value, out, lse, 0.0, causal, attn_mask=mask, scale=1.0
     )
@@ -85,6 +84,15 @@ def backward(
     return d_query[..., :own], d_key[..., :own], d_value[..., :features], row_sums
 
 
-def _wider(x: Tensor, width: int) -> Tensor:
-    """Zeros as further features, so that all operands have as many."""
-    return x if x.shape[-1] == width else functional.pad(x, (0, width - x.shape[-1]))
+def _wider(x: Tensor, width: int, following: Tensor | float | None = None) -> Tensor:
+    """x with more features: what is `following`, then zeros."""
+    own = x.shape[-1]
+    if own == width:
+        return x
+    wide = x.new_empty((*x.shape[:-1], width))
+    wide[..., :own] = x
+    if following is not None:
+        wide[..., own] = following
+        own += 1
+    wide[..., own:] = 0
+    return wide

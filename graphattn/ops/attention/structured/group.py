@@ -388,13 +388,18 @@ def near_each_other(inputs: Inputs) -> bool:
     if 0 in (*query.shape, *key.shape):
         return True
     center = key.detach().mean((0, 1))
-    of_key = (key.detach() - center).square().sum(-1).amax((0, 1))
+    of_key = _largest_norm(key, center)
     repeats = query.shape[2] // key.shape[2]
     center, of_key = (x.repeat_interleave(repeats, 0) for x in (center, of_key))
-    of_query = (query.detach() - center).square().sum(-1).amax((0, 1))
+    of_query = of_key if query is key else _largest_norm(query, center)
     # Measured from any centre inside the ball, a token is at most two radii away.
-    largest = 4 * scale.detach() * torch.maximum(of_key, of_query)
+    largest = 4 * scale.detach() * torch.maximum(of_key, of_query) ** 2
     return bool((largest <= SPREAD[query.dtype]).all())
+
+
+def _largest_norm(x: Tensor, center: Tensor) -> Tensor:
+    """The largest distance of x [B, N, H, D] from `center` [H, D], per head."""
+    return torch.linalg.vector_norm(x.detach() - center, dim=-1).amax((0, 1))
 
 
 def _run(x: Tensor, start: int, length: int, stride: int) -> Tensor:

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 
 @dataclass
@@ -55,7 +54,7 @@ class Operands:
 
     def _half_square(self) -> Tensor:
         """||q||^2 / 2 around the centre, [G, H, n]."""
-        return self.query[..., :-1].square().sum(-1) / 2
+        return _half_square(self.query[..., :-1])
 
     @property
     def sizes(self) -> tuple[Tensor, Tensor]:
@@ -91,11 +90,27 @@ def dot_operands(query: Tensor, key: Tensor, scale: Tensor) -> Operands:
 
 def rbf_operands(query: Tensor, key: Tensor, scale: Tensor, center: Tensor) -> Operands:
     """For -scale * ||q - k||^2 / 2, around `center` [G, H, 1, D]."""
-    query, key = query - center, key - center
-    bias = key.square().sum(-1, keepdim=True) / -2
-    return Operands(
-        functional.pad(query, (0, 1), value=1.0),
-        torch.cat([key, bias], dim=-1),
-        scale[:, None, None],
-        rbf=True,
-    )
+    if torch.is_grad_enabled():
+        query, key = query - center, key - center
+        bias = -_half_square(key)[..., None]
+        one = torch.ones_like(query[..., :1])
+        query, key = torch.cat([query, one], dim=-1), torch.cat([key, bias], dim=-1)
+    else:  # the same, without copies in between
+        query, key = (_beside(x, center) for x in (query, key))
+        query[..., -1] = 1
+        torch.neg(_half_square(key[..., :-1]), out=key[..., -1])
+    return Operands(query, key, scale[:, None, None], rbf=True)
+
+
+def _beside(x: Tensor, center: Tensor) -> Tensor:
+    """x - center, and room for one more feature."""
+    found = x.new_empty((*x.shape[:-1], x.shape[-1] + 1))
+    torch.sub(x, center, out=found[..., :-1])
+    return found
+
+
+def _half_square(x: Tensor) -> Tensor:
+    """||x||^2 / 2, over the features."""
+    if torch.is_grad_enabled():  # no square root is ever differentiated
+        return x.square().sum(-1) / 2
+    return torch.linalg.vector_norm(x, dim=-1).square_() / 2

@@ -96,7 +96,8 @@ class GlobalTokensPlan:
         return sums
 
     def _merged(self, near: Result, far: Result, own: Result) -> Result:
-        share, lse = explicit.softmax(torch.stack([near[1], far[1]], dim=-1), None)
+        both = torch.stack([near[1], far[1]], dim=-1)
+        share, lse, _ = explicit.softmax(both, None, None, True)
         out = share[..., :1] * near[0] + share[..., 1:] * far[0]
         return out.index_copy(1, self.tokens, own[0]), lse.index_copy(1, self.tokens, own[1])
 

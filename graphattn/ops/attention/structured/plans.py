@@ -93,7 +93,8 @@ def _plan(
     `like` [B, ...] says how large a batch is and where it lies.
     """
     of_target, of_source = valid
-    tiles = tiles_of(structure)
+    stored = top_k is not None or table  # logits are, and a tile's should be few
+    tiles = tiles_of(structure, 64 if stored else 128)
     if tiles is not None:
         return TilePlan(tiles, score, top_k, valid)
     if isinstance(structure, Parts):

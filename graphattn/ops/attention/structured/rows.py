@@ -166,10 +166,10 @@ class _Rows:
         """Weights [B, n, H, w], log-sums [B, n, H], and the edges that are kept."""
         logits = self.scale[:, None] * self.affinity
         logits = logits if self.bias is None else logits + self.bias
-        keep = explicit.kept(logits, self.allowed, self.plan.top_k, self.finite)
+        options = self.allowed, self.plan.top_k, self.finite
+        weights, lse, keep = explicit.softmax(logits, *options)
         assert keep is not None
-        keep = keep.expand_as(logits)
-        return *explicit.softmax(logits, keep), keep
+        return weights, lse, keep.expand_as(weights)
 
     def attend(self) -> tuple[Tensor, Tensor]:
         """Output [B, n, H, Dv] and log-sums [B, n, H]."""

@@ -124,19 +124,22 @@ class Tiles:
 
 
 @lru_cache(maxsize=64)
-def tiles_of(structure: Structure) -> tuple[Tiles, ...] | None:
-    """Tiles that hold every target and every edge once; None where a graph has no tiles."""
-    found = _tiles(structure)
+def tiles_of(structure: Structure, most_rows: int = 128) -> tuple[Tiles, ...] | None:
+    """Tiles that hold every target and every edge once; None where a graph has no tiles.
+
+    A band's have at most `most_rows` targets.
+    """
+    found = _tiles(structure, most_rows)
     return None if found is None else tuple(found)
 
 
-def _tiles(structure: Structure) -> list[Tiles] | None:
+def _tiles(structure: Structure, most_rows: int) -> list[Tiles] | None:
     if isinstance(structure, Parts):
         found: list[Tiles] = []
         for part, t0, s0 in zip(
             structure.parts, structure.target_ptr, structure.source_ptr, strict=False
         ):
-            tiles = _tiles(part)
+            tiles = _tiles(part, most_rows)
             if tiles is None:
                 return None
             for tile in tiles:
@@ -149,9 +152,9 @@ def _tiles(structure: Structure) -> list[Tiles] | None:
         case Blocks():
             return _block_tiles(structure)
         case Band(dilation=1):
-            return _band_tiles(structure)
+            return _band_tiles(structure, most_rows)
         case Band():
-            return _dilated_tiles(structure)
+            return _dilated_tiles(structure, most_rows)
     return None
 
 
@@ -202,13 +205,13 @@ def _block_tiles(blocks: Blocks) -> list[Tiles]:
     return found
 
 
-def _band_tiles(band: Band) -> list[Tiles]:
+def _band_tiles(band: Band, most_rows: int) -> list[Tiles]:
     """Border tiles one by one, with the sources that exist; those between, all alike, at once."""
     N = band.num_tokens
     before, after = band._reach(band.before), band._reach(band.after)
     if before + after >= N - 1 and band.after == 0 and band.self_loops:
         return [Tiles(band, 0, 0, N, N)] if N else []
-    rows = _rows(before + after + 1)
+    rows = min(_rows(before + after + 1), most_rows)
     found = []
     start = 0
     while start < N:
@@ -223,12 +226,12 @@ def _band_tiles(band: Band) -> list[Tiles]:
     return found
 
 
-def _dilated_tiles(band: Band) -> list[Tiles]:
+def _dilated_tiles(band: Band, most_rows: int) -> list[Tiles]:
     """The tokens of every remainder modulo the dilation are a band of their own."""
     d, found = band.dilation, []
     for first in range(min(d, band.num_tokens)):
         own = replace(band, num_tokens=len(range(first, band.num_tokens, d)), dilation=1)
-        for tile in _band_tiles(own):
+        for tile in _band_tiles(own, most_rows):
             target, source = first + tile.target * d, first + tile.source * d
             found.append(replace(tile, target=target, source=source, stride=d))
     return found
