@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Callable
 from numbers import Real
 from typing import Any, Literal
 
@@ -13,7 +14,7 @@ from torch import Tensor
 from graphattn.graphs.arguments import as_choice
 from graphattn.graphs.token_graph import TokenGraph
 from graphattn.ops.backends import NOT_YET, choose_backend
-from graphattn.ops.consensus import reference
+from graphattn.ops.consensus import compiled, reference, structured
 from graphattn.ops.consensus.parameters import EdgeNetworkParameters
 from graphattn.ops.inputs import (
     Valid,
@@ -74,7 +75,9 @@ def consensus_update(
         valid: bool [*, N] or [N], or a pair for (targets, sources); an edge that touches an
             invalid token is no edge, and what invalid tokens hold is never read. They keep their
             state; NaN and infinity in it read as 0.
-        backend: "auto" or "reference".
+        backend: "reference" keeps tensors of every edge; "structured" goes over the edges of any
+            graph in chunks, and over those of a window without listing them; "auto" takes it but
+            inside torch.func, which looks into its steps.
 
     Returns:
         u', [*, N, H, D] in the dtype of `state`; half precision is computed in float32.
@@ -94,7 +97,10 @@ def consensus_update(
         >>> ga.consensus_update(u, u, hidden, hidden, network, graph, 0.1).flatten()
         tensor([0.0000, 0.1386, 0.8614])
     """
-    choose_backend(backend, support())
+    update_by: Callable[..., Tensor] = reference.consensus_update
+    if choose_backend(backend, support()) == "structured":
+        traced = torch.compiler.is_compiling()
+        update_by = (compiled if traced else structured).consensus_update
     graph, network, pair = _check(
         state, neighbor_state, target_hidden, source_hidden, edge_network, graph, valid
     )
@@ -109,7 +115,7 @@ def consensus_update(
         if step is not None:
             step = torch.where(pair[0][..., None], step, 0)
     with full_precision(state.device):
-        new = reference.consensus_update(
+        new = update_by(
             moving.to(dtype),
             target_hidden.to(dtype),
             source_hidden.to(dtype),
@@ -125,7 +131,7 @@ def consensus_update(
 
 def support() -> dict[str, str | None]:
     """Backend -> None where it can run a consensus step, otherwise the reason."""
-    return {"reference": None, "structured": NOT_YET, "triton": NOT_YET}
+    return {"reference": None, "structured": None, "triton": NOT_YET}
 
 
 def consensus_edge_matrices(
@@ -179,7 +185,8 @@ def check_energy_graph(graph: TokenGraph, stacklevel: int = 3) -> None:
             "edge (i, j) with j < i also moves j, by what i knows. Use update='target', which "
             "moves i only"
         )
-    if graph.points_backward and not graph.warned_backward:
+    traced = torch.compiler.is_compiling()  # warnings, and facts of edges, are for eager calls
+    if not traced and graph.points_backward and not graph.warned_backward:
         graph.warned_backward = True
         warnings.warn(
             "all edges of this edge list point backward. If the order of tokens is time, "

@@ -27,6 +27,12 @@ def automatic_step(strength: Tensor, graph: TokenGraph, update: str) -> Tensor:
     degree = degree.index_add(-2, target, strength)
     if update == "energy":
         degree = degree.index_add(-2, source, strength)
+    return step_of_degrees(degree, graph, update)
+
+
+def step_of_degrees(degree: Tensor, graph: TokenGraph, update: str) -> Tensor:
+    """The step of :func:`automatic_step` from the degrees d_i, [*, N, H]."""
+    if update == "energy":
         bound = 2 * _maximum_per_sequence(degree, graph)
     else:
         bound = degree

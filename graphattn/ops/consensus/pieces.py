@@ -1,0 +1,170 @@
+"""The edges of a graph, a bounded piece at a time, without listing those of a band.
+
+Target i of a band sees i + dilation * hop, so the edges of one hop and a run of targets have two
+contiguous slices of tokens as their ends, and nothing is gathered. Any other graph has the two rows
+of its edge list.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from graphattn.graphs.composites import Parts
+from graphattn.graphs.structure import Band
+from graphattn.graphs.token_graph import TokenGraph
+from graphattn.ops.consensus.parameters import EdgeNetworkParameters
+from graphattn.ops.inputs import ValidPair
+
+Tokens = slice | Tensor  # a run of tokens, or their indices [n]
+
+
+class Piece(NamedTuple):
+    """n edges of a few sequences b, for a few networks k: edge e joins target[e] and source[e]."""
+
+    networks: slice
+    batch: slice
+    target: Tokens
+    source: Tokens
+    counts: Tensor | None  # bool [b or 1, n]: which of them are edges at all; None: every one
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """b, n."""
+        n = (
+            self.target.stop - self.target.start
+            if isinstance(self.target, slice)
+            else len(self.target)
+        )
+        return self.batch.stop - self.batch.start, n
+
+    def of_networks(self, network: EdgeNetworkParameters) -> EdgeNetworkParameters:
+        """The piece's own, of parameters whose first dimension counts networks."""
+        return EdgeNetworkParameters(*(x[self.networks] for x in network))
+
+    def clear(self, x: Tensor) -> Tensor:
+        """x [k, b, n, heads, features], zero for pairs that are no edges: those may hold NaN."""
+        return x if self.counts is None else x.masked_fill(~self.counts[..., None, None], 0)
+
+
+def at(x: Tensor, piece: Piece, tokens: Tokens) -> Tensor:
+    """x [G, B, N, heads, features] at one end of every edge, [k, b, n, heads, features]."""
+    x = x[piece.networks, piece.batch]
+    return x[:, :, tokens] if isinstance(tokens, slice) else x.index_select(2, tokens)
+
+
+def add_at(total: Tensor, piece: Piece, tokens: Tokens, values: Tensor, sign: int = 1) -> None:
+    """Adds values [k, b, n, heads, features] at the tokens of one end, in a fixed order."""
+    total = total[piece.networks, piece.batch]
+    if isinstance(tokens, slice):
+        total[:, :, tokens].add_(values, alpha=sign)
+    elif total.device.type == "cpu":
+        total.index_add_(2, tokens, values, alpha=sign)
+    else:  # elsewhere index_add_ is atomic, in any order; this sorts first
+        values = (values if sign == 1 else -values).movedim(2, 0)
+        total.movedim(2, 0).index_put_((tokens,), values, accumulate=True)
+
+
+class Pieces:
+    """Every edge of a graph, for every network and every sequence of a batch, exactly once.
+
+    Self-loops are left out if `loops` is False. The order, and with it that of every sum, is fixed.
+    """
+
+    def __init__(
+        self, graph: TokenGraph, *, networks: int, batch: int, valid: ValidPair, loops: bool
+    ) -> None:
+        self.networks, self.batch = networks, batch
+        self.num_tokens, self.device = graph.num_targets, graph.device
+        self.valid = [  # [B or 1, tokens]
+            None if of is None else of.reshape(of.shape[:-1].numel(), of.shape[-1]) for of in valid
+        ]
+        self.bands = _bands(graph)
+        if self.bands:
+            longest = max(self.bands, key=lambda band: band.num_tokens)
+            first, last = -longest._reach(longest.before), longest._reach(longest.after)
+            self.moves = [
+                hop * longest.dilation
+                for hop in range(first, last + 1)
+                if hop or (longest.self_loops and loops)
+            ]
+            self.borders = torch.tensor([band.num_tokens for band in self.bands]).cumsum(0).tolist()
+            self.length = self.num_tokens
+        else:
+            self.source, self.target = graph.edge_index
+            if not loops and bool((self.source == self.target).any()):
+                self.source, self.target = graph.edge_index[:, self.source != self.target]
+            self.length = len(self.source)
+
+    def chunks(self, rows: int | None = None) -> Iterator[Piece]:
+        """Pieces with k b n <= `rows`; with None, as few as there can be."""
+        if self.length * self.batch * self.networks == 0:
+            return
+        rows = rows or self.length * self.batch * self.networks
+        # As many tokens or edges as fit; where all do several sequences, then several networks.
+        n = min(self.length, rows)
+        b = min(self.batch, rows // n)
+        k = min(self.networks, rows // (n * b))
+        for networks in _runs(self.networks, k):
+            for batch in _runs(self.batch, b):
+                for run in _runs(self.length, n):
+                    ends = self._band_edges(run) if self.bands else self._listed_edges(run)
+                    for target, source, inside in ends:
+                        counts = self._counts(batch, target, source, inside)
+                        yield Piece(networks, batch, target, source, counts)
+
+    def no_edges(self) -> Piece:
+        """A piece that changes no sum but makes it depend on every tensor, even without edges."""
+        return Piece(slice(0, self.networks), slice(0, self.batch), slice(0, 0), slice(0, 0), None)
+
+    def _listed_edges(self, run: slice) -> Iterator[tuple[Tokens, Tokens, None]]:
+        yield self.target[run], self.source[run], None
+
+    def _band_edges(self, run: slice) -> Iterator[tuple[Tokens, Tokens, Tensor | None]]:
+        """The in-edges of a run of targets, one hop after the other."""
+        for move in self.moves:
+            start, stop = max(run.start, -move), min(run.stop, self.num_tokens - move)
+            if start < stop:
+                target, source = slice(start, stop), slice(start + move, stop + move)
+                low, high = min(start, source.start), max(stop, source.stop)
+                part, last = (bisect_right(self.borders, token) for token in (low, high - 1))
+                inside = None
+                if part < last:  # several sequences: a pair may join two of them
+                    if all(band.num_tokens <= abs(move) for band in self.bands[part : last + 1]):
+                        continue
+                    token = torch.arange(low, high, device=self.device)
+                    borders = torch.tensor(self.borders[part:last], device=self.device)
+                    sequence = torch.bucketize(token, borders, right=True)
+                    inside = (sequence[: stop - start] == sequence[abs(move) :])[None]
+                yield target, source, inside
+
+    def _counts(
+        self, batch: slice, target: Tokens, source: Tokens, inside: Tensor | None
+    ) -> Tensor | None:
+        counts = inside
+        for of, tokens in zip(self.valid, (target, source), strict=True):
+            if of is not None:
+                at_end = (of[batch] if len(of) > 1 else of)[:, tokens]
+                counts = at_end if counts is None else counts & at_end
+        return counts
+
+
+def _bands(graph: TokenGraph) -> tuple[Band, ...]:
+    """The one band, or the bands of a batch that have the same offsets; () for other graphs."""
+    structure = graph.structure
+    parts = structure.parts if isinstance(structure, Parts) else (structure,)
+    bands = tuple(part for part in parts if isinstance(part, Band))
+    kinds = {(b.before, b.after, b.dilation, b.self_loops) for b in bands}
+    return bands if len(bands) == len(parts) and len(kinds) == 1 else ()
+
+
+def _runs(length: int, most: int) -> Iterator[slice]:
+    """0 .. length - 1 in runs of at most so many, equally long but for the last."""
+    size = math.ceil(length / math.ceil(length / most))
+    for start in range(0, length, size):
+        yield slice(start, min(start + size, length))

@@ -1,0 +1,263 @@
+"""Consensus without per-edge tensors: edges a chunk at a time, in memory that stays in cache.
+
+On bands (and batches of equal ones) both ends of a chunk are slices, elsewhere they are gathered.
+The backward computes a chunk again, so memory beside the inputs and outputs is that of a chunk.
+Same rules as reference.py, which it is tested against.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from graphattn.graphs.token_graph import TokenGraph
+from graphattn.ops.consensus.edge_matrix import edge_matrix
+from graphattn.ops.consensus.edge_rows import Buffers, EdgeRows, by_network
+from graphattn.ops.consensus.parameters import EdgeNetworkParameters
+from graphattn.ops.consensus.pieces import Piece, Pieces, add_at, at
+from graphattn.ops.consensus.step_size import step_of_degrees
+from graphattn.ops.inputs import ValidPair, full_precision
+
+CHUNK = 1 << 20  # numbers of the hidden vectors, or of Lambda, of a chunk: 4 MB of float32
+CHUNK_ELSEWHERE = 1 << 24  # on a GPU: fewer and larger launches
+
+
+class _Plan(NamedTuple):
+    """What one step goes over, and what it is to find."""
+
+    pieces: Pieces
+    energy: bool  # both ends of an edge move
+    degrees: bool  # the sums of alpha + beta over the edges of every token are wanted too
+
+
+class _Inputs(NamedTuple):
+    """Hidden vectors [B, N, G, xi], what is compared [B, N, H, D], and the second layer."""
+
+    target_hidden: Tensor
+    source_hidden: Tensor
+    u: Tensor
+    v: Tensor
+    network: EdgeNetworkParameters
+
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor]) -> _Inputs:
+        target_hidden, source_hidden, u, v, *network = tensors
+        return cls(target_hidden, source_hidden, u, v, EdgeNetworkParameters(*network))
+
+
+class _Pass:
+    """One pass over the edges, with every tensor seen by network: [G, B, N, heads, features].
+
+    G networks feed H / G heads each; hidden vectors have 1 in the place of heads.
+    """
+
+    def __init__(self, inputs: _Inputs, plan: _Plan) -> None:
+        self.plan = plan
+        self.num_networks = max(1, inputs.target_hidden.shape[2])
+        self.hidden = self.view(inputs.target_hidden), self.view(inputs.source_hidden)
+        self.states = self.view(inputs.u), self.view(inputs.v)
+        self.network = by_network(inputs.network, self.num_networks)
+        self.rank, self.features = inputs.network.shear.shape[1:3]
+
+    def view(self, x: Tensor) -> Tensor:
+        """x [B, N, G or H, features] as a view [G, B, N, 1 or H / G, features]."""
+        return x.unflatten(2, (self.num_networks, -1)).permute(2, 0, 1, 3, 4)
+
+    def chunks(self, *, gradients: bool) -> Iterator[tuple[Piece, EdgeRows, Tensor]]:
+        """Every piece, R of its edges, and the differences [k, b n, h, D] that it acts on."""
+        buffers = Buffers(self.states[0])
+        numbers = CHUNK if self.states[0].device.type == "cpu" else CHUNK_ELSEWHERE
+        widest = max(1, self.hidden[0].shape[-1], self.network.shear.shape[1])
+        for piece in self.plan.pieces.chunks(max(1, numbers // widest)):
+            hidden_sum, d = self.compare(piece, buffers)
+            R = EdgeRows(
+                hidden_sum.flatten(1, 3),
+                piece.of_networks(self.network),
+                self.rank,
+                self.features,
+                buffers,
+                gradients=gradients,
+            )
+            yield piece, R, d.flatten(1, 2)
+
+    def compare(self, piece: Piece, buffers: Buffers | None = None) -> tuple[Tensor, Tensor]:
+        """hidden_i + hidden_j and u_i - v_j of the edges of a piece, [k, b, n, heads, features]."""
+        hidden_i, u_i = (at(x, piece, piece.target) for x in (self.hidden[0], self.states[0]))
+        hidden_j, v_j = (at(x, piece, piece.source) for x in (self.hidden[1], self.states[1]))
+        out = None if buffers is None else buffers.get("hidden_sum", *hidden_i.shape)
+        return piece.clear(torch.add(hidden_i, hidden_j, out=out)), piece.clear(u_i - v_j)
+
+    def moved(self, total: Tensor) -> tuple[Tensor, Tensor | None]:
+        """A total over the edges of every token, as what targets and what sources have of it."""
+        return total, total if self.plan.energy else None
+
+    def give(
+        self, totals: tuple[Tensor, Tensor | None], piece: Piece, values: Tensor, sign: int
+    ) -> None:
+        """Adds values [k, b n, heads, features] at the targets, times sign at the sources."""
+        values = piece.clear(values.unflatten(1, piece.shape))
+        add_at(self.view(totals[0]), piece, piece.target, values)
+        if totals[1] is not None:
+            add_at(self.view(totals[1]), piece, piece.source, values, sign)
+
+    def take(self, totals: tuple[Tensor, Tensor | None], piece: Piece, sign: int) -> Tensor:
+        """The gradient of what :meth:`give` was given, from those of its totals."""
+        values = at(self.view(totals[0]), piece, piece.target)
+        if totals[1] is not None:
+            at_source = at(self.view(totals[1]), piece, piece.source)
+            values = torch.add(values, at_source, alpha=sign)
+        return piece.clear(values).flatten(1, 2)
+
+
+class _Sums(torch.autograd.Function):
+    """g [B, N, H, D], and the degrees [B, N, H] where they are wanted, chunk by chunk."""
+
+    @staticmethod
+    def forward(ctx: Any, plan: _Plan, *tensors: Tensor) -> tuple[Tensor, Tensor | None]:
+        ctx.save_for_backward(*tensors)
+        ctx.plan = plan
+        inputs = _Inputs.of(tensors)
+        gradient, degree = _no_sums(inputs, plan)
+        run = _Pass(inputs, plan)
+        for piece, R, d in run.chunks(gradients=False):
+            run.give(run.moved(gradient), piece, R.apply(d, R.along(d)), -1)
+            if degree is not None:
+                run.give(run.moved(degree[..., None]), piece, (R.alpha + R.beta)[..., None], 1)
+        return gradient, degree
+
+    @staticmethod
+    def backward(ctx: Any, *d_sums: Tensor | None) -> tuple[Tensor | None, ...]:
+        # With create_graph=True somebody differentiates this again.
+        find = _gradients_plainly if torch.is_grad_enabled() else gradients_of_sums
+        needed = ctx.needs_input_grad[1:]
+        with full_precision(ctx.saved_tensors[0].device):
+            return None, *find(ctx.saved_tensors, needed, ctx.plan, d_sums)
+
+
+def _no_sums(inputs: _Inputs, plan: _Plan) -> tuple[Tensor, Tensor | None]:
+    gradient = inputs.u.new_zeros(inputs.u.shape)
+    return gradient, gradient.new_zeros(gradient.shape[:-1]) if plan.degrees else None
+
+
+def gradients_of_sums(
+    tensors: tuple[Tensor, ...],
+    needed: tuple[bool, ...],
+    plan: _Plan,
+    d_sums: tuple[Tensor | None, ...],
+) -> tuple[Tensor | None, ...]:
+    """The gradients of the sums; every chunk is computed again."""
+    d_gradient, d_degree = d_sums
+    assert d_gradient is not None
+    for_hidden, for_states, for_network = any(needed[:2]), any(needed[2:4]), any(needed[4:])
+    written = [for_hidden] * 2 + [for_states] * 2 + [for_network] * 6
+    totals = [x.new_zeros(x.shape) if w else x for x, w in zip(tensors, written, strict=True)]
+    total = _Inputs.of(totals)
+    run = _Pass(_Inputs.of(tensors), plan)
+    total_network = by_network(total.network, run.num_networks)  # views
+    for piece, R, d in run.chunks(gradients=True):
+        e = run.take(run.moved(d_gradient), piece, -1)
+        along_d, along_e = R.along(d), R.along(e)
+        if for_states:
+            run.give((total.u, total.v), piece, R.apply(e, along_e), -1)
+        if not (for_hidden or for_network):
+            continue
+        d_strength = None
+        if d_degree is not None:
+            d_strength = run.take(run.moved(d_degree[..., None]), piece, 1)[..., 0]
+        d_alpha, d_beta = R.logit_gradients(d, e, along_d, along_e, d_strength)
+        d_rows = R.row_gradients(d, e, along_d, along_e)
+        if for_network:
+            R.add_network_gradients(piece.of_networks(total_network), d_alpha, d_beta, d_rows)
+        if for_hidden:
+            d_sum = R.hidden_gradient(d_alpha, d_beta, d_rows)
+            run.give((total.target_hidden, total.source_hidden), piece, d_sum[..., None, :], 1)
+    return tuple(x if need else None for x, need in zip(totals, needed, strict=True))
+
+
+def _sums_plainly(inputs: _Inputs, plan: _Plan) -> tuple[Tensor, Tensor | None]:
+    """What :class:`_Sums` finds, in plain autograd, which keeps the tensors of every edge."""
+    gradient, degree = _no_sums(inputs, plan)
+    run = _Pass(inputs, plan)
+
+    def by_token(x: Tensor) -> Tensor:  # what `view` undoes
+        return x.permute(1, 2, 0, 3, 4).flatten(2, 3)
+
+    for piece in (plan.pieces.no_edges(), *plan.pieces.chunks()):
+        hidden_sum, d = run.compare(piece)
+        R = edge_matrix(by_token(hidden_sum), inputs.network)
+        run.give(run.moved(gradient), piece, run.view(R.apply(by_token(d))).flatten(1, 2), -1)
+        if degree is not None:
+            strength = run.view((R.alpha + R.beta)[..., None]).flatten(1, 2)
+            run.give(run.moved(degree[..., None]), piece, strength, 1)
+    return gradient, degree
+
+
+def _gradients_plainly(
+    tensors: tuple[Tensor, ...],
+    needed: tuple[bool, ...],
+    plan: _Plan,
+    d_sums: tuple[Tensor | None, ...],
+) -> tuple[Tensor | None, ...]:
+    """The gradients of the sums, which can be differentiated again."""
+    # One tensor may stand in several places (u and v, say); each view has a gradient of its own.
+    places = [x.view_as(x) for x in tensors]
+    wanted = [x for x, need in zip(places, needed, strict=True) if need]
+    pairs = [
+        (total, d_total)
+        for total, d_total in zip(_sums_plainly(_Inputs.of(places), plan), d_sums, strict=True)
+        if total is not None and total.requires_grad
+    ]
+    outputs, given = zip(*pairs, strict=True)
+    found = list(
+        torch.autograd.grad(outputs, wanted, given, create_graph=True, materialize_grads=True)
+    )
+    return tuple(found.pop(0) if need else None for need in needed)
+
+
+def plan_of(
+    graph: TokenGraph, tensors: Sequence[Tensor], valid: ValidPair, *, energy: bool, degrees: bool
+) -> _Plan:
+    """For tensors that are those of :class:`_Inputs`, in its order."""
+    batch, _, networks, _ = tensors[0].shape
+    # What a self-loop adds at its target under "energy" it takes at its source.
+    pieces = Pieces(graph, networks=networks, batch=batch, valid=valid, loops=not energy)
+    return _Plan(pieces, energy, degrees)
+
+
+def sums_over_edges(
+    graph: TokenGraph, tensors: Sequence[Tensor], valid: ValidPair, *, energy: bool, degrees: bool
+) -> tuple[Tensor, Tensor | None]:
+    """g [B, N, H, D], and the sums of alpha + beta [B, N, H] where they are wanted."""
+    plan = plan_of(graph, tensors, valid, energy=energy, degrees=degrees)
+    gradient, degree = _Sums.apply(plan, *tensors)
+    return gradient, degree
+
+
+def consensus_update(
+    state: Tensor,
+    target_hidden: Tensor,
+    source_hidden: Tensor,
+    network: EdgeNetworkParameters,
+    graph: TokenGraph,
+    step_size: Tensor | None,
+    *,
+    update: str,
+    disagreement: tuple[Tensor, Tensor],
+    valid: ValidPair,
+    sums: Callable[..., tuple[Tensor, Tensor | None]] = sums_over_edges,
+) -> Tensor:
+    """u' = u - step * g; `step_size` broadcastable to [*, N, H], None for the automatic one."""
+    entries = state.shape[:-3].numel()
+    hidden = (x.reshape(entries, *x.shape[-3:]) for x in (target_hidden, source_hidden))
+    compared = (x.reshape(entries, *x.shape[-3:]) for x in disagreement)
+    tensors = (*hidden, *compared, *network)
+    gradient, degree = sums(
+        graph, tensors, valid, energy=update == "energy", degrees=step_size is None
+    )
+    if step_size is None:
+        assert degree is not None
+        step_size = step_of_degrees(degree.view(state.shape[:-1]), graph, update)
+    return state - step_size[..., None] * gradient.view(state.shape)
