@@ -52,6 +52,7 @@ THEOREMS = "tests/ops/test_ops_consensus_theorems.py"
 TOP_K = "tests/ops/test_ops_top_k.py"
 SDPA = "tests/ops/test_ops_sdpa.py"
 STRUCTURED = "tests/ops/test_ops_structured.py"
+CHUNKED = "tests/ops/test_ops_consensus_structured.py"
 MESSAGES = "tests/nn/test_nn_message_passing.py"
 GUARANTEES = "tests/nn/test_nn_consensus_guarantees.py"
 ROTARY = "tests/nn/test_nn_rotary.py"
@@ -76,7 +77,7 @@ MUTATIONS = [
         "graphattn/ops/attention/reference.py",
         "source, target = graph.edge_index",
         "target, source = graph.edge_index",
-        (f"{SDPA}::test_dot_product_attention_is_sdpa_with_the_graph_as_mask",),
+        (f"{STRUCTURED}::test_values_and_gradients_are_those_of_the_reference",),
         count=2,
     ),
     Mutation(
@@ -96,8 +97,8 @@ MUTATIONS = [
     Mutation(
         "the gradient of a log-sum has the wrong sign in fused tiles",
         "graphattn/ops/attention/structured/fused.py",
-        "torch.cat([out, -d_lse[..., None]], dim=-1)",
-        "torch.cat([out, d_lse[..., None]], dim=-1)",
+        "else -d_lse)",
+        "else d_lse)",
         (f"{STRUCTURED}::test_values_and_gradients_are_those_of_the_reference",),
     ),
     Mutation(
@@ -150,6 +151,20 @@ MUTATIONS = [
         (f"{STRUCTURED}::test_values_and_gradients_are_those_of_the_reference",),
     ),
     Mutation(
+        "chunks of consensus leave sources where they are",
+        "graphattn/ops/consensus/structured.py",
+        "return total, total if self.plan.energy else None",
+        "return total, None",
+        (f"{THEOREMS}::test_energy_is_exactly_a_gradient_step_of_the_energy",),
+    ),
+    Mutation(
+        "padding counts as an edge of a chunk of consensus",
+        "graphattn/ops/consensus/pieces.py",
+        "return x if self.counts is None else x.masked_fill(",
+        "return x if True else x.masked_fill(",
+        (f"{CONSENSUS}::test_an_edge_that_touches_an_invalid_token_is_no_edge",),
+    ),
+    Mutation(
         "nearest neighbours by products trust their rounding",
         "graphattn/graphs/distances.py",
         "+ 2 * self.rounding[",
@@ -171,7 +186,7 @@ MUTATIONS = [
         "graphattn/ops/consensus/edge_matrix.py",
         "(self.beta / rank)[..., None] * low_rank",
         "self.beta[..., None] * low_rank",
-        (f"{CONSENSUS}::test_one_step_is_its_equation",),
+        (f"{CHUNKED}::test_values_and_gradients_are_those_of_the_reference",),
     ),
     Mutation(
         "R itself without the 1 / sqrt(r) of Lambda's rows",
@@ -232,7 +247,7 @@ MUTATIONS = [
         '    if update == "energy":\n'
         "        gradient = gradient.index_add(-3, source, message, alpha=-1)\n",
         "",
-        (f"{THEOREMS}::test_energy_is_exactly_a_gradient_step_of_the_energy",),
+        (f"{CHUNKED}::test_values_and_gradients_are_those_of_the_reference",),
     ),
     Mutation(
         "energy messages back to the source with the edge network's inputs as they came",
@@ -253,7 +268,7 @@ MUTATIONS = [
         "graphattn/ops/consensus/reference.py",
         "keep = valid_edges(valid, source, target)",
         "keep = None",
-        (f"{CONSENSUS}::test_an_edge_that_touches_an_invalid_token_is_no_edge",),
+        (f"{CHUNKED}::test_values_and_gradients_are_those_of_the_reference",),
     ),
     Mutation(
         "positions count on through a batch",
@@ -275,7 +290,7 @@ MUTATIONS = [
         "graphattn/ops/attention/reference.py",
         "-scale / 2 * (query_i - key_j)",
         "-scale * (query_i - key_j)",
-        (f"{SDPA}::test_rbf_attention_is_sdpa_with_one_more_feature",),
+        (f"{STRUCTURED}::test_values_and_gradients_are_those_of_the_reference",),
     ),
     Mutation(
         "softmax over the targets of a source",
@@ -287,9 +302,9 @@ MUTATIONS = [
     Mutation(
         "the automatic step counts one direction of an edge",
         "graphattn/ops/consensus/step_size.py",
-        "        degree = degree.index_add(-2, source, strength)\n",
-        "",
-        (f"{THEOREMS}::test_eight_leaves_and_a_hub_get_the_step_of_a_sixteenth",),
+        "        degree = degree.index_add(-2, source, strength)\n    return",
+        "        pass\n    return",
+        (f"{CHUNKED}::test_values_and_gradients_are_those_of_the_reference",),
     ),
     Mutation(
         "a batch with one causal sequence passes for one without",

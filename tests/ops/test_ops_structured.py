@@ -187,8 +187,12 @@ def test_what_float32_products_can_do_is_left_to_them(graph, monkeypatch):
         raise AssertionError("float64 for nothing")
 
     monkeypatch.setattr(Group, "carefully", careful)
+    torch.manual_seed(0)
     x = torch.randn(300, 2, 64) + 100
-    ga.rbf_attention(x, x, x, graph, 8.0)
+    value = torch.randn(300, 2, 4)
+    out = ga.rbf_attention(x, x, value, graph, 8.0).double()
+    exact = ga.rbf_attention(*(t.double() for t in (x, x, value)), graph, 8.0, backend="reference")
+    assert (out - exact).norm() <= 1e-5 * exact.norm()
 
 
 BAD = {"nan": torch.nan, "inf": torch.inf}
