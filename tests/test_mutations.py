@@ -111,8 +111,8 @@ MUTATIONS = [
     Mutation(
         "products around no centre",
         "graphattn/ops/attention/structured/operands.py",
-        "query, key = query - center, key - center",
-        "query, key = query - 0 * center, key - 0 * center",
+        "torch.sub(x, center, out=",
+        "torch.sub(x, 0 * center, out=",
         (f"{STRUCTURED}::test_what_float32_products_can_do_is_left_to_them",),
     ),
     Mutation(
