@@ -5,16 +5,15 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE))  # figures.py, records.py
+sys.path.insert(0, str(HERE))  # figures.py, records.py, support.py
 
 import figures  # noqa: E402
 import records  # noqa: E402
-import torch  # noqa: E402
+import support  # noqa: E402
 from docutils import nodes  # noqa: E402
 from sphinx.pycode import ModuleAnalyzer  # noqa: E402
 
 import graphattn  # noqa: E402
-from graphattn.ops.support import OPERATIONS  # noqa: E402
 
 project = "graphattn"
 author = "The graphattn developers"
@@ -87,28 +86,13 @@ def draw_and_list(app) -> None:
     """What no one should write by hand: figures, benchmark records and the support matrix."""
     figures.draw_all(HERE / "_figures")
     (HERE / "_figures" / "benchmarks.md").write_text(records.markdown(), encoding="utf-8")
-    (HERE / "_figures" / "support.md").write_text(support_matrix(), encoding="utf-8")
+    draw_support()
 
 
-def support_matrix() -> str:
-    """`graphattn.backends` as a table."""
-    query = torch.zeros(100, 2, 8)
-    graphs = {
-        "window of 5": graphattn.causal_window_graph(100, 5),
-        "batch of windows": graphattn.batch([graphattn.causal_window_graph(50, 5)] * 2),
-        "window of 100": graphattn.causal_window_graph(100, 100),
-        "complete": graphattn.complete_graph(100),
-        "list of edges": graphattn.from_edge_index(torch.tensor([[0], [1]]), 100),
-    }
-    rows = {
-        f"`{op}`, {name}": graphattn.backends(op, graph, query)
-        for op in OPERATIONS
-        for name, graph in graphs.items()
-    }
-    header = ["operation, graph", *next(iter(rows.values()))]
-    lines = [header, ["---"] * len(header)]
-    lines += [[op, *(why or "yes" for why in row.values())] for op, row in rows.items()]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+def draw_support() -> None:
+    """What runs where: by graph from `graphattn.backends`, by dtype and feature by trying it."""
+    text = support.by_graph() + "\n" + support.by_feature()
+    (HERE / "_figures" / "support.md").write_text(text, encoding="utf-8")
 
 
 def setup(app) -> None:

@@ -1,0 +1,137 @@
+"""The support matrix: which backend runs what, from the library itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+import graphattn as ga
+from graphattn.ops.attention.structured import plan_call
+from graphattn.ops.backends import BACKENDS
+from graphattn.ops.support import OPERATIONS
+
+GRAPHS = {
+    "window path, causal window": lambda: ga.causal_window_graph(64, 5),
+    "dilated window": lambda: ga.dilated_window_graph(64, 2, 3),
+    "blocks": lambda: ga.block_window_graph(64, 16, shift=3),
+    "complete": lambda: ga.complete_graph(64),
+    "causal": lambda: ga.causal_graph(64),
+    "bipartite, complete": lambda: ga.bipartite_complete_graph(64, 9),
+    "batch of the above": lambda: ga.batch([ga.causal_graph(40), ga.complete_graph(24)]),
+    "longformer": lambda: ga.longformer_graph(64, 2, (0,)),
+    "batch of longformers": lambda: ga.batch([ga.longformer_graph(32, 2, (0,))] * 2),
+    "bigbird": lambda: ga.bigbird_graph(64, 2, 2, (0,), seed=0),
+    "cycle": lambda: ga.window_cycle_graph(64, 2),
+    "grid": lambda: ga.grid_window_graph(8, 8, 1),
+    "list of edges, nearest neighbours": lambda: ga.knn_graph(torch.randn(64, 2), 3),
+}
+HOW = {
+    "TilePlan": "tiles of neighbouring tokens",
+    "PartsPlan": "sequence by sequence",
+    "GlobalTokensPlan": "global tokens apart from tiles",
+    "RowPlan": "gathered rows, listed edges",
+}
+
+
+def by_graph() -> str:
+    """Backends by operation and graph, and how the structured one sees the graph."""
+    rows = []
+    for op in OPERATIONS:
+        for name, build in GRAPHS.items():
+            graph = build()
+            query = torch.zeros(graph.num_targets, 2, 8)
+            found = ga.backends(op, graph, query)
+            how = "" if op == "consensus_update" else f" ({_how(graph)})"
+            cells = [why or "yes" + how * (b == "structured") for b, why in found.items()]
+            rows.append([f"`{op}`, {name}", *cells])
+    return _table(["operation, graph", *BACKENDS], rows)
+
+
+def _how(graph: ga.TokenGraph) -> str:
+    query, key = (torch.zeros(n, 2, 8) for n in (graph.num_targets, graph.num_sources))
+    _, plan = plan_call(
+        (query, key, key, torch.ones(2), None),
+        graph,
+        score="dot",
+        per_offset=False,
+        top_k=None,
+        valid=(None, None),
+    )
+    return HOW[type(plan).__name__]
+
+
+def _attend(backend: str, dtype: torch.dtype = torch.float64, **options: object) -> Tensor:
+    graph = ga.window_path_graph(12, 2, self_loops=True)
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(12, 2, 4, generator=generator, dtype=torch.float64).to(dtype)
+    kv_heads = options.pop("kv_heads", 2)
+    key = query[:, :kv_heads].clone().requires_grad_()
+    return ga.rbf_attention(query, key, key, graph, 1.0, backend=backend, **options)
+
+
+def _twice(backend: str) -> None:
+    x = torch.randn(9, 2, 3, dtype=torch.float64, requires_grad=True)
+    graph = ga.causal_window_graph(9, 3)
+    loss = ga.rbf_attention(x, x, x, graph, 1.0, backend=backend).square().sum()
+    (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+    torch.autograd.grad(gradient.sum(), x)
+
+
+def _compiled(backend: str) -> None:
+    layer = ga.nn.KrauseAttention(8, 2, backend=backend)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    compiled(torch.randn(9, 8), ga.causal_window_graph(9, 3)).sum().backward()
+
+
+def _transformed(backend: str) -> None:
+    graph = ga.causal_window_graph(9, 3)
+
+    def loss(x: Tensor) -> Tensor:
+        return ga.rbf_attention(x, x, x, graph, 1.0, backend=backend).square().sum()
+
+    torch.func.grad(loss)(torch.randn(9, 2, 3))
+
+
+def _lse(backend: str) -> None:
+    _attend(backend, return_lse=True)[1].sum().backward()
+
+
+FEATURES: dict[str, Callable[[str], object]] = {
+    "float64": lambda b: _attend(b).sum().backward(),
+    "float32": lambda b: _attend(b, torch.float32).sum().backward(),
+    "bfloat16 (computed in float32)": lambda b: _attend(b, torch.bfloat16).sum().backward(),
+    "float16 (computed in float32)": lambda b: _attend(b, torch.float16).sum().backward(),
+    "`top_k`": lambda b: _attend(b, top_k=2).sum().backward(),
+    "`eps`": lambda b: _attend(b, eps=0.1).sum().backward(),
+    "`valid`": lambda b: _attend(b, valid=torch.arange(12) < 9).sum().backward(),
+    "`edge_bias` per offset": lambda b: _attend(b, edge_bias=torch.zeros(5, 2)).sum().backward(),
+    "`edge_bias` per edge": lambda b: _attend(b, edge_bias=torch.zeros(54, 2)).sum().backward(),
+    "grouped-query heads": lambda b: _attend(b, kv_heads=1).sum().backward(),
+    "gradient of `return_lse`": _lse,
+    "second derivatives": _twice,
+    "`torch.compile(fullgraph=True)` of a layer": _compiled,
+    "`torch.func.grad`": _transformed,
+}
+
+
+def by_feature() -> str:
+    """Attention's dtypes and options on every backend, each of them run."""
+    rows = [
+        [name, *(_answer(run, backend) for backend in BACKENDS)] for name, run in FEATURES.items()
+    ]
+    return _table(["attention", *BACKENDS], rows)
+
+
+def _answer(run: Callable[[str], object], backend: str) -> str:
+    try:
+        run(backend)
+    except (RuntimeError, ValueError, NotImplementedError):
+        return "no"
+    return "yes"
+
+
+def _table(header: list[str], rows: list[list[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
