@@ -59,15 +59,16 @@ def wanted_backend(backend: str) -> str:
 def choose_backend(backend: str, support: dict[str, str | None]) -> str:
     """The backend to run: the one asked for, or of those that can the one that is fastest.
 
-    "auto" keeps to "reference" inside torch.func, which looks into its steps.
+    "auto" keeps to "reference" inside torch.func and under forward-mode differentiation, which
+    look into its steps.
     """
     wanted = wanted_backend(backend)
     if wanted == "auto":
-        transformed = (
-            not torch.compiler.is_compiling()
-            and torch._C._functorch.maybe_current_level() is not None
-        )
-        return "reference" if transformed else "structured"
+        if torch.compiler.is_compiling():
+            return "structured"
+        transformed = torch._C._functorch.maybe_current_level() is not None
+        forward_mode = torch.autograd.forward_ad._current_level >= 0
+        return "reference" if transformed or forward_mode else "structured"
     if support[wanted] is not None:
         raise ValueError(f"backend {wanted!r} cannot run this case: {support[wanted]}")
     return wanted

@@ -31,6 +31,7 @@ def random_graph(draw, generator: torch.Generator) -> ga.TokenGraph:
         return ga.knn_graph(torch.randn(n, 2, generator=generator), min(3, n - 1))
 
     def longformer(n: int) -> ga.TokenGraph:
+        n = n if n < 40 else n + 100  # short ones go another way
         return ga.longformer_graph(n, window, (0, n // 2)[: draw(1, 2)], dilation=draw(1, 2))
 
     kinds = {
@@ -329,8 +330,8 @@ def test_no_edge_is_ever_listed(monkeypatch):
         out = ga.rbf_attention(x, x, x, graph, 1.0, top_k=top_k, valid=valid)
         out.sum().backward()
     ga.nn.KrauseAttention(8, 2, top_k=3)(torch.randn(N, 8), graph, valid=valid).sum().backward()
-    x = torch.randn(120, 2, 4, requires_grad=True)
-    graph = ga.batch([ga.longformer_graph(70, 3, (0,)), ga.longformer_graph(50, 3, (0, 7))])
+    x = torch.randn(320, 2, 4, requires_grad=True)
+    graph = ga.batch([ga.longformer_graph(170, 3, (0,)), ga.longformer_graph(150, 3, (0, 7))])
     ga.dot_product_attention(x, x, x, graph).sum().backward()
 
 
@@ -380,3 +381,124 @@ def test_a_wide_window_is_sdpa_with_its_mask(before, after):
         strict=True,
     ):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "graph",
+    [
+        ga.window_path_graph(8, 2),
+        ga.window_cycle_graph(8, 1),
+        ga.complete_graph(8),
+        ga.batch([ga.window_cycle_graph(4, 1)] * 2),
+    ],
+    ids=str,
+)
+def test_tokens_need_not_lie_side_by_side(graph):
+    """[B, H, N, D] transposed, and expanded, as other libraries hand them over."""
+    torch.manual_seed(0)
+    x, y = (torch.randn(2, 3, 8, 4, dtype=torch.float64).transpose(1, 2) for _ in range(2))
+    z = torch.randn(8, 1, 4, dtype=torch.float64).expand(2, 8, 3, 4)
+    results = []
+    for backend in ("structured", "reference"):
+        leaves = [t.detach().requires_grad_() for t in (x, y, z)]
+        out = ga.rbf_attention(*leaves, graph, 1.0, backend=backend)
+        results.append((out, *torch.autograd.grad(out.square().sum(), leaves)))
+    for mine, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-10)
+
+
+def test_packed_sequences_without_sources_give_zeros():
+    graph = ga.batch([ga.bipartite_complete_graph(1, 0)] * 3)
+    out = ga.rbf_attention(torch.randn(3, 1, 2), *[torch.randn(0, 1, 2)] * 2, graph, 1.0)
+    assert torch.equal(out, torch.zeros(3, 1, 2))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("features", [1, 2, 7, 64])
+@pytest.mark.parametrize("score", ["rbf", "dot"])
+def test_equal_keys_tie_wherever_they_stand_in_a_tile(score, features, dtype):
+    """Products round equal columns apart, by where they stand; the first of them must win."""
+    torch.manual_seed(0)
+    N = 37
+    points = torch.randn(3, 1, features, dtype=dtype)
+    kind = torch.randint(3, (N,))
+    key, query = points[kind], torch.randn(N, 1, features, dtype=dtype)
+    value = torch.arange(N, dtype=dtype).view(N, 1, 1)
+    for graph in (ga.complete_graph(N), ga.causal_window_graph(N, 30)):
+        for top_k in (1, 4):
+            options = {"backend": "structured", "top_k": top_k}
+            if score == "rbf":
+                out = ga.rbf_attention(query, key, value, graph, 1.3, **options)
+                truth = ga.rbf_attention(query, key, value, graph, 1.3, top_k=top_k,
+                                         backend="reference")  # fmt: skip
+            else:
+                out = ga.dot_product_attention(query, key, value, graph, **options)
+                truth = ga.dot_product_attention(query, key, value, graph, top_k=top_k,
+                                                 backend="reference")  # fmt: skip
+            torch.testing.assert_close(out, truth, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("size", [1e6, 1e8, 1e10])
+@pytest.mark.parametrize("build", [ga.window_path_graph, lambda n, _: ga.complete_graph(n)])
+def test_an_enormous_key_costs_nobody_else_a_digit(build, size):
+    """It is left out of its own row (no self-loops), and weighs nothing in the others."""
+    graph = build(40, 3)
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(40, 1, 4) for _ in range(3))
+    for place in (0, 7, 20):
+        far = key.clone()
+        far[place] = size
+        options = {"sigma": torch.tensor([0.5])}
+        exact = run("reference", graph, [t.double() for t in (query, far, value)],
+                    {"sigma": options["sigma"].double()})  # fmt: skip
+        mine = run("structured", graph, [query, far, value], options)
+        torch.testing.assert_close(mine[0].double(), exact[0], rtol=1e-5, atol=1e-5)
+        for got, truth in zip(mine[2:5], exact[2:5], strict=True):
+            assert got.isfinite().all()
+            torch.testing.assert_close(got.double(), truth, rtol=1e-4, atol=1e-4)
+
+
+def test_numbers_that_overflow_together_spoil_only_the_rows_that_see_both():
+    graph = ga.window_path_graph(40, 4)
+    query, key, value = (torch.randn(40, 1, 4) for _ in range(3))
+    query[10] = key[15] = 3e20
+    out = ga.dot_product_attention(query, key, value, graph, backend="structured")
+    truth = ga.dot_product_attention(query, key, value, graph, backend="reference")
+    torch.testing.assert_close(out, truth, equal_nan=True)
+    assert out[10].isfinite().all()
+
+
+def test_an_infinite_key_is_infinitely_far():
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(9, 1, 3, dtype=torch.float64) for _ in range(3))
+    key[3] = torch.inf
+    for graph in (ga.complete_graph(9), ga.causal_graph(9), ga.window_path_graph(9, 4)):
+        out = ga.rbf_attention(query, key, value, graph, 1.0, backend="structured")
+        truth = ga.rbf_attention(query, key, value, graph, 1.0, backend="reference")
+        torch.testing.assert_close(out, truth)
+
+
+def test_log_sums_alone_do_not_read_values():
+    query, key, value = (torch.randn(9, 1, 3, requires_grad=True) for _ in range(3))
+    with torch.no_grad():
+        value[4] = torch.nan
+    for graph in (ga.causal_graph(9), ga.window_cycle_graph(9, 2)):
+        _, lse = ga.rbf_attention(
+            query, key, value, graph, 1.0, return_lse=True, backend="structured"
+        )
+        for gradient in torch.autograd.grad(lse.sum(), (query, key)):
+            assert gradient.isfinite().all()
+
+
+def test_forward_mode_differentiation_takes_the_reference():
+    graph = ga.causal_graph(6)
+    x, direction = torch.randn(2, 6, 1, 3, dtype=torch.float64)
+
+    def attend(x):
+        return ga.rbf_attention(x, x, x, graph, 1.0)
+
+    _, slope = torch.autograd.functional.jvp(attend, x, direction)
+    with torch.autograd.forward_ad.dual_level():
+        dual = attend(torch.autograd.forward_ad.make_dual(x, direction))
+        found = torch.autograd.forward_ad.unpack_dual(dual).tangent
+    torch.testing.assert_close(found, slope)

@@ -21,6 +21,9 @@ from graphattn.graphs.token_graph import TokenGraph
 from graphattn.ops.consensus.parameters import EdgeNetworkParameters
 from graphattn.ops.inputs import ValidPair
 
+MANY_HOPS = 16
+SHORT = 4096  # edges of one hop
+
 Tokens = slice | Tensor  # a run of tokens, or their indices [n]
 
 
@@ -155,12 +158,18 @@ class Pieces:
 
 
 def _bands(graph: TokenGraph) -> tuple[Band, ...]:
-    """The one band, or the bands of a batch that have the same offsets; () for other graphs."""
+    """The one band, or the bands of a batch that have the same offsets; () for other graphs.
+
+    And for many hops over short sequences: going through them takes longer than a list of edges.
+    """
     structure = graph.structure
     parts = structure.parts if isinstance(structure, Parts) else (structure,)
     bands = tuple(part for part in parts if isinstance(part, Band))
     kinds = {(b.before, b.after, b.dilation, b.self_loops) for b in bands}
-    return bands if len(bands) == len(parts) and len(kinds) == 1 else ()
+    if len(bands) < len(parts) or len(kinds) != 1:
+        return ()
+    hops = max(band._reach(band.before) + band._reach(band.after) for band in bands)
+    return () if hops > MANY_HOPS and graph.num_edges < hops * SHORT else bands
 
 
 def _runs(length: int, most: int) -> Iterator[slice]:

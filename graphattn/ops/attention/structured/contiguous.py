@@ -12,8 +12,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from graphattn.ops.attention.structured.group import Group, near_each_other
-from graphattn.ops.attention.structured.recompute import Gradients, Inputs, all_finite, zeros_like
+from graphattn.ops.attention.structured.group import EXTREME, Group, near_each_other
+from graphattn.ops.attention.structured.recompute import (
+    Gradients,
+    Inputs,
+    all_sound,
+    sound,
+    zeros_like,
+)
 from graphattn.ops.attention.structured.tiles import Tiles
 from graphattn.ops.inputs import ValidPair
 
@@ -37,7 +43,7 @@ class TilePlan:
         out = query.new_zeros((*query.shape[:-1], value.shape[-1]))
         lse = query.new_full(query.shape[:-1], -torch.inf)
         raw = torch.empty_like(lse)
-        for group, rows, fused in self._passes(inputs, all_finite(query, key, value)):
+        for group, rows, fused in self._passes(inputs, all_sound(query, key, value)):
             group.put((out, lse, raw), group.fused() if fused else group.explicit(), rows)
         return out, lse, raw
 
@@ -47,7 +53,7 @@ class TilePlan:
         """Gradients of the five inputs; every tile is computed again."""
         sums = zeros_like(inputs)
         upstream = d_out.flatten(2), d_lse
-        finite = all_finite(*inputs[:3], d_out, d_lse)
+        finite = all_sound(*inputs[:3], d_out, d_lse)
         for group, rows, fused in self._passes(inputs, finite, upstream):
             if fused:
                 gradients = group.fused_gradients(out, raw, d_out, d_lse, rows)
@@ -59,7 +65,7 @@ class TilePlan:
     def plainly(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
         """Output and log-sums in plain autograd."""
         outs, sums, places = [], [], []
-        for group in self._explicit_groups(inputs, all_finite(*inputs[:3])):
+        for group in self._explicit_groups(inputs, all_sound(*inputs[:3])):
             out, lse, _ = group.explicit()
             outs.append(group.tokens(out))
             sums.append(group.tokens(lse[..., None])[..., 0])
@@ -80,10 +86,7 @@ class TilePlan:
         near = self.score == "dot" or (finite and near_each_other(inputs))
         if not self._fusable(inputs):
             for group in self._explicit_groups(inputs, finite):
-                rows = None if near else group.careful_rows()
-                yield group, None if rows is None else ~rows, False
-                if rows is not None:
-                    yield group.carefully(), rows, False
+                yield from _with_care(group, None if near else group.careful_rows())
             return
         special = None if finite else self._special_rows(inputs, upstream)
         for group in self._fused_groups(inputs, finite):
@@ -98,17 +101,22 @@ class TilePlan:
             if bool(others.any()):
                 yield group, others, True
             if group.query.dtype != torch.float64:
-                yield group.carefully(), careful, True
-                continue
+                wide = group.carefully()
+                extreme = wide.careful_rows(EXTREME)
+                if extreme is None:
+                    yield wide, careful, True
+                    continue
+                yield wide, careful & ~extreme, True
+                careful = careful & extreme
             marked = torch.zeros(inputs[0].shape[:2], dtype=torch.bool, device=careful.device)
             group.mark(marked, careful)
             for small in self._explicit(group.tiles, group.inputs, True):
-                yield small.carefully(), small.rows_of(marked), False
+                yield small.by_differences(), small.rows_of(marked), False
         if special is not None:
             for group in self._explicit_groups(inputs, False):
                 rows = group.rows_of(special)
                 if bool(rows.any()):
-                    yield group.carefully(), rows, False
+                    yield group.by_differences(), rows, False
 
     def _fusable(self, inputs: Inputs) -> bool:
         query, _, value, _, table = inputs
@@ -119,8 +127,9 @@ class TilePlan:
         """Groups of what is finite, zeros in place of the rest."""
         query, key, value, scale, table = inputs
         if not finite:
-            query, key, value = (x.nan_to_num(0.0, 0.0, 0.0) for x in (query, key, value))
+            query, key, value = (x.masked_fill(~sound(x), 0) for x in (query, key, value))
         B, _, H, D = query.shape
+        D = max(D, value.shape[-1])
         for tiles in self.tiles:
             if tiles.columns:
                 for few in tiles.groups(OPERANDS // (B * H * D * tiles.columns)):
@@ -146,7 +155,20 @@ class TilePlan:
         special = torch.zeros(inputs[0].shape[:2], dtype=torch.bool, device=inputs[0].device)
         for x in upstream:
             if x is not None:
-                special |= ~x.isfinite().all(-1)
+                special |= ~sound(x).all(-1)
         for group in self._explicit_groups(inputs, False):
             group.mark(special, group.rows_that_see_bad())
         return special
+
+
+def _with_care(group: Group, careful: Tensor | None) -> Iterator[tuple[Group, Tensor | None, bool]]:
+    """A group with its logits stored, its careful rows in float64, extreme ones by differences."""
+    yield group, None if careful is None else ~careful, False
+    if careful is None:
+        return
+    wide = group.carefully()
+    extreme = careful if wide.differences else wide.careful_rows(EXTREME)
+    if extreme is not None:
+        yield group.by_differences(), careful & extreme, False
+        careful = careful & ~extreme
+    yield wide, careful, False

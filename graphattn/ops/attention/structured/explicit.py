@@ -6,10 +6,43 @@ zeros in place of NaN and infinity, and rows that see one are marked by a second
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from graphattn.ops.attention.structured.operands import Operands
+
+ROWS_AT_A_TIME = 256  # whose logits are computed one by one
+
+
+class Exact(NamedTuple):
+    """Logits one by one, in which equal sources are equal."""
+
+    operands: Operands
+    bias: Tensor | None
+
+    @property
+    def rounding(self) -> Tensor:
+        """A bound of what products err by, [G, H, 1, 1]."""
+        query, key = (
+            torch.linalg.vector_norm(x.detach(), dim=-1).amax(-1)
+            for x in (self.operands.query, self.operands.key)
+        )
+        largest = query * key * self.operands.scale[:, 0, 0].detach().abs()
+        if self.bias is not None:
+            largest = largest + self.bias.detach().abs().amax((-1, -2))
+        return 4 * torch.finfo(largest.dtype).eps * largest[..., None, None]
+
+    def rows(self, g: Tensor, h: Tensor, i: Tensor) -> Tensor:
+        """Of row i of head h of tile g, [rows, m]."""
+        query, key = self.operands.query[g, h, i, None].detach(), self.operands.key[g, h].detach()
+        scale = self.operands.scale[h, 0].detach()
+        if self.operands.rbf:
+            logits = scale / -2 * (query - key)[..., :-1].square().sum(-1)
+        else:
+            logits = scale * (query * key).sum(-1)
+        return logits if self.bias is None else logits + self.bias[h, i].detach()
 
 
 def logits_of(operands: Operands, bias: Tensor | None) -> Tensor:
@@ -18,11 +51,17 @@ def logits_of(operands: Operands, bias: Tensor | None) -> Tensor:
 
 
 def keep_best(
-    logits: Tensor, allowed: Tensor | None, top_k: int | None, finite: bool
+    logits: Tensor,
+    allowed: Tensor | None,
+    top_k: int | None,
+    finite: bool,
+    exact: Exact | None = None,
 ) -> Tensor | None:
     """Bool, broadcastable to the logits: the edges that count; None: all pairs.
 
-    Of equal logits the earlier source is kept. Where nothing is allowed, logits become -inf.
+    Of equal logits the earlier source is kept. Products round equal sources apart, so with them go
+    `exact` logits, by which rows are judged that are within rounding of a tie. Where nothing is
+    allowed, logits become -inf.
     """
     if allowed is not None:
         _forbid(logits, allowed, finite)
@@ -30,18 +69,27 @@ def keep_best(
         return allowed
     logits = logits.detach()
     if not finite:  # NaN counts as the largest, as in a sort
-        order = logits.argsort(dim=-1, descending=True, stable=True)
-        best = order.argsort(dim=-1) < top_k
+        best = _first_of_sorted(logits, top_k)
         return best if allowed is None else best & allowed
     threshold = logits.topk(top_k, dim=-1, sorted=False).values.amin(-1, keepdim=True)
     threshold = threshold.clamp(min=torch.finfo(logits.dtype).min)  # -inf is never kept
     best = logits >= threshold
-    if bool((best.sum(-1) > top_k).any()):
-        ties = logits == threshold
-        above = logits > threshold
-        room = top_k - above.sum(-1, keepdim=True)
-        best = above | (ties & (ties.cumsum(-1) <= room))
+    near = best if exact is None else logits >= threshold - exact.rounding
+    close = near.sum(-1) > top_k
+    if bool(close.any()):
+        places = close.nonzero(as_tuple=True)
+        for few in zip(*(place.split(ROWS_AT_A_TIME) for place in places), strict=True):
+            row = logits[few]
+            if exact is not None:
+                row = exact.rows(*few).masked_fill(row == -torch.inf, -torch.inf)
+            best[few] = _first_of_sorted(row, top_k) & (row > -torch.inf)
     return best
+
+
+def _first_of_sorted(logits: Tensor, count: int) -> Tensor:
+    """Marks the `count` largest, of equal ones the earlier."""
+    order = logits.argsort(dim=-1, descending=True, stable=True)
+    return torch.zeros_like(logits, dtype=torch.bool).scatter_(-1, order[..., :count], True)
 
 
 def _forbid(logits: Tensor, keep: Tensor, finite: bool) -> None:
@@ -53,7 +101,11 @@ def _forbid(logits: Tensor, keep: Tensor, finite: bool) -> None:
 
 
 def softmax(
-    logits: Tensor, allowed: Tensor | None, top_k: int | None, finite: bool
+    logits: Tensor,
+    allowed: Tensor | None,
+    top_k: int | None,
+    finite: bool,
+    exact: Exact | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Weights [G, H, n, m], log-sums [G, H, n], and the edges kept; `logits` are used up.
 
@@ -61,7 +113,7 @@ def softmax(
     """
     if logits.shape[-1] == 0:
         return logits, logits.new_full(logits.shape[:-1], -torch.inf), allowed
-    keep = keep_best(logits, allowed, top_k, finite)
+    keep = keep_best(logits, allowed, top_k, finite, exact)
     if keep is not None and keep is not allowed:
         _forbid(logits, keep, finite)
     highest = logits.amax(dim=-1)
@@ -96,7 +148,7 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """Output [G, H, n, Dv] and the log-sums of the operands' logits [G, H, n]."""
     logits = logits_of(operands, bias)
-    weights, lse, keep = softmax(logits, allowed, top_k, finite)
+    weights, lse, keep = softmax(logits, allowed, top_k, finite, Exact(operands, bias))
     return product(weights, value, keep, finite), lse
 
 
@@ -112,7 +164,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of `scaled_query`, `key`, `value` and of the logits [G, H, n, m]."""
     logits = logits_of(operands, bias)
-    weights, _, keep = softmax(logits, allowed, top_k, finite)
+    weights, _, keep = softmax(logits, allowed, top_k, finite, Exact(operands, bias))
     hidden = None if finite or keep is None else ~keep
     if hidden is not None:
         weights.masked_fill_(hidden, 0)  # 0 / NaN

@@ -13,10 +13,11 @@ from torch import Tensor
 from graphattn.graphs.structure import Band
 from graphattn.ops.attention.structured import explicit, fused
 from graphattn.ops.attention.structured.operands import Operands, dot_operands, rbf_operands
-from graphattn.ops.attention.structured.recompute import Gradients, Inputs
+from graphattn.ops.attention.structured.recompute import Gradients, Inputs, sound
 from graphattn.ops.attention.structured.tiles import Tiles
 from graphattn.ops.inputs import ValidPair
 
+EXTREME = 1e8  # of float32 numbers computed in float64
 # How large products may be, in units of logits, before rounding them costs more than 1e-5 (float32)
 # or 1e-12 (float64) of a weight.
 SPREAD = {torch.float32: 64.0, torch.float64: 4096.0}
@@ -92,11 +93,11 @@ class Group:
 
     def rows_that_see_bad(self) -> Tensor:
         """Bool [G, 1, n]: rows with a NaN or an infinity of their own, or in a source."""
-        bad = ~(self.key.isfinite().all(-1) & self.value.isfinite().all(-1)).all(1, keepdim=True)
+        bad = ~(sound(self.key).all(-1) & sound(self.value).all(-1)).all(1, keepdim=True)
         seen = bad[..., None, :].expand(-1, -1, self.tiles.rows, -1)
         if self.allowed is not None:
             seen = seen & self.allowed
-        own = ~self.query.isfinite().all(-1).all(1, keepdim=True)
+        own = ~sound(self.query).all(-1).all(1, keepdim=True)
         return seen.any(-1) | own
 
     def rows_of(self, marked: Tensor) -> Tensor:
@@ -117,7 +118,7 @@ class Group:
             rbf_operands(query, key, self.scale, self.center), differences=self.differences
         )
 
-    def careful_rows(self) -> Tensor | None:
+    def careful_rows(self, limit: float | None = None) -> Tensor | None:
         """Bool [G, 1, n]: rows of which products would lose digits; None: no row.
 
         Those with a query and a source so far from the centre, in units of sigma, that rounding
@@ -125,7 +126,7 @@ class Group:
         """
         if self.options.score == "dot" or 0 in (*self.query.shape, *self.key.shape):
             return None
-        limit = SPREAD[self.query.dtype]
+        limit = SPREAD[self.query.dtype] if limit is None else limit
         of_query, of_key = (x.amax(1, keepdim=True) for x in self.operands.sizes)
         if bool(2 * (of_query.amax(-1) * of_key.amax(-1)).sqrt().max() <= limit):
             return None
@@ -148,31 +149,39 @@ class Group:
         group.careful = True
         group.__dict__.pop("operands", None)
         if self.query.dtype == torch.float64:
-            group.differences = True
+            group.differences = self.options.score == "rbf"
             return group
         for name in ("query", "key", "value", "scale", "center"):
             group.__dict__[name] = getattr(self, name).double()
         group.table = None if self.table is None else self.table.double()
         return group
 
+    def by_differences(self) -> Group:
+        """The same group in float64, with logits from differences."""
+        group = self.carefully()
+        if self.query.dtype != torch.float64:
+            group = group.carefully()
+        return group
+
     @cached_property
     def center(self) -> Tensor:
         """What RBF operands are measured from, [G, H, 1, D]; it lies in no row's future.
 
-        Where every row sees every source their mean, otherwise one source that every row sees.
-        With top-k always a source: around it whole numbers stay whole, and what ties must tie. It
-        lies in no row's future. Invalid tokens and what is not finite are passed over.
+        The mean of sources that every row sees, or one of them where some are invalid. With top-k
+        always one: around it whole numbers stay whole, and what ties must tie. Invalid tokens and
+        what is not sound are passed over.
         """
         if self.tiles.columns == 0:
             return self.key.new_zeros(())
         usable = self.valid_columns
         if not self.finite:
-            finite = self.key.isfinite().all(-1).all(1)[:, None, None]
+            finite = sound(self.key).all(-1).all(1)[:, None, None]
             usable = finite if usable is None else usable & finite
         if isinstance(self.tiles.structure, Band) or self.options.top_k is not None:
-            anchor = self.tiles.anchor
+            anchor, several = self.tiles.anchor, self.tiles.common_columns
             if usable is None:
-                return self.key[..., anchor : anchor + 1, :].detach()
+                last = anchor + (1 if self.options.top_k is not None else min(several, 16))
+                return self.key[..., anchor:last, :].detach().mean(-2, keepdim=True)
             place = anchor + usable[..., anchor:].int().argmax(-1, keepdim=True)
             found = self.key.take_along_dim(place, dim=-2)
             return found.masked_fill(~usable.take_along_dim(place, dim=-1), 0).detach()
@@ -321,7 +330,7 @@ class Group:
         if side not in self._found_places:
             assert self.tiles.starts is not None
             starts = torch.tensor([start[side] for start in self.tiles.starts])
-            places = (starts[:, None] + torch.arange(length)).flatten()
+            places = (starts[:, None] + torch.arange(length) * self.tiles.stride).flatten()
             self._found_places[side] = places.to(self.inputs[0].device)
         return self._found_places[side]
 

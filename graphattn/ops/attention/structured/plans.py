@@ -17,6 +17,8 @@ from graphattn.ops.attention.structured.rows import RowPlan, TablePlan
 from graphattn.ops.attention.structured.tiles import tiles_of
 from graphattn.ops.inputs import ValidPair, clear_invalid
 
+SHORT = 128  # tokens
+
 
 def attend(
     query: Tensor,
@@ -94,10 +96,11 @@ def _plan(
     """
     of_target, of_source = valid
     stored = top_k is not None or table  # logits are, and a tile's should be few
-    tiles = tiles_of(structure, 64 if stored else 128)
+    tiles = tiles_of(structure, 64 if stored else 128, 32 if score == "dot" else 1)
     if tiles is not None:
         return TilePlan(tiles, score, top_k, valid)
-    if isinstance(structure, Parts):
+    apart = top_k is None and not table  # whether rows may be put together from parts
+    if isinstance(structure, Parts) and any(_is_fast(part, apart) for part in structure.parts):
         parts: list[tuple[Plan, slice, slice]] = []
         for k, part in enumerate(structure.parts):
             t, s = (slice(*ptr[k : k + 2]) for ptr in (structure.target_ptr, structure.source_ptr))
@@ -107,17 +110,29 @@ def _plan(
             )
             parts.append((_plan(part, like, score, top_k, own, table=table), t, s))
         return PartsPlan(parts)
-    if isinstance(structure, Union) and top_k is None and not table:
-        others = [part for part in structure.parts if not isinstance(part, GlobalTokens)]
-        if len(others) == 1 == len(structure.parts) - 1 and tiles_of(others[0]) is not None:
-            tokens = next(part.tokens for part in structure.parts if isinstance(part, GlobalTokens))
-            return _plan_of_global_tokens(tokens, others[0], like, score, valid)
+    if isinstance(structure, Union) and _is_fast(structure, apart):
+        tokens = next(part.tokens for part in structure.parts if isinstance(part, GlobalTokens))
+        (rest,) = (part for part in structure.parts if not isinstance(part, GlobalTokens))
+        return _plan_of_global_tokens(tokens, rest, like, score, valid)
     graph = _kept(structure, like.device)
     rows = RowPlan(*graph.csr(), score, top_k, valid)
     if not table:
         return rows
     source, target = graph.edge_index
     return TablePlan(rows, structure.offset_index(target, source))
+
+
+def _is_fast(structure: Structure, apart: bool) -> bool:
+    """Whether there is something better than gathered rows; short sequences are not worth parts."""
+    if tiles_of(structure) is not None:
+        return True
+    match structure:
+        case Parts(parts):
+            return any(_is_fast(part, apart) for part in parts)
+        case Union(parts) if apart and structure.num_targets >= SHORT:
+            others = [part for part in parts if not isinstance(part, GlobalTokens)]
+            return len(others) == 1 == len(parts) - 1 and tiles_of(others[0]) is not None
+    return False
 
 
 def _plan_of_global_tokens(

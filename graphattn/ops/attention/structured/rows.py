@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from graphattn.ops.attention.structured import explicit
-from graphattn.ops.attention.structured.recompute import Gradients, Inputs, all_finite, zeros_like
+from graphattn.ops.attention.structured.recompute import Gradients, Inputs, all_sound, zeros_like
 from graphattn.ops.inputs import ValidPair, repeat_heads
 
 CHUNK = 1 << 18  # numbers of a chunk's gathered keys: a megabyte of float32
@@ -54,7 +54,7 @@ class RowPlan:
         query, _, value, _, _ = inputs
         out = query.new_zeros((*query.shape[:-1], value.shape[-1]))
         lse = query.new_full(query.shape[:-1], -torch.inf)
-        finite = all_finite(*inputs[:3])
+        finite = all_sound(*inputs[:3])
         for chunk in self._chunks(inputs):
             rows = _Rows(self, chunk, inputs, finite)
             out[:, chunk.targets], lse[:, chunk.targets] = rows.attend()
@@ -65,7 +65,7 @@ class RowPlan:
     ) -> Gradients:
         """Gradients of the five inputs; every chunk is computed again."""
         sums = zeros_like(inputs)
-        finite = all_finite(*inputs[:3], d_out, d_lse)
+        finite = all_sound(*inputs[:3], d_out, d_lse)
         for chunk in self._chunks(inputs):
             rows = _Rows(self, chunk, inputs, finite)
             part = None if d_lse is None else d_lse[:, chunk.targets]
@@ -74,7 +74,7 @@ class RowPlan:
 
     def plainly(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
         """Output and log-sums in plain autograd."""
-        finite = all_finite(*inputs[:3])
+        finite = all_sound(*inputs[:3])
         pieces = [_Rows(self, c, inputs, finite).attend() for c in self._chunks(inputs, empty=True)]
         back = self.order.argsort()
         outs, sums = (torch.cat(x, dim=1).index_select(1, back) for x in zip(*pieces, strict=True))
@@ -83,7 +83,8 @@ class RowPlan:
     def _chunks(self, inputs: Inputs, *, empty: bool = False) -> Iterator[Chunk]:
         """Chunks of targets; those without edges only if wanted."""
         query = inputs[0]
-        width = max(query.shape[0] * query.shape[2] * query.shape[3], 1)
+        features = max(query.shape[3], inputs[2].shape[3])
+        width = max(query.shape[0] * query.shape[2] * features, 1)
         ordered = self.degree[self.order].tolist()
         start = 0
         while start < len(ordered) and (ordered[start] or empty):
@@ -217,11 +218,7 @@ class _Rows:
         """into [B, M, Hk, D] += per_edge [B, n, w, H, D] at the source of every edge."""
         if self.kv_heads < self.heads:
             per_edge = per_edge.unflatten(3, (self.kv_heads, -1)).sum(4)
-        B, M = into.shape[:2]
-        first = torch.arange(B, device=into.device)[:, None] * M
-        places = (first + self.source.flatten()).flatten()
-        flat = into.view(B * M, *into.shape[2:])
-        flat.index_add_(0, places, per_edge.reshape(len(places), *into.shape[2:]))
+        into.index_add_(1, self.source.flatten(), per_edge.flatten(1, 2))
 
 
 def _per_edge(x: Tensor) -> Tensor:

@@ -69,6 +69,13 @@ class Tiles:
         return max(0, self.i + self.rows - 1 - self.structure.before - self.j)
 
     @property
+    def common_columns(self) -> int:
+        """How many columns from the anchor on all rows see, and are in no row's future."""
+        if not isinstance(self.structure, Band):
+            return self.columns
+        return max(1, min(self.i + self.structure.after - self.j + 1, self.columns) - self.anchor)
+
+    @property
     def is_whole_causal(self) -> bool:
         """One complete causal sequence, which fused attention knows without a mask."""
         s = self.structure
@@ -94,6 +101,13 @@ class Tiles:
                 count=min(most, self.count - first),
                 starts=starts,
             )
+
+    def moved(self, targets: int, sources: int) -> Tiles:
+        """The same tiles so many tokens later."""
+        starts = self.starts and tuple((t + targets, s + sources) for t, s in self.starts)
+        return replace(
+            self, target=self.target + targets, source=self.source + sources, starts=starts
+        )
 
     def begins(self) -> list[tuple[int, int]]:
         """Where every tile begins, targets and sources."""
@@ -124,26 +138,28 @@ class Tiles:
 
 
 @lru_cache(maxsize=64)
-def tiles_of(structure: Structure, most_rows: int = 128) -> tuple[Tiles, ...] | None:
+def tiles_of(
+    structure: Structure, most_rows: int = 128, least_rows: int = 1
+) -> tuple[Tiles, ...] | None:
     """Tiles that hold every target and every edge once; None where a graph has no tiles.
 
-    A band's have at most `most_rows` targets.
+    A band's have `least_rows` to `most_rows` targets, and where `least_rows` lets them no more than
+    its window has sources: then all of them have a source in common.
     """
-    found = _tiles(structure, most_rows)
+    found = _tiles(structure, (least_rows, most_rows))
     return None if found is None else tuple(found)
 
 
-def _tiles(structure: Structure, most_rows: int) -> list[Tiles] | None:
+def _tiles(structure: Structure, rows: tuple[int, int]) -> list[Tiles] | None:
     if isinstance(structure, Parts):
         found: list[Tiles] = []
         for part, t0, s0 in zip(
             structure.parts, structure.target_ptr, structure.source_ptr, strict=False
         ):
-            tiles = _tiles(part, most_rows)
+            tiles = _tiles(part, rows)
             if tiles is None:
                 return None
-            for tile in tiles:
-                found.append(replace(tile, target=tile.target + t0, source=tile.source + s0))
+            found += [tile.moved(t0, s0) for tile in tiles]
         return _gathered(found)
     match structure:
         case Complete():
@@ -152,9 +168,9 @@ def _tiles(structure: Structure, most_rows: int) -> list[Tiles] | None:
         case Blocks():
             return _block_tiles(structure)
         case Band(dilation=1):
-            return _band_tiles(structure, most_rows)
+            return _band_tiles(structure, rows)
         case Band():
-            return _dilated_tiles(structure, most_rows)
+            return _gathered(_dilated_tiles(structure, rows))
     return None
 
 
@@ -169,15 +185,16 @@ def _gathered(tiles: list[Tiles]) -> list[Tiles]:
         if isinstance(own, Band) and not tile.is_whole_causal:
             own = replace(own, num_tokens=sys.maxsize)
         kind = replace(
-            tile, structure=own, target=0, source=0, i=tile.i - tile.j, j=0, count=1, step=(0, 0)
-        )
+            tile, structure=own, target=0, source=0, i=tile.i - tile.j, j=0,
+            count=1, step=(0, 0), starts=None,
+        )  # fmt: skip
         alike.setdefault(kind, []).append(tile)
     found = []
     for kind, members in alike.items():
         starts = tuple(start for tile in members for start in tile.begins())
-        if len(members) == 1 or kind.stride > 1:
+        if len(members) == 1:
             found += members
-        elif steps := _even_steps(starts, kind):
+        elif kind.stride == 1 and (steps := _even_steps(starts, kind)):
             (target, source), count = starts[0], len(starts)
             found.append(replace(kind, target=target, source=source, count=count, step=steps))
         else:
@@ -189,7 +206,7 @@ def _even_steps(starts: tuple[tuple[int, int], ...], kind: Tiles) -> tuple[int, 
     """The step of tiles that stand side by side: equal sequences."""
     step = kind.rows, kind.columns
     even = all((b[0] - a[0], b[1] - a[1]) == step for a, b in pairwise(starts))
-    return step if even else None
+    return step if even and 0 not in step else None
 
 
 def _block_tiles(blocks: Blocks) -> list[Tiles]:
@@ -205,33 +222,33 @@ def _block_tiles(blocks: Blocks) -> list[Tiles]:
     return found
 
 
-def _band_tiles(band: Band, most_rows: int) -> list[Tiles]:
+def _band_tiles(band: Band, rows: tuple[int, int]) -> list[Tiles]:
     """Border tiles one by one, with the sources that exist; those between, all alike, at once."""
     N = band.num_tokens
     before, after = band._reach(band.before), band._reach(band.after)
     if before + after >= N - 1 and band.after == 0 and band.self_loops:
         return [Tiles(band, 0, 0, N, N)] if N else []
-    rows = min(_rows(before + after + 1), most_rows)
+    full = min(max(_rows(before + after + 1), rows[0]), rows[1])
     found = []
     start = 0
     while start < N:
-        height = min(rows, N - start)
+        height = min(full, N - start)
         low, high = max(start - before, 0), min(start + height + after, N)
         tile = Tiles(band, start, low, height, high - low, start, low)
-        if height == rows and low == start - before and high == start + rows + after:
-            count = (N - after - start) // rows
-            tile = replace(tile, count=count, step=(rows, rows))
+        if height == full and low == start - before and high == start + full + after:
+            count = (N - after - start) // full
+            tile = replace(tile, count=count, step=(full, full))
         found.append(tile)
         start += height * tile.count
     return found
 
 
-def _dilated_tiles(band: Band, most_rows: int) -> list[Tiles]:
+def _dilated_tiles(band: Band, rows: tuple[int, int]) -> list[Tiles]:
     """The tokens of every remainder modulo the dilation are a band of their own."""
     d, found = band.dilation, []
     for first in range(min(d, band.num_tokens)):
         own = replace(band, num_tokens=len(range(first, band.num_tokens, d)), dilation=1)
-        for tile in _band_tiles(own, most_rows):
+        for tile in _band_tiles(own, rows):
             target, source = first + tile.target * d, first + tile.source * d
             found.append(replace(tile, target=target, source=source, stride=d))
     return found
