@@ -22,12 +22,16 @@ def recorded() -> dict[str, Record]:
 
 
 def newest_rows() -> list[Row]:
-    """The rows of all runs at the size of the targets; of those that several runs have, the newest.
+    """The rows of all runs; of those that several runs have, the newest.
 
-    Runs of before sizes were recorded are all of that size.
+    Ratios are those of the size that the targets are for; a line over lengths may be of any size.
     """
-    runs = [run for run in recorded().values() if run.provenance.get("size", "paper") == "paper"]
-    rows = [row for run in runs for row in run.rows]
+    rows = [
+        row
+        for run in recorded().values()
+        for row in run.rows
+        if run.provenance["size"] == "paper" or row.case.startswith("scaling")
+    ]
     return list({tables.key_of(row): row for row in reversed(rows)}.values())[::-1]
 
 
