@@ -139,9 +139,10 @@ MUTATIONS = [
     Mutation(
         "of equal logits in a tile the later source is kept",
         "graphattn/ops/attention/structured/explicit.py",
-        "(ties & (ties.cumsum(-1) <= room))",
-        "(ties & (ties.flip(-1).cumsum(-1).flip(-1) <= room))",
-        (f"{TOP_K}::test_of_equally_near_sources_the_smaller_index_is_kept",),
+        "    order = logits.argsort(dim=-1, descending=True, stable=True)\n",
+        "    last = logits.shape[-1] - 1\n"
+        "    order = last - logits.flip(-1).argsort(dim=-1, descending=True, stable=True)\n",
+        (f"{STRUCTURED}::test_equal_keys_tie_wherever_they_stand_in_a_tile",),
     ),
     Mutation(
         "global tokens count twice",
