@@ -68,7 +68,8 @@ def choose_backend(backend: str, support: dict[str, str | None]) -> str:
             return "structured"
         transformed = torch._C._functorch.maybe_current_level() is not None
         forward_mode = torch.autograd.forward_ad._current_level >= 0
-        return "reference" if transformed or forward_mode else "structured"
+        able = support["structured"] is None
+        return "structured" if able and not transformed and not forward_mode else "reference"
     if support[wanted] is not None:
         raise ValueError(f"backend {wanted!r} cannot run this case: {support[wanted]}")
     return wanted

@@ -296,9 +296,8 @@ def _attend(
         bias = _check_bias(edge_bias, graph, query.shape[-2], dtype, query.device)
         if chosen == "structured":
             attend = compiled.attend if torch.compiler.is_compiling() else structured.attend
-            if bias is not None and bias.shape[0] != graph.num_edges:
-                return attend(*tensors, graph, offset_bias=bias, **options)
-            return attend(*tensors, graph, edge_bias=bias, **options)
+            per_offset = bias is not None and bias.shape[0] != graph.num_edges
+            return attend(*tensors, graph, bias=bias, per_offset=per_offset, **options)
         return reference.attend(*tensors, graph, edge_bias=_per_edge(bias, graph), **options)
 
 

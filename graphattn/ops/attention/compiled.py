@@ -31,14 +31,12 @@ def attend(
     *,
     score: str,
     scale: Tensor,
-    edge_bias: Tensor | None = None,
-    offset_bias: Tensor | None = None,
-    top_k: int | None = None,
-    valid: ValidPair = (None, None),
+    bias: Tensor | None,
+    per_offset: bool,
+    top_k: int | None,
+    valid: ValidPair,
 ) -> tuple[Tensor, Tensor]:
     """What ``structured.attend`` does, as one operator."""
-    per_offset = offset_bias is not None
-    bias = offset_bias if per_offset else edge_bias
     edge_index = graph.edge_index if graph.structure is None else None
     out, lse, _ = torch.ops.graphattn.attention(
         query, key, value, scale, bias, *valid, graph.code, edge_index, score, top_k, per_offset

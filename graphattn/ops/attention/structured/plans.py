@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from graphattn.ops.attention.structured.contiguous import TilePlan
 from graphattn.ops.attention.structured.parts import GlobalTokensPlan, PartsPlan
 from graphattn.ops.attention.structured.recompute import Inputs, Plan, Recomputed
 from graphattn.ops.attention.structured.rows import RowPlan, TablePlan
-from graphattn.ops.attention.structured.tiles import tiles_of
+from graphattn.ops.attention.structured.tiles import has_tiles, tiles_of
 from graphattn.ops.inputs import ValidPair, clear_invalid
 
 SHORT = 128  # tokens
@@ -26,26 +27,16 @@ def attend(
     value: Tensor,
     graph: TokenGraph,
     *,
-    score: str,
     scale: Tensor,
-    edge_bias: Tensor | None = None,
-    offset_bias: Tensor | None = None,
-    top_k: int | None = None,
-    valid: ValidPair = (None, None),
+    bias: Tensor | None,
+    **options: Any,
 ) -> tuple[Tensor, Tensor]:
     """Output [*, N, H, Dv] and log-sums [*, N, H]: every target averages the values it sees.
 
-    `edge_bias` [E, H] is per edge, `offset_bias` [offsets, H] per relative offset.
+    `bias` is [E, H], per edge, or with the option `per_offset` [offsets, H]; the other options are
+    those of :func:`plan_call`.
     """
-    bias = edge_bias if offset_bias is None else offset_bias
-    inputs, plan = plan_call(
-        (query, key, value, scale, bias),
-        graph,
-        score=score,
-        per_offset=offset_bias is not None,
-        top_k=top_k,
-        valid=valid,
-    )
+    inputs, plan = plan_call((query, key, value, scale, bias), graph, **options)
     out, lse = Recomputed.apply(plan, *inputs)
     batch = query.shape[:-3]
     return out.view(*batch, *out.shape[1:]), lse.view(*batch, *lse.shape[1:])
@@ -110,10 +101,8 @@ def _plan(
             )
             parts.append((_plan(part, like, score, top_k, own, table=table), t, s))
         return PartsPlan(parts)
-    if isinstance(structure, Union) and _is_fast(structure, apart):
-        tokens = next(part.tokens for part in structure.parts if isinstance(part, GlobalTokens))
-        (rest,) = (part for part in structure.parts if not isinstance(part, GlobalTokens))
-        return _plan_of_global_tokens(tokens, rest, like, score, valid)
+    if apart and (found := _global_tokens(structure)):
+        return _plan_of_global_tokens(*found, like, score, valid)
     graph = _kept(structure, like.device)
     rows = RowPlan(*graph.csr(), score, top_k, valid)
     if not table:
@@ -123,16 +112,20 @@ def _plan(
 
 
 def _is_fast(structure: Structure, apart: bool) -> bool:
-    """Whether there is something better than gathered rows; short sequences are not worth parts."""
-    if tiles_of(structure) is not None:
-        return True
-    match structure:
-        case Parts(parts):
-            return any(_is_fast(part, apart) for part in parts)
-        case Union(parts) if apart and structure.num_targets >= SHORT:
-            others = [part for part in parts if not isinstance(part, GlobalTokens)]
-            return len(others) == 1 == len(parts) - 1 and tiles_of(others[0]) is not None
-    return False
+    """Whether there is something better than gathered rows."""
+    if isinstance(structure, Parts):
+        return any(_is_fast(part, apart) for part in structure.parts)
+    return has_tiles(structure) or (apart and _global_tokens(structure) is not None)
+
+
+def _global_tokens(structure: Structure) -> tuple[tuple[int, ...], Structure] | None:
+    """The tokens that see everyone, and the tiles beside them; short sequences are not worth it."""
+    if not isinstance(structure, Union) or structure.num_targets < SHORT:
+        return None
+    tokens = [part.tokens for part in structure.parts if isinstance(part, GlobalTokens)]
+    others = [part for part in structure.parts if not isinstance(part, GlobalTokens)]
+    one_each = len(tokens) == len(others) == 1
+    return (tokens[0], others[0]) if one_each and has_tiles(others[0]) else None
 
 
 def _plan_of_global_tokens(

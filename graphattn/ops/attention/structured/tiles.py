@@ -59,9 +59,9 @@ class Tiles:
 
     @property
     def anchor(self) -> int:
-        """A column that every row sees and that is in no row's future.
+        """A column that every row sees (but its own, without self-loops), in no row's future.
 
-        A band's tiles are no longer than its window, so all rows see from the last one's first
+        Where a band's tiles are no longer than its window, all rows see from the last one's first
         source to the first one's last.
         """
         if not isinstance(self.structure, Band):
@@ -137,14 +137,21 @@ class Tiles:
                 )
 
 
+def has_tiles(structure: Structure) -> bool:
+    """Whether :func:`tiles_of` finds some, without finding them."""
+    if isinstance(structure, Parts):
+        return all(has_tiles(part) for part in structure.parts)
+    return isinstance(structure, Band | Blocks | Complete)
+
+
 @lru_cache(maxsize=64)
 def tiles_of(
     structure: Structure, most_rows: int = 128, least_rows: int = 1
 ) -> tuple[Tiles, ...] | None:
     """Tiles that hold every target and every edge once; None where a graph has no tiles.
 
-    A band's have `least_rows` to `most_rows` targets, and where `least_rows` lets them no more than
-    its window has sources: then all of them have a source in common.
+    A band's have at most `most_rows` targets, and no more than its window has sources, so that all
+    of them have a source in common; unless `least_rows` says that more are better than that.
     """
     found = _tiles(structure, (least_rows, most_rows))
     return None if found is None else tuple(found)
