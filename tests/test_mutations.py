@@ -111,8 +111,8 @@ MUTATIONS = [
     Mutation(
         "products around no centre",
         "graphattn/ops/attention/structured/operands.py",
-        "torch.sub(x, center, out=",
-        "torch.sub(x, 0 * center, out=",
+        "torch.sub(key, center, out=",
+        "torch.sub(key, 0 * center, out=",
         (f"{STRUCTURED}::test_what_float32_products_can_do_is_left_to_them",),
     ),
     Mutation(
@@ -125,8 +125,8 @@ MUTATIONS = [
     Mutation(
         "a row's rounding meets the distance from the centre",
         "graphattn/ops/attention/structured/operands.py",
-        "row_sums[..., None] * self.scale, query, value=-1",
-        "0 * row_sums[..., None] * self.scale, query, value=-1",
+        "row_sums[..., None] * self.scale, self.query, value=-1",
+        "0 * row_sums[..., None] * self.scale, self.query, value=-1",
         (f"{STRUCTURED}::test_values_and_gradients_are_those_of_the_reference",),
     ),
     Mutation(

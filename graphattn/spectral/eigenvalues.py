@@ -13,6 +13,7 @@ from torch import Tensor
 
 from graphattn.graphs import TokenGraph
 from graphattn.spectral.arguments import as_edge_weight, as_square_graph
+from graphattn.spectral.banded import STORED, Bands, slowest_mode
 from graphattn.spectral.elimination import (
     EliminationOrder,
     GroundedLaplacian,
@@ -42,9 +43,10 @@ def fiedler_value(graph: TokenGraph, edge_weight: Tensor | None = None) -> float
 
     Computed in float64 on the CPU. The *relative* error is 1e-9 at worst and 1e-13 as a rule,
     however small the value and however uneven the weights: two groups of tokens that hang together
-    by a weight of 1e-40 have a Fiedler value of that order, not of the order of rounding. (The
-    Laplacian is never formed; see ``spectral/elimination.py``.) A window graph takes about 2
-    seconds per 100,000 tokens; wide graphs, such as random ones, mix fast and take fewer.
+    by a weight of 1e-40 have a Fiedler value of that order, not of the order of rounding. Window
+    graphs take inverse iteration with a banded factor, half a second per 100,000 tokens; where
+    weights are very uneven, elimination that never subtracts (``spectral/elimination.py``), some
+    seconds; wide graphs, such as random ones, mix fast and take Lanczos.
 
     Source: Stabilizing Transformer Training Through Consensus, Sections 2.3 and 4.
 
@@ -71,6 +73,10 @@ def fiedler_value(graph: TokenGraph, edge_weight: Tensor | None = None) -> float
     num_tokens = adjacency.shape[0]
     if num_tokens < 2 or connected_components(adjacency, directed=False)[0] > 1:
         return 0.0
+    if num_tokens > DENSE:
+        mode = slowest_mode(laplacian_of(adjacency), adjacency)
+        if mode is not None:
+            return mode.value * scale
     order = elimination_order(adjacency)
     value = _fiedler_value_of_wide_graph(adjacency) if order.cost > WIDE else None
     if value is None:
@@ -219,25 +225,35 @@ def _max_eigenvalue_from_above(L: scipy.sparse.csr_array) -> float:
     many steps as there are tokens. A factorisation without pivoting tells by the signs of its
     pivots whether the shift is still above all eigenvalues.
     """
-    num_tokens = L.shape[0]
-    identity = scipy.sparse.csc_matrix(scipy.sparse.identity(num_tokens))
-    minus_L = scipy.sparse.csc_matrix(-L)
     degree = L.diagonal().max()
     upper = 2.001 * degree  # twice the largest degree is never less than the eigenvalue ...
-    roughly = _lanczos(lambda u: L @ u, num_tokens, "LA", ((20, 20),), tolerance=1e-2)
+    roughly = _lanczos(lambda u: L @ u, L.shape[0], "LA", ((20, 20),), tolerance=1e-2)
     lower = degree if roughly is None else roughly  # ... and a Rayleigh quotient never more
     shift = min(1.01 * lower, upper)
+    inverse_of = _shifted_solvers(scipy.sparse.csr_array(-L))
     while upper - lower > 1e-10 * upper:
-        inverse = _positive_definite_solver(shift * identity + minus_L)
+        inverse = inverse_of(shift)
         if inverse is None:
             lower, shift = shift, (shift + upper) / 2
             continue
         upper = shift
-        largest = _lanczos(inverse, num_tokens, "LA", ((20, 50),), tolerance=1e-3)
+        largest = _lanczos(inverse, L.shape[0], "LA", ((20, 50),), tolerance=1e-3)
         if largest is not None:
             lower = max(lower, upper - 1 / largest)
         shift = lower + 0.002 * (upper - lower)
     return upper
+
+
+def _shifted_solvers(
+    matrix: scipy.sparse.csr_array,
+) -> Callable[[float], Callable[[Array], Array] | None]:
+    """shift -> (u -> (shift I + matrix)^-1 u), or None unless that is positive definite."""
+    bands = Bands(matrix)
+    if bands.stored <= STORED:
+        return bands.solver
+    identity = scipy.sparse.csc_matrix(scipy.sparse.identity(matrix.shape[0]))
+    whole = scipy.sparse.csc_matrix(matrix)
+    return lambda shift: _positive_definite_solver(shift * identity + whole)
 
 
 def _positive_definite_solver(

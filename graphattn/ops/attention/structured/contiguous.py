@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from graphattn.ops.attention.structured.group import EXTREME, Group, near_each_other
+from graphattn.ops.attention.structured.group import EXTREME, Group
 from graphattn.ops.attention.structured.recompute import (
     Gradients,
     Inputs,
@@ -21,10 +21,11 @@ from graphattn.ops.attention.structured.recompute import (
     zeros_like,
 )
 from graphattn.ops.attention.structured.tiles import Tiles
+from graphattn.ops.attention.structured.workspace import Workspace
 from graphattn.ops.inputs import ValidPair
 
-OPERANDS = 1 << 19  # numbers of a group's keys where no logits are stored: two megabytes
-LOGITS = 1 << 19  # numbers of a group's logits where they are: the same
+OPERANDS = 1 << 20  # numbers of a group's keys where no logits are stored: four megabytes
+LOGITS = 1 << 19  # numbers of a group's logits where they are: two
 ROWS = 128  # targets of a tile whose logits are stored
 
 
@@ -36,14 +37,18 @@ class TilePlan:
     score: str
     top_k: int | None
     valid: ValidPair  # [B, N] and [B, M], or None
+    finite: bool | None = None  # whether all inputs of the forward were
 
     def forward(self, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
         """Output, log-sums, and the log-sums of the operands, which the backward needs."""
         query, key, value, _, _ = inputs
-        out = query.new_zeros((*query.shape[:-1], value.shape[-1]))
-        lse = query.new_full(query.shape[:-1], -torch.inf)
-        raw = torch.empty_like(lse)
-        for group, rows, fused in self._passes(inputs, all_sound(query, key, value)):
+        out = query.new_empty((*query.shape[:-1], value.shape[-1]))
+        lse, raw = query.new_empty(query.shape[:-1]), query.new_empty(query.shape[:-1])
+        if self._has_empty_tiles:  # nobody else writes their rows
+            out.zero_()
+            lse.fill_(-torch.inf)
+        self.finite = all_sound(query, key, value)
+        for group, rows, fused in self._passes(inputs, self.finite):
             group.put((out, lse, raw), group.fused() if fused else group.explicit(), rows)
         return out, lse, raw
 
@@ -51,16 +56,21 @@ class TilePlan:
         self, inputs: Inputs, out: Tensor, raw: Tensor, d_out: Tensor, d_lse: Tensor | None
     ) -> Gradients:
         """Gradients of the five inputs; every tile is computed again."""
-        sums = zeros_like(inputs)
+        sums = zeros_like(inputs, covered=not self._has_empty_tiles)
         upstream = d_out.flatten(2), d_lse
-        finite = all_sound(*inputs[:3], d_out, d_lse)
+        known = all_sound(*inputs[:3]) if self.finite is None else self.finite
+        finite = known and all_sound(d_out, d_lse)
         for group, rows, fused in self._passes(inputs, finite, upstream):
             if fused:
                 gradients = group.fused_gradients(out, raw, d_out, d_lse, rows)
             else:
                 gradients = group.explicit_gradients(d_out, d_lse, rows)
-            group.add(sums, gradients)
+            group.add(sums, gradients, rows)
         return sums
+
+    @property
+    def _has_empty_tiles(self) -> bool:
+        return any(tiles.columns == 0 for tiles in self.tiles)
 
     def plainly(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
         """Output and log-sums in plain autograd."""
@@ -83,15 +93,14 @@ class TilePlan:
         Every row is taken once. Those that see NaN or infinity, or get it from `upstream`
         [B, N, ...], go the explicit way, so the others can be fused with zeros in their place.
         """
-        near = self.score == "dot" or (finite and near_each_other(inputs))
         if not self._fusable(inputs):
             for group in self._explicit_groups(inputs, finite):
-                yield from _with_care(group, None if near else group.careful_rows())
+                yield from _with_care(group, group.careful_rows())
             return
         special = None if finite else self._special_rows(inputs, upstream)
         for group in self._fused_groups(inputs, finite):
             ordinary = None if special is None else ~group.rows_of(special)
-            careful = None if near else group.careful_rows()
+            careful = group.careful_rows()
             if careful is None:
                 yield group, ordinary, True
                 continue
@@ -130,10 +139,11 @@ class TilePlan:
             query, key, value = (x.masked_fill(~sound(x), 0) for x in (query, key, value))
         B, _, H, D = query.shape
         D = max(D, value.shape[-1])
+        workspace = Workspace()
         for tiles in self.tiles:
             if tiles.columns:
                 for few in tiles.groups(OPERANDS // (B * H * D * tiles.columns)):
-                    yield Group(self, few, (query, key, value, scale, table), True)
+                    yield Group(self, few, (query, key, value, scale, table), True, workspace)
 
     def _explicit_groups(self, inputs: Inputs, finite: bool) -> Iterator[Group]:
         for tiles in self.tiles:

@@ -29,7 +29,10 @@ class Exact(NamedTuple):
             torch.linalg.vector_norm(x.detach(), dim=-1).amax(-1)
             for x in (self.operands.query, self.operands.key)
         )
-        largest = query * key * self.operands.scale[:, 0, 0].detach().abs()
+        scale = self.operands.scale[:, 0, 0].detach().abs()
+        largest = query * key * scale
+        if self.operands.bias is not None:
+            largest = largest + scale * self.operands.bias.detach().abs().amax(-1)
         if self.bias is not None:
             largest = largest + self.bias.detach().abs().amax((-1, -2))
         return 4 * torch.finfo(largest.dtype).eps * largest[..., None, None]
@@ -38,8 +41,8 @@ class Exact(NamedTuple):
         """Of row i of head h of tile g, [rows, m]."""
         query, key = self.operands.query[g, h, i, None].detach(), self.operands.key[g, h].detach()
         scale = self.operands.scale[h, 0].detach()
-        if self.operands.rbf:
-            logits = scale / -2 * (query - key)[..., :-1].square().sum(-1)
+        if self.operands.bias is not None:
+            logits = scale / -2 * (query - key).square().sum(-1)
         else:
             logits = scale * (query * key).sum(-1)
         return logits if self.bias is None else logits + self.bias[h, i].detach()

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from graphattn.ops.attention.structured.operands import Operands
+from graphattn.ops.attention.structured.workspace import Workspace
 
 _attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -38,15 +39,14 @@ def forward(
 
     A row without any allowed source gets numbers without meaning; the caller knows which.
     """
-    query, key, scale = operands.query, operands.key, operands.scale
-    mask = _mask(allowed, query.dtype)
-    if operands.rbf and (mask is None or mask.shape[-2] == 1):
-        # The bias added as a mask of one row costs nothing, as a feature of its own a tenth.
-        bias = (scale * key[..., -1:]).transpose(-1, -2)
+    mask, bias = _mask(allowed, operands.query.dtype), operands.scaled_bias
+    if bias is not None:
         mask = bias if mask is None else mask + bias
-        query, key = query[..., :-1], key[..., :-1]
+    query, key = operands.scaled_query, operands.key
     width = max(query.shape[-1], value.shape[-1])
-    query, key, padded = _wider(query * scale, width), _wider(key, width), _wider(value, width)
+    room = operands.workspace or Workspace()
+    query, key = _wider(query, width, room, "query"), _wider(key, width, room, "key")
+    padded = _wider(value, width, room, "value")
     out, lse = _attention(
         query, key, padded, 0.0, causal, attn_mask=_expanded(mask, query, key), scale=1.0
     )
@@ -62,37 +62,46 @@ def backward(
     lse: Tensor,
     d_out: Tensor,
     d_lse: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of the scaled query, `key` and `value`, and the row sums of the logits' gradient.
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of the scaled query, `key` and `value`; row and column sums of the logits'.
 
-    Rows with lse = inf take no part.
+    Rows with lse = inf take no part. The sums [G, H, n], [G, H, m] mean nothing for dot products.
     """
-    own, features = operands.query.shape[-1], value.shape[-1]
-    width = max(own + int(operands.rbf), features + int(d_lse is not None))
-    query = _wider(operands.query, width)
-    query = query.mul_(operands.scale) if query is not operands.query else query * operands.scale
-    # A constant feature of the keys, where queries have none, gives the row sums.
-    key = _wider(operands.key, width, None if not operands.rbf else 1.0)
-    out = _wider(out, width, None if d_lse is None else -d_lse)
-    d_out = _wider(d_out, width, None if d_lse is None else 1.0)
-    value = _wider(value, width)
+    own, features = operands.key.shape[-1], value.shape[-1]
+    rbf = operands.bias is not None
+    width = max(own + 2 * int(rbf), features + int(d_lse is not None))
+    # A feature that is constant on one side gives the sums over it on the other.
+    room = operands.workspace or Workspace()
+    query, key = operands.scaled_query, operands.key
+    if operands.bias is None:
+        query, key = _wider(query, width, room, "query"), _wider(key, width, room, "key")
+    else:
+        query = _wider(query, width, room, "query", 1.0)
+        key = _wider(key, width, room, "key", operands.scale[..., 0] * operands.bias, 1.0)
+    out = _wider(out, width, room, "out", None if d_lse is None else -d_lse)
+    d_out = _wider(d_out, width, room, "d_out", None if d_lse is None else 1.0)
+    value = _wider(value, width, room, "value")
     mask = _expanded(_mask(allowed, query.dtype), query, key)
     d_query, d_key, d_value = _backward(
         d_out, query, key, value, out, lse, 0.0, causal, attn_mask=mask, scale=1.0
     )
-    row_sums = d_query[..., own] if operands.rbf else lse
-    return d_query[..., :own], d_key[..., :own], d_value[..., :features], row_sums
+    row_sums, column_sums = (d_query[..., own + 1], d_key[..., own]) if rbf else (lse, lse)
+    return d_query[..., :own], d_key[..., :own], d_value[..., :features], row_sums, column_sums
 
 
-def _wider(x: Tensor, width: int, following: Tensor | float | None = None) -> Tensor:
+def _wider(
+    x: Tensor, width: int, room: Workspace, name: str, *following: Tensor | float | None
+) -> Tensor:
     """x with more features: what is `following`, then zeros."""
     own = x.shape[-1]
     if own == width:
         return x
-    wide = x.new_empty((*x.shape[:-1], width))
+    wide = room.room("wide " + name, x, *x.shape[:-1], width)
     wide[..., :own] = x
-    if following is not None:
-        wide[..., own] = following
-        own += 1
-    wide[..., own:] = 0
+    for feature in following:
+        if feature is not None:
+            wide[..., own] = feature
+            own += 1
+    if own < width:
+        wide[..., own:] = 0
     return wide

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from copy import copy
-from dataclasses import replace
 from functools import cached_property
 from typing import Protocol
 
@@ -15,6 +14,7 @@ from graphattn.ops.attention.structured import explicit, fused
 from graphattn.ops.attention.structured.operands import Operands, dot_operands, rbf_operands
 from graphattn.ops.attention.structured.recompute import Gradients, Inputs, sound
 from graphattn.ops.attention.structured.tiles import Tiles
+from graphattn.ops.attention.structured.workspace import Workspace
 from graphattn.ops.inputs import ValidPair
 
 EXTREME = 1e8  # of float32 numbers computed in float64
@@ -37,8 +37,15 @@ class Group:
     Invalid targets and rows without an edge are "dead": output 0, log-sum -inf, no gradient.
     """
 
-    def __init__(self, options: Options, tiles: Tiles, inputs: Inputs, finite: bool) -> None:
-        self.inputs = inputs
+    def __init__(
+        self,
+        options: Options,
+        tiles: Tiles,
+        inputs: Inputs,
+        finite: bool,
+        workspace: Workspace | None = None,
+    ) -> None:
+        self.inputs, self.workspace = inputs, workspace
         query, key, value, self.scale, self.table = inputs
         self.options, self.tiles, self.finite = options, tiles, finite
         self.careful = self.differences = False
@@ -113,10 +120,8 @@ class Group:
 
     def _operands(self, query: Tensor, key: Tensor) -> Operands:
         if self.options.score == "dot":
-            return dot_operands(query, key, self.scale)
-        return replace(
-            rbf_operands(query, key, self.scale, self.center), differences=self.differences
-        )
+            return dot_operands(query, key, self.scale, self.workspace)
+        return rbf_operands(query, key, self.scale, self.center, self.differences, self.workspace)
 
     def careful_rows(self, limit: float | None = None) -> Tensor | None:
         """Bool [G, 1, n]: rows of which products would lose digits; None: no row.
@@ -146,7 +151,7 @@ class Group:
     def carefully(self) -> Group:
         """The same group in float64; if it is already, with logits from differences."""
         group = copy(self)
-        group.careful = True
+        group.careful, group.workspace = True, None
         group.__dict__.pop("operands", None)
         if self.query.dtype == torch.float64:
             group.differences = self.options.score == "rbf"
@@ -239,10 +244,10 @@ class Group:
             out, raw = self._rows(out), self._rows(raw[..., None])[..., 0]
         if quiet is not None:  # exp(logit - inf) = 0
             out, raw = out.masked_fill(quiet[..., None], 0), raw.masked_fill(quiet, torch.inf)
-        d_query, d_key, d_value, row_sums = fused.backward(
+        d_query, d_key, d_value, *sums = fused.backward(
             self.operands, self.value, *self._fused_mask(), out, raw, d_out, d_lse
         )
-        d_query, d_key, d_scale = self.operands.gradients(d_query, d_key, row_sums)
+        d_query, d_key, d_scale = self.operands.gradients(d_query, d_key, *sums)
         return d_query, d_key, d_value, d_scale, None
 
     def explicit_gradients(
@@ -267,7 +272,9 @@ class Group:
             places = self.tiles.offsets(self.query.device).flatten()
             per_pair = d_logits.sum(0).flatten(1).T.to(self.table.dtype)
             d_table = torch.zeros_like(self.table).index_add_(0, places, per_pair)
-        d_query, d_key, d_scale = operands.gradients(d_query, d_key, d_logits.sum(-1))
+        d_query, d_key, d_scale = operands.gradients(
+            d_query, d_key, d_logits.sum(-1), d_logits.sum(-2)
+        )
         return d_query, d_key, d_value, d_scale, d_table
 
     def _quiet(self, rows: Tensor | None) -> Tensor | None:
@@ -309,20 +316,21 @@ class Group:
         run = _run(x, start, (t.count - 1) * step + length, t.stride)
         return run.unfold(1, length, step).transpose(-1, -2).flatten(0, 1)
 
-    def _paste(self, into: Tensor, x: Tensor, side: int, length: int) -> None:
-        """Adds x [B * tiles, H, length, D] where :meth:`_cut` would take it from."""
-        t = self.tiles
+    def _add_to_sources(self, into: Tensor, x: Tensor) -> None:
+        """Adds x [B * tiles, H, m, D] to the sources that the tiles share."""
+        t, length = self.tiles, self.tiles.columns
         if t.starts is not None:
-            into.index_add_(1, self._places(side, length), self.tokens(x).to(into.dtype))
+            into.index_add_(1, self._places(1, length), self.tokens(x).to(into.dtype))
             return
-        start, step = (t.target, t.source)[side], t.step[side]
+        step = t.step[1]
         if t.count == 1:
-            _run(into, start, length, t.stride).add_(x.transpose(1, 2))
+            _run(into, t.source, length, t.stride).add_(x.transpose(1, 2))
             return
-        x = x.unflatten(0, (len(into), t.count)).transpose(-1, -2)  # [B, count, H, D, length]
+        x = x.unflatten(0, (len(into), t.count)).transpose(-1, -2)  # [B, count, H, D, m]
         for first in range(0, length, step):  # what neighbouring tiles share is added one by one
             width = min(step, length - first)
-            run = _run(into, start + first * t.stride, (t.count - 1) * step + width, t.stride)
+            start = t.source + first * t.stride
+            run = _run(into, start, (t.count - 1) * step + width, t.stride)
             run.unfold(1, width, step).add_(x[..., first : first + width])
 
     def _places(self, side: int, length: int) -> Tensor:
@@ -349,11 +357,11 @@ class Group:
 
     def put(
         self,
-        whole: tuple[Tensor, Tensor, Tensor],
-        part: tuple[Tensor, Tensor, Tensor],
+        whole: tuple[Tensor, ...],
+        part: tuple[Tensor, ...],
         rows: Tensor | None = None,
     ) -> None:
-        """Writes output and log-sums where they belong; only the marked `rows` [G, 1, n]."""
+        """Writes what belongs to targets into the whole; only the marked `rows` [G, 1, n]."""
         t = self.tiles
         for into, new in zip(whole, part, strict=True):
             new = self.tokens(new if new.dim() == 4 else new[..., None])
@@ -376,39 +384,18 @@ class Group:
         both = marked.index_select(1, places) | self.tokens(rows[..., None])[..., 0, 0]
         marked.index_copy_(1, places, both)
 
-    def add(self, sums: Gradients, part: Gradients) -> None:
-        """Adds this group's gradients to those of the inputs."""
-        t = self.tiles
+    def add(self, sums: Gradients, part: Gradients, rows: Tensor | None = None) -> None:
+        """Adds this group's gradients to those of the inputs; the query's is only its own."""
         d_query, d_key, d_value, d_scale, d_table = part
         into_query, into_key, into_value, into_scale, into_table = sums
-        self._paste(into_query, d_query, 0, t.rows)
+        self.put((into_query,), (d_query,), rows)
         for into, new in ((into_key, d_key), (into_value, d_value)):
             if self.repeats > 1:
                 new = new.unflatten(1, (self.kv_heads, -1)).sum(2)
-            self._paste(into, new, 1, t.columns)
+            self._add_to_sources(into, new)
         into_scale += d_scale
         if into_table is not None and d_table is not None:
             into_table += d_table
-
-
-def near_each_other(inputs: Inputs) -> bool:
-    """Whether no row of any group needs care: all tokens are within a small ball."""
-    query, key, _, scale, _ = inputs
-    if 0 in (*query.shape, *key.shape):
-        return True
-    center = key.detach().mean((0, 1))
-    of_key = _largest_norm(key, center)
-    repeats = query.shape[2] // key.shape[2]
-    center, of_key = (x.repeat_interleave(repeats, 0) for x in (center, of_key))
-    of_query = of_key if query is key else _largest_norm(query, center)
-    # Measured from any centre inside the ball, a token is at most two radii away.
-    largest = 4 * scale.detach() * torch.maximum(of_key, of_query) ** 2
-    return bool((largest <= SPREAD[query.dtype]).all())
-
-
-def _largest_norm(x: Tensor, center: Tensor) -> Tensor:
-    """The largest distance of x [B, N, H, D] from `center` [H, D], per head."""
-    return torch.linalg.vector_norm(x.detach() - center, dim=-1).amax((0, 1))
 
 
 def _run(x: Tensor, start: int, length: int, stride: int) -> Tensor:

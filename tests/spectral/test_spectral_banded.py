@@ -1,0 +1,92 @@
+"""The banded way to both ends of a spectrum, against scipy's shift-invert and the elimination."""
+
+import numpy as np
+import pytest
+import scipy.sparse
+import torch
+from scipy.sparse.linalg import eigsh
+
+import graphattn as ga
+from graphattn.spectral import banded, eigenvalues
+from graphattn.spectral.elimination import elimination_order
+from graphattn.spectral.laplacian import laplacian_of
+
+
+def weighted(graph, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return 0.01 + torch.rand(graph.num_edges, generator=generator, dtype=torch.float64)
+
+
+def parts(graph, edge_weight=None):
+    adjacency, scale = eigenvalues._scaled_adjacency(graph, edge_weight)
+    return laplacian_of(adjacency), adjacency, scale
+
+
+GRAPHS = {
+    "path": ga.window_path_graph(3000, 5),
+    "thin path": ga.window_path_graph(2000, 1),
+    "cycle, every value double": ga.window_cycle_graph(1500, 4),
+    "causal": ga.causal_window_graph(1000, 7),
+    "grid, four values equal or nearly": ga.grid_window_graph(30, 30, 1),
+    "shuffled": ga.from_edge_index(
+        torch.randperm(900, generator=torch.Generator().manual_seed(1))[
+            ga.window_path_graph(900, 3).edge_index
+        ],
+        900,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+@pytest.mark.parametrize("is_weighted", [False, True])
+def test_the_slowest_mode_is_that_of_shift_invert_lanczos(name, is_weighted):
+    graph = GRAPHS[name]
+    edge_weight = weighted(graph) if is_weighted else None
+    L, adjacency, _ = parts(graph, edge_weight)
+    mode = banded.slowest_mode(L, adjacency)
+    expected = eigsh(scipy.sparse.csc_matrix(L), k=2, sigma=-1e-9, which="LM")[0].max()
+    assert mode.value == pytest.approx(expected, rel=1e-9)
+    residual = np.linalg.norm(L @ mode.vector - mode.value * mode.vector)
+    assert residual < 1e-4 * mode.value
+    assert mode.residual == pytest.approx(residual, rel=0.1)
+    assert np.linalg.norm(mode.vector) == pytest.approx(1)
+    assert abs(mode.vector.sum()) < 1e-8
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+def test_both_ways_agree_to_eleven_digits(name):
+    graph = GRAPHS[name]
+    L, adjacency, _ = parts(graph, weighted(graph, seed=2))
+    by_elimination = eigenvalues._fiedler_value_by_elimination(
+        adjacency, elimination_order(adjacency)
+    )
+    assert banded.slowest_mode(L, adjacency).value == pytest.approx(by_elimination, rel=1e-11)
+
+
+def test_two_hundred_thousand_tokens_have_the_value_of_the_cosine_transform():
+    N = 200_000
+    value = ga.spectral.fiedler_value(ga.window_path_graph(N, 1))
+    assert value == pytest.approx(4 * np.sin(np.pi / (2 * N)) ** 2, rel=1e-9)
+
+
+def test_uneven_weights_and_wide_graphs_are_left_to_others():
+    path = ga.window_path_graph(500, 2)
+    edge_weight = weighted(path)
+    source, target = path.edge_index
+    edge_weight[(source < 250) != (target < 250)] = 1e-12
+    assert banded.slowest_mode(*parts(path, edge_weight)[:2]) is None
+    assert 0 < ga.spectral.fiedler_value(path, edge_weight) < 1e-12
+    star = ga.from_edge_index(torch.tensor([[0] * 9999, list(range(1, 10_000))]), 10_000)
+    L, adjacency, _ = parts(star)
+    assert banded.Bands(L).stored > banded.STORED or banded.slowest_mode(L, adjacency) is None
+    assert 2 * ga.spectral.fiedler_value(star) == pytest.approx(1, rel=1e-11)
+
+
+def test_a_shifted_solver_says_when_the_matrix_is_not_positive_definite():
+    L, _, _ = parts(ga.window_path_graph(300, 2))
+    largest = np.linalg.eigvalsh(L.toarray())[-1]
+    bands = banded.Bands(scipy.sparse.csr_array(-L))
+    assert bands.solver(0.999 * largest) is None
+    u = np.random.default_rng(0).standard_normal(300)
+    solved = bands.solver(1.001 * largest)(u)
+    assert np.allclose(1.001 * largest * solved - L @ solved, u, atol=1e-9)
