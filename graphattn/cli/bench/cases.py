@@ -129,6 +129,7 @@ THOUSANDS = {
     "long": tuple(1024 * 2**i for i in range(10)),
 }
 DOT, CAUSAL_DOT = "SDPA (dot product)", "SDPA, causal (dot product)"
+OUR_DOT = f"{OURS} (dot product)"
 
 CASES = [
     Case(
@@ -158,10 +159,11 @@ CASES = [
         },
         attention_over(causal_window),
         {OURS: ours.rbf, "index_add": other.index_add, "masked dense": other.masked_dense},
-        {CAUSAL_DOT: other.sdpa_causal},
-        (
-            Target("time", (CAUSAL_DOT,), at_least=10),
-            Target("time", (CAUSAL_DOT,), at_least=10, passes=BOTH),
+        {OUR_DOT: ours.dot_product, CAUSAL_DOT: other.sdpa_causal},
+        tuple(
+            Target("time", (CAUSAL_DOT,), at_least=10, of=own, passes=passes)
+            for own in (OURS, OUR_DOT)
+            for passes in (FORWARD, BOTH)
         ),
         work=in_window,
     ),

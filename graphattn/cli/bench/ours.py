@@ -25,6 +25,11 @@ def rbf(x: AttentionInputs) -> Tensor:
     return ga.rbf_attention(x.query, x.key, x.value, x.graph, x.sigma, top_k=x.top_k)
 
 
+def dot_product(x: AttentionInputs) -> Tensor:
+    """The dot product over the same edges: what dense SDPA computes over all."""
+    return ga.dot_product_attention(x.query, x.key, x.value, x.graph)
+
+
 def rbf_without_top_k(x: AttentionInputs) -> Tensor:
     """The same without top-k: what selection costs."""
     return rbf(replace(x, top_k=None))

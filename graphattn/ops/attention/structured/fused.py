@@ -39,12 +39,15 @@ def forward(
 
     A row without any allowed source gets numbers without meaning; the caller knows which.
     """
-    mask, bias = _mask(allowed, operands.query.dtype), operands.scaled_bias
-    if bias is not None:
-        mask = bias if mask is None else mask + bias
-    query, key = operands.scaled_query, operands.key
-    width = max(query.shape[-1], value.shape[-1])
     room = operands.workspace or Workspace()
+    query, key = operands.scaled_query, operands.key
+    mask, bias = _mask(allowed, query.dtype), operands.scaled_bias
+    if mask is None:
+        mask = bias
+    elif bias is not None:
+        shape = *bias.shape[:2], mask.shape[-2], bias.shape[-1]
+        mask = torch.add(mask, bias, out=room.matrices("mask", bias, *shape))
+    width = max(query.shape[-1], value.shape[-1])
     query, key = _wider(query, width, room, "query"), _wider(key, width, room, "key")
     padded = _wider(value, width, room, "value")
     out, lse = _attention(

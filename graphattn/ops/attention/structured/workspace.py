@@ -8,6 +8,7 @@ window of 17 over 65,536 tokens asked for 227,000 pages forward and backward, an
 
 from __future__ import annotations
 
+import math
 from functools import cache
 
 import torch
@@ -29,11 +30,15 @@ class Workspace:
         It lies in memory as [G, n, H, D], which is how tokens lie in most tensors.
         """
         G, H, n, D = shape or like.shape
-        size = G * H * n * D
+        return self.matrices(name, like, G, n, H, D).transpose(1, 2)
+
+    def matrices(self, name: str, like: Tensor, *shape: int) -> Tensor:
+        """Room for a contiguous tensor."""
+        size = math.prod(shape)
         kept = self._kept.get(name)
         if kept is None or len(kept) < size:
             kept = self._kept[name] = torch.empty(size, dtype=like.dtype, device=like.device)
-        return kept[:size].view(G, n, H, D).transpose(1, 2)
+        return kept[:size].view(shape)
 
 
 @cache
