@@ -20,6 +20,7 @@ from graphattn.ops.consensus.parameters import EdgeNetworkParameters
 from graphattn.ops.consensus.pieces import Piece, Pieces, add_at, at
 from graphattn.ops.consensus.step_size import step_of_degrees
 from graphattn.ops.inputs import ValidPair, full_precision
+from graphattn.ops.memory import keep_freed_memory
 
 CHUNK = 1 << 20  # numbers of the hidden vectors, or of Lambda, of a chunk: 4 MB of float32
 CHUNK_ELSEWHERE = 1 << 24  # on a GPU: fewer and larger launches
@@ -250,6 +251,7 @@ def consensus_update(
     sums: Callable[..., tuple[Tensor, Tensor | None]] = sums_over_edges,
 ) -> Tensor:
     """u' = u - step * g; `step_size` broadcastable to [*, N, H], None for the automatic one."""
+    keep_freed_memory()
     entries = state.shape[:-3].numel()
     hidden = (x.reshape(entries, *x.shape[-3:]) for x in (target_hidden, source_hidden))
     compared = (x.reshape(entries, *x.shape[-3:]) for x in disagreement)

@@ -25,7 +25,7 @@ from graphattn.ops.attention.structured.workspace import Workspace
 from graphattn.ops.inputs import ValidPair
 
 OPERANDS = 1 << 20  # numbers of a group's keys where no logits are stored: four megabytes
-LOGITS = 1 << 19  # numbers of a group's logits where they are: two
+LOGITS = 1 << 20  # numbers of a group's logits where they are: the same
 ROWS = 128  # targets of a tile whose logits are stored
 
 

@@ -78,7 +78,8 @@ def keep_best(
     threshold = threshold.clamp(min=torch.finfo(logits.dtype).min)  # -inf is never kept
     best = logits >= threshold
     near = best if exact is None else logits >= threshold - exact.rounding
-    close = near.sum(-1) > top_k
+    # Bytes are summed four times faster than bools.
+    close = near.view(torch.uint8).sum(-1, dtype=torch.int32) > top_k
     if bool(close.any()):
         places = close.nonzero(as_tuple=True)
         for few in zip(*(place.split(ROWS_AT_A_TIME) for place in places), strict=True):

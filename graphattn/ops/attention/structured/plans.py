@@ -17,6 +17,7 @@ from graphattn.ops.attention.structured.recompute import Inputs, Plan, Recompute
 from graphattn.ops.attention.structured.rows import RowPlan, TablePlan
 from graphattn.ops.attention.structured.tiles import has_tiles, tiles_of
 from graphattn.ops.inputs import ValidPair, clear_invalid
+from graphattn.ops.memory import keep_freed_memory
 
 SHORT = 128  # tokens
 
@@ -52,6 +53,7 @@ def plan_call(
     valid: ValidPair,
 ) -> tuple[Inputs, Plan]:
     """Inputs with one leading dimension and zeros in place of invalid tokens, and their plan."""
+    keep_freed_memory()
     query, key, value, scale, bias = inputs
     batch = query.shape[:-3]
     B = batch.numel()

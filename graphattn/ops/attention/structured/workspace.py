@@ -1,20 +1,15 @@
 """Memory that one group of tiles after another works in.
 
 What a group makes and nobody keeps is some megabytes. Freed and allocated again, it goes back to
-the operating system and returns as fresh pages, which costs more than the arithmetic on it: a
-window of 17 over 65,536 tokens asked for 227,000 pages forward and backward, and now asks for
-131,000, which are those of its results.
+the operating system and returns as fresh pages, which costs more than the arithmetic on it.
 """
 
 from __future__ import annotations
 
 import math
-from functools import cache
 
 import torch
 from torch import Tensor
-
-SHOWN = (1 << 25) - (1 << 13)  # bytes: the most that glibc takes as a hint, less its header
 
 
 class Workspace:
@@ -22,7 +17,6 @@ class Workspace:
 
     def __init__(self) -> None:
         self._kept: dict[str, Tensor] = {}
-        _keep_freed_memory()
 
     def room(self, name: str, like: Tensor, *shape: int) -> Tensor:
         """Room for [G, H, n, D], of the type of `like` and, unless told, of its shape.
@@ -39,13 +33,3 @@ class Workspace:
         if kept is None or len(kept) < size:
             kept = self._kept[name] = torch.empty(size, dtype=like.dtype, device=like.device)
         return kept[:size].view(shape)
-
-
-@cache
-def _keep_freed_memory() -> None:
-    """For what operators of torch allocate inside.
-
-    glibc keeps freed blocks for the next allocation if they are smaller than the largest it has
-    seen freed, up to 32 megabytes: so it is shown one, once. No page of it is ever touched.
-    """
-    torch.empty(SHOWN, dtype=torch.uint8)
