@@ -6,19 +6,67 @@ directed graph exactly (see :func:`laplacian`)::
     ga.spectral.fiedler_value(graph)    # lambda_1: the rate of mixing; 0 when disconnected
     ga.spectral.max_step_size(graph)    # 1 / (2 lambda_max): the largest non-oscillating step
     ga.spectral.energy(graph, signal)   # what consensus descends
+    ga.spectral.certify(graph)          # all of that, and which theorems apply
+    ga.spectral.steps_until_consensus(graph, step_size)
+    ga.spectral.cheeger_bounds(graph)   # bottlenecks
+    ga.spectral.closed_classes(graph)   # groups that attention never leaves
+    ga.spectral.window_for_mixing(num_tokens, depth, tolerance)  # the smallest window that will do
 """
 
 from graphattn.spectral.bounds import cycle_fiedler_value, path_fiedler_bounds
-from graphattn.spectral.eigenvalues import fiedler_value, max_eigenvalue, max_step_size
+from graphattn.spectral.certificates import Certificate, Fact, certify
+from graphattn.spectral.cheeger import CheegerBounds, cheeger_bounds, conductance
+from graphattn.spectral.classes import closed_classes, eigenvalue_one_multiplicity
+from graphattn.spectral.design import suggest_top_k, window_for_fiedler, window_for_mixing
+from graphattn.spectral.eigenvalues import (
+    FiedlerPair,
+    fiedler_pair,
+    fiedler_value,
+    max_eigenvalue,
+    max_step_size,
+)
 from graphattn.spectral.energy import energy
+from graphattn.spectral.filters import (
+    energy_gradient,
+    filter_response,
+    smoothing_rate,
+    steps_until_consensus,
+)
+from graphattn.spectral.full_spectrum import spectrum
 from graphattn.spectral.laplacian import laplacian
+from graphattn.spectral.matrix_weights import (
+    MatrixFiedlerBounds,
+    matrix_fiedler_bounds,
+    matrix_fiedler_value,
+)
 
 __all__ = [
+    "Certificate",
+    "CheegerBounds",
+    "Fact",
+    "FiedlerPair",
+    "MatrixFiedlerBounds",
+    "certify",
+    "cheeger_bounds",
+    "closed_classes",
+    "conductance",
     "cycle_fiedler_value",
+    "eigenvalue_one_multiplicity",
     "energy",
+    "energy_gradient",
+    "fiedler_pair",
     "fiedler_value",
+    "filter_response",
     "laplacian",
+    "matrix_fiedler_bounds",
+    "matrix_fiedler_value",
     "max_eigenvalue",
     "max_step_size",
     "path_fiedler_bounds",
+    "smoothing_rate",
+    "spectrum",
+    "steps_until_consensus",
+    "suggest_top_k",
+    "window_for_fiedler",
+    "window_for_mixing",
 ]

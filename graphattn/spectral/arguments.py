@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from graphattn.graphs import TokenGraph
@@ -48,3 +49,56 @@ def as_edge_weight(edge_weight: Any, num_edges: int) -> Tensor:
             f"edge_weight must be finite and >= 0, got edge_weight[{e}] = {edge_weight[e].item()}"
         )
     return edge_weight
+
+
+def has_blocks(edge_weight: Any) -> bool:
+    """Whether `edge_weight` is meant as one matrix per edge, [E, C, C]."""
+    return isinstance(edge_weight, Tensor) and edge_weight.dim() == 3
+
+
+def as_edge_blocks(edge_weight: Any, num_edges: int) -> Tensor:
+    """`edge_weight` as symmetric positive semidefinite matrices [E, C, C], one per edge.
+
+    What a matrix may lack of symmetry, and its smallest eigenvalue of 0, are a few roundings of its
+    dtype. The matrices returned are symmetric to the last bit.
+    """
+    if not has_blocks(edge_weight):
+        got = (
+            list(edge_weight.shape)
+            if isinstance(edge_weight, Tensor)
+            else type(edge_weight).__name__
+        )
+        raise ValueError(
+            f"edge_weight must be a tensor of shape [{num_edges}, C, C] (one matrix per edge), "
+            f"got {got}"
+        )
+    size = edge_weight.shape[2]
+    if edge_weight.shape != (num_edges, size, size) or size == 0:
+        raise ValueError(
+            f"edge_weight must have shape [{num_edges}, C, C] (one matrix per edge, C >= 1), "
+            f"got {list(edge_weight.shape)}"
+        )
+    if not edge_weight.is_floating_point():
+        raise ValueError(
+            f"edge_weight must hold real floating-point matrices, got {edge_weight.dtype}"
+        )
+    checked = edge_weight.detach().double()
+    if not checked.isfinite().all():
+        e = int(checked.isfinite().all(dim=2).all(dim=1).logical_not().nonzero()[0])
+        raise ValueError(f"edge_weight must be finite, got edge_weight[{e}] = {checked[e]}")
+    rounding = 32 * size * torch.finfo(edge_weight.dtype).eps * checked.abs().amax(dim=(1, 2))
+    gap = (checked - checked.mT).abs().amax(dim=(1, 2))
+    if (gap > rounding).any():
+        e = int((gap > rounding).nonzero()[0])
+        raise ValueError(
+            "edge_weight must hold symmetric matrices, got edge_weight"
+            f"[{e}] that differs from its transpose by {gap[e].item():.3g}"
+        )
+    least = torch.linalg.eigvalsh((checked + checked.mT) / 2)[:, 0]
+    if (least < -rounding).any():
+        e = int((least < -rounding).nonzero()[0])
+        raise ValueError(
+            "edge_weight must hold positive semidefinite matrices, got edge_weight"
+            f"[{e}] with the eigenvalue {least[e].item():.3g}"
+        )
+    return (edge_weight + edge_weight.mT) / 2

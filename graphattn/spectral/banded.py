@@ -90,7 +90,9 @@ class Bands:
         return solve
 
 
-def slowest_mode(L: scipy.sparse.csr_array, adjacency: scipy.sparse.csr_array) -> Mode | None:
+def slowest_mode(
+    L: scipy.sparse.csr_array, adjacency: scipy.sparse.csr_array, refinements: int = 0
+) -> Mode | None:
     r"""The Fiedler value and vector of a connected graph; None where this is not the way.
 
     Inverse iteration on a few vectors at once, written as a correction: u - L^-1 (L u - lambda u),
@@ -101,6 +103,8 @@ def slowest_mode(L: scipy.sparse.csr_array, adjacency: scipy.sparse.csr_array) -
     Args:
         L: the Laplacian [N, N].
         adjacency: its weights >= 0, symmetric, without loops.
+        refinements: iterations after the value is accepted, for more digits of the vector; each
+            leaves a share of about value / (fifth value) of its error.
     """
     bands = Bands(L)
     if bands.stored > STORED or adjacency.data.min() < UNEVEN * adjacency.data.max():
@@ -121,6 +125,10 @@ def slowest_mode(L: scipy.sparse.csr_array, adjacency: scipy.sparse.csr_array) -
         crowd = int(np.searchsorted(value, 1.5 * value[0]))
         size = np.square(residual[:, :crowd]).sum()
         if crowd < len(value) and size <= PRECISION * value[0] * (value[crowd] - value[crowd - 1]):
+            if refinements > 0:
+                refinements -= 1
+                u = u - solve(residual)
+                continue
             first = u[:, 0]
             quotient = (weight[:, 0] * (differences @ first) ** 2).sum() / (first @ first)
             return Mode(float(quotient), first, float(np.linalg.norm(residual[:, 0])))

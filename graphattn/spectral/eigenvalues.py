@@ -1,11 +1,13 @@
-"""The two ends of a Laplacian's spectrum: the Fiedler value and the largest eigenvalue."""
+"""The two ends of a Laplacian's spectrum: the Fiedler pair and the largest eigenvalue."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 import scipy.sparse
+import torch
 from numpy.typing import NDArray
 from scipy.sparse.csgraph import connected_components
 from scipy.sparse.linalg import ArpackNoConvergence, LinearOperator, eigsh, splu
@@ -20,6 +22,7 @@ from graphattn.spectral.elimination import (
     elimination_order,
 )
 from graphattn.spectral.laplacian import float64_weights, laplacian_of, symmetrised_adjacency
+from graphattn.spectral.operators import by_pairs
 
 Array = NDArray[np.float64]
 
@@ -27,12 +30,21 @@ Array = NDArray[np.float64]
 # of them fails ("Internal Error") on spectra as degenerate as those of blocks and complete graphs.
 DENSE = 200
 WIDE = 2e10  # multiplications from which a graph is called wide: elimination takes many seconds
+REFINEMENTS = 4  # of a banded Fiedler vector, beyond what the value needs
 TOLERANCE = 1e-9  # of a Lanczos residual; the eigenvalue itself is then usually good to 1e-14
 
 # Lanczos attempts: (basis size, restarts). Most graphs are done with the first; hubs crowd the
 # spectrum of the inverse, which takes a larger basis.
 THOROUGHLY = ((20, 2), (80, 1000))
 BRIEFLY = (80, 8)
+
+
+class FiedlerPair(NamedTuple):
+    """The slowest mode of a graph, see :func:`fiedler_pair`."""
+
+    value: float
+    vector: Tensor  # [N], float64, norm 1
+    residual: float  # ||L u - value u||
 
 
 def fiedler_value(graph: TokenGraph, edge_weight: Tensor | None = None) -> float:
@@ -73,15 +85,62 @@ def fiedler_value(graph: TokenGraph, edge_weight: Tensor | None = None) -> float
     num_tokens = adjacency.shape[0]
     if num_tokens < 2 or connected_components(adjacency, directed=False)[0] > 1:
         return 0.0
-    if num_tokens > DENSE:
-        mode = slowest_mode(laplacian_of(adjacency), adjacency)
-        if mode is not None:
-            return mode.value * scale
-    order = elimination_order(adjacency)
-    value = _fiedler_value_of_wide_graph(adjacency) if order.cost > WIDE else None
-    if value is None:
-        value = _fiedler_value_by_elimination(adjacency, order)
-    return float(value) * scale
+    return slowest_pair(adjacency)[0] * scale
+
+
+def fiedler_pair(graph: TokenGraph, edge_weight: Tensor | None = None) -> FiedlerPair:
+    r"""The Fiedler value and its eigenvector: the signal that consensus forgets last.
+
+    The signs of the vector split the tokens into two groups that exchange least; it is what a
+    window graph carries slowest from one end of a sequence to the other.
+
+    Computed on the CPU by the routes of :func:`fiedler_value`: all modes of a small graph, inverse
+    iteration with a banded factor for windows, elimination or Lanczos otherwise.
+
+    Source: Stabilizing Transformer Training Through Consensus, Section 2.3, footnote 2.
+
+    Args:
+        graph: N tokens; direction does not matter, see :func:`laplacian`.
+        edge_weight: weights >= 0 in the order of ``graph.edge_index``, [E]; ones if None.
+
+    Returns:
+        ``(value, vector, residual)``: :func:`fiedler_value`; the vector u [N], float64, on the
+        graph's device, of norm 1 and mean 0, its first entry that is not nearly zero positive; and
+        ||L u - value u||, with L u from differences u_i - u_j. Where the value is a multiple
+        eigenvalue, u is one of its vectors. Of a disconnected graph, the value and the residual are
+        0.0, and u is one number on the tokens connected with token 0 and another on the rest.
+        A graph of fewer than two tokens has no such mode: value 0.0, a vector of zeros.
+
+    Raises:
+        ValueError: as :func:`fiedler_value`.
+
+    Example:
+        >>> import graphattn as ga
+        >>> value, vector, residual = ga.spectral.fiedler_pair(ga.window_path_graph(4, window=1))
+        >>> round(value, 12), vector.sign()
+        (0.585786437627, tensor([ 1.,  1., -1., -1.], dtype=torch.float64))
+        >>> residual < 1e-14
+        True
+    """
+    adjacency, scale = _scaled_adjacency(graph, edge_weight)
+    num_tokens = adjacency.shape[0]
+    if num_tokens < 2:
+        none = torch.zeros(num_tokens, dtype=torch.float64, device=graph.device)
+        return FiedlerPair(0.0, none, 0.0)
+    num_components, component = connected_components(adjacency, directed=False)
+    if num_components > 1:
+        own = component == component[0]
+        u = np.where(own, (~own).sum(), -float(own.sum()))
+        vector = torch.from_numpy(u / np.linalg.norm(u)).to(graph.device)
+        return FiedlerPair(0.0, vector, 0.0)
+    value, u = slowest_pair(adjacency, refinements=REFINEMENTS)
+    u = _centred(u)
+    u /= np.linalg.norm(u)
+    u *= np.sign(u[np.argmax(np.abs(u) > 1e-6 * np.abs(u).max())])
+    pairs = scipy.sparse.triu(adjacency, k=1, format="coo")
+    moved = by_pairs(pairs.row, pairs.col, pairs.data, num_tokens)(u)
+    residual = float(np.linalg.norm(moved - value * u))
+    return FiedlerPair(value * scale, torch.from_numpy(u).to(graph.device), residual * scale)
 
 
 def max_eigenvalue(graph: TokenGraph, edge_weight: Tensor | None = None) -> float:
@@ -112,10 +171,10 @@ def max_eigenvalue(graph: TokenGraph, edge_weight: Tensor | None = None) -> floa
     num_tokens = adjacency.shape[0]
     if num_tokens <= DENSE:
         return float(np.linalg.eigvalsh(L.toarray())[-1]) * scale
-    found = _lanczos(lambda u: L @ u, num_tokens, "LA", (THOROUGHLY[0],))
+    found = lanczos_pair(lambda u: L @ u, num_tokens, "LA", (THOROUGHLY[0],))
     if found is None and elimination_order(adjacency).cost > WIDE:
-        found = _lanczos(lambda u: L @ u, num_tokens, "LA", (BRIEFLY,))
-    return float(_max_eigenvalue_from_above(L) if found is None else found) * scale
+        found = lanczos_pair(lambda u: L @ u, num_tokens, "LA", (BRIEFLY,))
+    return float(_max_eigenvalue_from_above(L) if found is None else found[0]) * scale
 
 
 def max_step_size(graph: TokenGraph, edge_weight: Tensor | None = None) -> float:
@@ -158,9 +217,46 @@ def _scaled_adjacency(
     return adjacency, float(np.ldexp(1.0, exponent))
 
 
+def connected_adjacencies(
+    graph: TokenGraph, edge_weight: Tensor | None
+) -> tuple[list[scipy.sparse.csr_array], float]:
+    """The adjacency matrix of every connected part, each scaled, and the one scale."""
+    adjacency, scale = _scaled_adjacency(graph, edge_weight)
+    if adjacency.shape[0] < 2:
+        return [adjacency], scale
+    component = connected_components(adjacency, directed=False)[1]
+    order = np.argsort(component, kind="stable")
+    ends = np.cumsum(np.bincount(component)).tolist()
+    side_by_side = adjacency[order][:, order]
+    parts = zip([0, *ends[:-1]], ends, strict=True)
+    return [side_by_side[start:end, start:end] for start, end in parts], scale
+
+
+def slowest_pair(adjacency: scipy.sparse.csr_array, refinements: int = 0) -> tuple[float, Array]:
+    """The Fiedler value and vector of a connected graph of two tokens or more.
+
+    Args:
+        adjacency: its weights, the largest near 1, symmetric, without loops.
+        refinements: see :func:`slowest_mode`.
+    """
+    if adjacency.shape[0] > DENSE:
+        mode = slowest_mode(laplacian_of(adjacency), adjacency, refinements)
+        if mode is not None:
+            return mode.value, mode.vector
+    order = elimination_order(adjacency)
+    pair = _slowest_pair_of_wide_graph(adjacency) if order.cost > WIDE else None
+    return _slowest_pair_by_elimination(adjacency, order) if pair is None else pair
+
+
 def _fiedler_value_by_elimination(
     adjacency: scipy.sparse.csr_array, order: EliminationOrder
 ) -> float:
+    return _slowest_pair_by_elimination(adjacency, order)[0]
+
+
+def _slowest_pair_by_elimination(
+    adjacency: scipy.sparse.csr_array, order: EliminationOrder
+) -> tuple[float, Array]:
     """1 / the largest eigenvalue of the pseudo-inverse of the Laplacian of a connected graph."""
     num_tokens = adjacency.shape[0]
     try:
@@ -177,20 +273,24 @@ def _fiedler_value_by_elimination(
             f"{adjacency.data.min():.1e} to 1 (relative to the largest)"
         ) from error
     if num_tokens <= DENSE:
-        return 1 / np.linalg.eigvalsh(inverse)[-1]
+        values, vectors = np.linalg.eigh(inverse)
+        return float(1 / values[-1]), vectors[:, -1]
 
     def pseudo_inverse(u: Array) -> Array:
         # Scaled to the order of 1, because Lanczos squares what it gets.
         return _centred(grounded.solve(_centred(u)) / size)
 
-    largest = _lanczos(pseudo_inverse, num_tokens, "LA", THOROUGHLY)
-    if largest is None:
+    found = lanczos_pair(pseudo_inverse, num_tokens, "LA", THOROUGHLY)
+    if found is None:
         raise RuntimeError("the Fiedler value has not converged")
-    return 1 / (largest * size)
+    largest, u = found
+    return float(1 / (largest * size)), polished(pseudo_inverse, u)
 
 
-def _fiedler_value_of_wide_graph(adjacency: scipy.sparse.csr_array) -> float | None:
-    """The Fiedler value without elimination by blocks; None where rounding would drown it."""
+def _slowest_pair_of_wide_graph(
+    adjacency: scipy.sparse.csr_array,
+) -> tuple[float, Array] | None:
+    """The Fiedler pair without elimination by blocks; None where rounding would drown it."""
     num_tokens = adjacency.shape[0]
     L = laplacian_of(adjacency)
     bound = 2 * L.diagonal().max()  # on the largest eigenvalue
@@ -198,12 +298,12 @@ def _fiedler_value_of_wide_graph(adjacency: scipy.sparse.csr_array) -> float | N
     def constants_moved_up(u: Array) -> Array:
         return L @ u + bound * u.mean()
 
-    value = _lanczos(constants_moved_up, num_tokens, "SA", (BRIEFLY,))
-    if value is None:
+    found = lanczos_pair(constants_moved_up, num_tokens, "SA", (BRIEFLY,))
+    if found is None:
         # Not an expander, then: a fill-reducing factorisation has a chance, as on large grids.
         ground = int(L.diagonal().argmax())
         kept = np.delete(np.arange(num_tokens), ground)
-        solve = _positive_definite_solver(scipy.sparse.csc_matrix(L[kept][:, kept]))
+        solve = positive_definite_solver(scipy.sparse.csc_matrix(L[kept][:, kept]))
         if solve is None:
             return None
 
@@ -212,10 +312,19 @@ def _fiedler_value_of_wide_graph(adjacency: scipy.sparse.csr_array) -> float | N
             solution[kept] = solve(_centred(u)[kept])
             return _centred(solution)
 
-        largest = _lanczos(pseudo_inverse, num_tokens, "LA", THOROUGHLY)
-        value = None if largest is None else 1 / largest
+        inverse = lanczos_pair(pseudo_inverse, num_tokens, "LA", THOROUGHLY)
+        if inverse is None:
+            return None
+        found = 1 / inverse[0], polished(pseudo_inverse, inverse[1])
     # Both ways make errors of the order of rounding next to `bound`.
-    return value if value is not None and value > 1e-6 * bound else None
+    return (float(found[0]), found[1]) if found[0] > 1e-6 * bound else None
+
+
+def polished(pseudo_inverse: Callable[[Array], Array], u: Array) -> Array:
+    """What Lanczos leaves of fast modes in the vector, two steps of inverse iteration remove."""
+    for _ in range(2):
+        u = pseudo_inverse(u / np.linalg.norm(u))
+    return u / np.linalg.norm(u)
 
 
 def _max_eigenvalue_from_above(L: scipy.sparse.csr_array) -> float:
@@ -227,8 +336,8 @@ def _max_eigenvalue_from_above(L: scipy.sparse.csr_array) -> float:
     """
     degree = L.diagonal().max()
     upper = 2.001 * degree  # twice the largest degree is never less than the eigenvalue ...
-    roughly = _lanczos(lambda u: L @ u, L.shape[0], "LA", ((20, 20),), tolerance=1e-2)
-    lower = degree if roughly is None else roughly  # ... and a Rayleigh quotient never more
+    roughly = lanczos_pair(lambda u: L @ u, L.shape[0], "LA", ((20, 20),), tolerance=1e-2)
+    lower = degree if roughly is None else roughly[0]  # ... and a Rayleigh quotient never more
     shift = min(1.01 * lower, upper)
     inverse_of = _shifted_solvers(scipy.sparse.csr_array(-L))
     while upper - lower > 1e-10 * upper:
@@ -237,9 +346,9 @@ def _max_eigenvalue_from_above(L: scipy.sparse.csr_array) -> float:
             lower, shift = shift, (shift + upper) / 2
             continue
         upper = shift
-        largest = _lanczos(inverse, L.shape[0], "LA", ((20, 50),), tolerance=1e-3)
+        largest = lanczos_pair(inverse, L.shape[0], "LA", ((20, 50),), tolerance=1e-3)
         if largest is not None:
-            lower = max(lower, upper - 1 / largest)
+            lower = max(lower, upper - 1 / largest[0])
         shift = lower + 0.002 * (upper - lower)
     return upper
 
@@ -253,10 +362,10 @@ def _shifted_solvers(
         return bands.solver
     identity = scipy.sparse.csc_matrix(scipy.sparse.identity(matrix.shape[0]))
     whole = scipy.sparse.csc_matrix(matrix)
-    return lambda shift: _positive_definite_solver(shift * identity + whole)
+    return lambda shift: positive_definite_solver(shift * identity + whole)
 
 
-def _positive_definite_solver(
+def positive_definite_solver(
     matrix: scipy.sparse.csc_matrix,
 ) -> Callable[[Array], Array] | None:
     """u -> matrix^-1 u, or None unless the symmetric `matrix` is positive definite."""
@@ -273,31 +382,31 @@ def _positive_definite_solver(
     return factor.solve if on_diagonal and (factor.U.diagonal() > 0).all() else None
 
 
-def _lanczos(
+def lanczos_pair(
     apply: Callable[[Array], Array],
     num_tokens: int,
     which: str,
     attempts: tuple[tuple[int, int], ...],
     tolerance: float = TOLERANCE,
-) -> float | None:
-    """One extreme eigenvalue; `attempts` are (basis size, restarts); None if none converges."""
+) -> tuple[float, Array] | None:
+    """An extreme eigenpair; `attempts` are (basis size, restarts); None if none converges."""
     operator = LinearOperator(
         (num_tokens, num_tokens), matvec=lambda u: apply(u.ravel()), dtype=np.float64
     )
     for basis, restarts in attempts:
         try:
-            return eigsh(
+            values, vectors = eigsh(
                 operator,
                 k=1,
                 which=which,
-                ncv=basis,
+                ncv=min(basis, num_tokens),
                 maxiter=restarts,
                 tol=tolerance,
                 v0=_start_vector(num_tokens),
-                return_eigenvectors=False,
-            )[0]
+            )
         except ArpackNoConvergence:
             continue
+        return float(values[0]), vectors[:, 0]
     return None
 
 

@@ -42,13 +42,8 @@ def energy(graph: TokenGraph | Tensor, signal: Tensor, edge_weight: Tensor | Non
         >>> ga.spectral.energy(graph, torch.tensor([0.0, 1.0, 3.0]))
         tensor(5.)
     """
-    if not isinstance(signal, Tensor) or not signal.is_floating_point():
-        got = signal.dtype if isinstance(signal, Tensor) else type(signal).__name__
-        raise ValueError(f"signal must be a floating-point tensor [N] or [N, C], got {got}")
-    if signal.dim() not in (1, 2):
-        raise ValueError(f"signal must have shape [N] or [N, C], got {list(signal.shape)}")
-    edge_index = _edge_index(graph, signal)
-    u = signal.to(torch.promote_types(signal.dtype, torch.float32))
+    u = as_signal(signal)
+    edge_index = edges_of(graph, signal)
     source, target = edge_index
     squared = (u[target] - u[source]).square()
     if squared.dim() == 2:
@@ -58,7 +53,18 @@ def energy(graph: TokenGraph | Tensor, signal: Tensor, edge_weight: Tensor | Non
     return squared.sum() / 2
 
 
-def _edge_index(graph: Any, signal: Tensor) -> Tensor:
+def as_signal(signal: Any) -> Tensor:
+    """`signal` as a floating-point tensor [N] or [N, C] of single precision at least."""
+    if not isinstance(signal, Tensor) or not signal.is_floating_point():
+        got = signal.dtype if isinstance(signal, Tensor) else type(signal).__name__
+        raise ValueError(f"signal must be a floating-point tensor [N] or [N, C], got {got}")
+    if signal.dim() not in (1, 2):
+        raise ValueError(f"signal must have shape [N] or [N, C], got {list(signal.shape)}")
+    return signal.to(torch.promote_types(signal.dtype, torch.float32))
+
+
+def edges_of(graph: Any, signal: Tensor) -> Tensor:
+    """The edges [2, E] of a graph, or of a raw edge_index, over the tokens of `signal`."""
     num_tokens = signal.shape[0]
     checked = as_token_graph(graph, num_tokens, num_tokens)
     # A raw edge_index is only checked, not sorted, so that the caller's weights still fit.

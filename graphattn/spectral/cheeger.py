@@ -1,0 +1,203 @@
+"""Bottlenecks: how little weight separates tokens, between bounds from an eigenvalue."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+import scipy.sparse
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from graphattn.graphs import TokenGraph
+from graphattn.spectral.arguments import as_edge_weight, as_square_graph
+from graphattn.spectral.eigenvalues import (
+    BRIEFLY,
+    THOROUGHLY,
+    WIDE,
+    connected_adjacencies,
+    lanczos_pair,
+    polished,
+)
+from graphattn.spectral.elimination import GroundedLaplacian, elimination_order
+from graphattn.spectral.laplacian import laplacian_of
+from graphattn.spectral.operators import component_of, half_edges
+
+Array = NDArray[np.float64]
+
+DENSE = 1000  # tokens up to which all modes are computed
+
+
+class CheegerBounds(NamedTuple):
+    """Bounds on how little separates the tokens, see :func:`cheeger_bounds`."""
+
+    lower: float
+    upper: float
+    sweep_cut: Tensor  # [N], bool
+    conductance: float  # of the sweep cut
+
+
+def conductance(graph: TokenGraph, members: Tensor, edge_weight: Tensor | None = None) -> float:
+    r"""The share of a group's weight that leaves it.
+
+    .. math:: \phi(S) = \frac{\sum_{i \in S, \, j \notin S} W_{ij}}
+        {\min(\operatorname{vol} S, \operatorname{vol} \bar S)}, \qquad
+        \operatorname{vol} S = \sum_{i \in S} \sum_j W_{ij}
+
+    with the symmetrised weights W of :func:`laplacian`, without self-loops: 0 for a group without
+    links outside, 1 for one that has no links inside.
+
+    Source: Chung, Spectral Graph Theory, Section 2.1.
+
+    Args:
+        graph: N tokens; direction does not matter.
+        members: bool, [N]: True for the tokens of the group S; neither all of them nor none.
+        edge_weight: weights >= 0 in the order of ``graph.edge_index``, [E]; ones if None.
+
+    Returns:
+        Between 0 and 1. Also 0.0 where one side has tokens but no weight at all.
+
+    Raises:
+        ValueError: if `members` is not a bool tensor [N] that holds True and False, `graph` is
+            not a TokenGraph or is bipartite, or `edge_weight` is not as in :func:`laplacian`.
+
+    Example:
+        >>> import torch, graphattn as ga
+        >>> path = ga.window_path_graph(6, window=1)
+        >>> ga.spectral.conductance(path, torch.arange(6) < 3)  # one link of five weights
+        0.2
+    """
+    graph = as_square_graph(graph)
+    if edge_weight is not None:
+        edge_weight = as_edge_weight(edge_weight, graph.num_edges)
+    inside = _as_members(members, graph.num_targets)
+    source, target, half = half_edges(graph, edge_weight)
+    # Scaled, so that sums of tiny or huge weights stay within what float64 can hold.
+    half = half / half.max(initial=0.0) if half.any() else half
+    cut = half[inside[source] != inside[target]].sum()
+    own, others = (
+        half[side[source]].sum() + half[side[target]].sum() for side in (inside, ~inside)
+    )
+    return float(cut / min(own, others)) if cut > 0 else 0.0
+
+
+def cheeger_bounds(graph: TokenGraph, edge_weight: Tensor | None = None) -> CheegerBounds:
+    r"""Bounds on the least conductance of any group of tokens, and a group that lies between them.
+
+    .. math:: \frac{\lambda}{2} \le h = \min_S \phi(S) \le \phi(\text{sweep cut})
+        \le \sqrt{2 \lambda}
+
+    with lambda the second-smallest eigenvalue of the symmetric normalised Laplacian (Cheeger's
+    inequality). A small h is a bottleneck: attention moves hardly anything across it, whatever the
+    layer learns. Finding the least one is NP-hard; the sweep cut, the best of the N - 1 groups
+    that hold the tokens with the smallest entries of the Fiedler vector, is found and certified.
+
+    Source: Chung, Spectral Graph Theory, Theorem 2.2 and Section 2.2 (the sweep); Alon & Milman
+    (1985).
+
+    Args:
+        graph: N >= 2 tokens; direction does not matter.
+        edge_weight: weights >= 0 in the order of ``graph.edge_index``, [E]; ones if None.
+
+    Returns:
+        ``(lower, upper, sweep_cut, conductance)``: lambda / 2, sqrt(2 lambda), the group as a bool
+        tensor [N] on the graph's device (the side with less weight), and its conductance. On a
+        disconnected graph all numbers are 0.0, and the group is the part that token 0 belongs to.
+
+    Raises:
+        ValueError: if there are fewer than two tokens, or as :func:`fiedler_value`.
+
+    Example:
+        >>> import graphattn as ga
+        >>> rooms = ga.union(ga.block_window_graph(8, 4), ga.window_path_graph(8, 1))
+        >>> bounds = ga.spectral.cheeger_bounds(rooms)
+        >>> bounds.sweep_cut.int()  # one of two rooms, with one door of 13 links
+        tensor([1, 1, 1, 1, 0, 0, 0, 0], dtype=torch.int32)
+        >>> bounds.lower <= bounds.conductance == 1 / 13 <= bounds.upper
+        True
+    """
+    graph = as_square_graph(graph)
+    if graph.num_targets < 2:
+        raise ValueError(f"graph must have at least 2 tokens, got {graph.num_targets}")
+    parts, _ = connected_adjacencies(graph, edge_weight)
+    if len(parts) > 1:
+        part = component_of(graph, edge_weight)
+        first = torch.from_numpy(part == part[0]).to(graph.device)
+        return CheegerBounds(0.0, 0.0, first, 0.0)
+    (adjacency,) = parts
+    degree = np.asarray(adjacency.sum(axis=1)).ravel()
+    height = _slowest_normalised_vector(adjacency, degree) / np.sqrt(degree)
+    height -= (degree @ height) / degree.sum()
+    # Its sign is arbitrary: of two equal sides, the one of token 0 is given.
+    height *= -np.sign(height[np.argmax(np.abs(height) > 1e-6 * np.abs(height).max())])
+    pairs = scipy.sparse.triu(adjacency, k=1, format="coo")
+    gap = height[pairs.row] - height[pairs.col]
+    value = float(pairs.data @ gap**2 / (degree @ height**2))
+    cut = torch.from_numpy(_sweep(height, degree, pairs)).to(graph.device)
+    found = conductance(graph, cut, edge_weight)
+    return CheegerBounds(value / 2, math.sqrt(2 * value), cut, found)
+
+
+def _as_members(members: Any, num_tokens: int) -> NDArray[np.bool_]:
+    if not isinstance(members, Tensor) or members.dtype != torch.bool:
+        got = members.dtype if isinstance(members, Tensor) else type(members).__name__
+        raise ValueError(f"members must be a bool tensor [{num_tokens}], got {got}")
+    if members.shape != (num_tokens,):
+        raise ValueError(f"members must have shape [{num_tokens}], got {list(members.shape)}")
+    inside = members.cpu().numpy()
+    if inside.all() or not inside.any():
+        raise ValueError(
+            "members must hold some tokens and leave out others, "
+            f"got {int(inside.sum())} of {num_tokens}"
+        )
+    return inside
+
+
+def _slowest_normalised_vector(adjacency: scipy.sparse.csr_array, degree: Array) -> Array:
+    """The second eigenvector of the symmetric normalised Laplacian of a connected graph, [N]."""
+    num_tokens = len(degree)
+    root = np.sqrt(degree)
+    kernel = root / np.linalg.norm(root)
+    if num_tokens <= DENSE:
+        dense = laplacian_of(adjacency, "symmetric").toarray()
+        return np.linalg.eigh(dense)[1][:, 1]
+
+    def centred(u: Array) -> Array:
+        return u - kernel * (kernel @ u)
+
+    order = elimination_order(adjacency)
+    if order.cost > WIDE:
+        L = laplacian_of(adjacency, "symmetric")
+        found = lanczos_pair(
+            lambda u: L @ u + 2 * kernel * (kernel @ u), num_tokens, "SA", (BRIEFLY,)
+        )
+        if found is not None:
+            return found[1]
+    grounded = GroundedLaplacian.of(adjacency, order)
+
+    def pseudo_inverse(u: Array) -> Array:
+        return centred(root * grounded.solve(root * centred(u)))
+
+    found = lanczos_pair(pseudo_inverse, num_tokens, "LA", THOROUGHLY)
+    if found is None:
+        raise RuntimeError("the second eigenvalue of the normalised Laplacian has not converged")
+    return polished(pseudo_inverse, found[1])
+
+
+def _sweep(height: Array, degree: Array, pairs: scipy.sparse.coo_array) -> NDArray[np.bool_]:
+    """The group of least conductance among those of all tokens below some height, [N]."""
+    num_tokens = len(height)
+    order = np.argsort(height, kind="stable")
+    place = np.empty(num_tokens, dtype=np.intp)
+    place[order] = np.arange(num_tokens)
+    start = np.minimum(place[pairs.row], place[pairs.col])
+    stop = np.maximum(place[pairs.row], place[pairs.col])
+    # A link is cut by every group that holds one end and not yet the other.
+    change = np.bincount(start, pairs.data, num_tokens) - np.bincount(stop, pairs.data, num_tokens)
+    below = np.cumsum(degree[order])[:-1]
+    above = np.cumsum(degree[order][::-1])[::-1][1:]
+    best = int(np.argmin(np.cumsum(change)[:-1] / np.minimum(below, above)))
+    group = place <= best
+    return group if below[best] <= above[best] * (1 + 1e-9) else ~group

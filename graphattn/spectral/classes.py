@@ -1,0 +1,126 @@
+"""Groups of tokens that attention never leaves: closed classes, and the eigenvalue 1."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from scipy.sparse.csgraph import connected_components
+from torch import Tensor
+
+from graphattn.graphs import TokenGraph
+from graphattn.spectral.arguments import as_edge_weight, as_square_graph
+from graphattn.spectral.operators import connections
+
+ROUNDING = 1e-6  # by which the weights of a row may miss the sum 1
+
+
+def closed_classes(graph: TokenGraph, edge_weight: Tensor | None = None) -> list[Tensor]:
+    r"""The closed communicating classes: groups of tokens that look at nobody outside.
+
+    Read attention as a Markov chain in which target i moves to source j where it gives j a positive
+    weight. Tokens that reach each other form a class; a class is closed if no token in it sees one
+    outside. However often attention is repeated, what a closed class holds depends on itself alone,
+    and all other tokens end up as mixtures of the closed classes: one class is consensus, several
+    are the clusters of Krause's model. A causal graph has one closed class, token 0, the sink.
+
+    Zeros are structural: a weight of exactly 0 is no edge, and any other is one, however small. So
+    weights that underflowed to 0 count as missing; leave `edge_weight` out to take every edge.
+    A token without an edge stays where it is: it is a closed class of its own.
+
+    Source: Krause Synchronization Transformers, multi-cluster synchronization (a reducible,
+    block-diagonal attention matrix); Seneta, Non-negative Matrices and Markov Chains, Section 1.2.
+
+    Args:
+        graph: N tokens.
+        edge_weight: weights >= 0 in the order of ``graph.edge_index``, [E]; ones if None. One head.
+
+    Returns:
+        For each closed class its tokens, LongTensors in ascending order, on the graph's device; the
+        classes in order of their first token.
+
+    Raises:
+        ValueError: if `graph` is not a TokenGraph or is bipartite (N != M), or `edge_weight` is not
+            a tensor [E] of finite numbers >= 0.
+
+    Example:
+        >>> import graphattn as ga
+        >>> ga.spectral.closed_classes(ga.block_window_graph(5, block_size=3))
+        [tensor([0, 1, 2]), tensor([3, 4])]
+        >>> ga.spectral.closed_classes(ga.causal_graph(5))  # everyone sees token 0, which sees 0
+        [tensor([0])]
+    """
+    graph = as_square_graph(graph)
+    if edge_weight is not None:
+        edge_weight = as_edge_weight(edge_weight, graph.num_edges)
+    label = _closed_label(graph, edge_weight)
+    order = np.argsort(label, kind="stable")
+    order = order[label[order] >= 0]
+    classes = np.split(order, np.flatnonzero(np.diff(label[order])) + 1) if len(order) else []
+    classes.sort(key=lambda tokens: int(tokens[0]))
+    return [torch.from_numpy(tokens.astype(np.int64)).to(graph.device) for tokens in classes]
+
+
+def eigenvalue_one_multiplicity(graph: TokenGraph, edge_weight: Tensor) -> int:
+    r"""How often the attention matrix has the eigenvalue 1: in how many ways tokens can settle.
+
+    For a matrix of non-negative rows that sum to 1 this is the number of its closed classes (see
+    :func:`closed_classes`), counted on the graph of positive weights, so it is exact where a
+    numerical eigenvalue is a matter of tolerance. Tokens in m groups out of each other's reach give
+    at least m; with top-k a group can break into more.
+
+    Zeros are structural: exactly 0 is no edge (not kept by top-k, masked), everything else is one.
+    Weights that underflowed count as 0: compute them in float64, or with a larger sigma.
+
+    Source: Krause Synchronization Transformers, multi-cluster synchronization (multiplicity >= m;
+    here it is exact); Seneta, Non-negative Matrices and Markov Chains, Theorem 1.7 and Section 4.1.
+
+    Args:
+        graph: N tokens.
+        edge_weight: the attention weights of one head in the order of ``graph.edge_index``, [E],
+            such as ``ga.attention_weights(query, key, graph, sigma=1.0, top_k=8)[:, 0]``. Every row
+            sums to 1, to within 1e-6, or holds no positive weight at all: attention returns 0 for
+            such a token, its row of the matrix is zero, and it adds nothing here.
+
+    Raises:
+        ValueError: as :func:`closed_classes`, and if a row sums to something else.
+
+    Example:
+        >>> import torch, graphattn as ga
+        >>> x = torch.tensor([0.0, 0.1, 7.0, 7.1]).view(4, 1, 1)
+        >>> graph = ga.complete_graph(4)
+        >>> weights = ga.attention_weights(x, x, graph, sigma=1.0)[:, 0]
+        >>> ga.spectral.eigenvalue_one_multiplicity(graph, weights)  # weak links are links
+        1
+        >>> weights = ga.attention_weights(x, x, graph, sigma=1.0, top_k=2)[:, 0]
+        >>> ga.spectral.eigenvalue_one_multiplicity(graph, weights)
+        2
+    """
+    graph = as_square_graph(graph)
+    weight = as_edge_weight(edge_weight, graph.num_edges).detach().double()
+    target = graph.edge_index[1].to(weight.device)
+    row_sum = weight.new_zeros(graph.num_targets).index_add(0, target, weight)
+    wrong = ((row_sum - 1).abs() > ROUNDING) & (row_sum != 0)
+    if wrong.any():
+        i = int(wrong.nonzero()[0])
+        raise ValueError(
+            "edge_weight must sum to 1 over the sources of every target (row-stochastic, to within "
+            f"{ROUNDING:g}), or be 0 for all of them, got {row_sum[i].item():.9g} for target {i}"
+        )
+    label = _closed_label(graph, weight)
+    label[row_sum.cpu().numpy() == 0] = -1  # closed, but with a row of zeros
+    return len(np.unique(label[label >= 0]))
+
+
+def _closed_label(graph: TokenGraph, edge_weight: Tensor | None) -> NDArray[np.int64]:
+    """The class of every token in a closed class, -1 elsewhere, [N]."""
+    if graph.num_targets == 0:
+        return np.empty(0, dtype=np.int64)
+    links = connections(graph, edge_weight)
+    label = connected_components(links, directed=True, connection="strong")[1].astype(np.int64)
+    target = np.repeat(np.arange(graph.num_targets), np.diff(links.indptr))
+    leaves = np.zeros(label.max() + 1, dtype=bool)
+    leaves[label[target[label[target] != label[links.indices]]]] = True
+    return cast(NDArray[np.int64], np.where(leaves[label], -1, label))

@@ -1,0 +1,331 @@
+"""Choosing a graph: the window that mixes fast enough, the top-k that keeps enough weight."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from graphattn.graphs import TokenGraph, window_path_graph
+from graphattn.graphs.arguments import as_float, as_int
+from graphattn.graphs.token_graph import as_token_graph
+from graphattn.spectral.eigenvalues import fiedler_value, max_eigenvalue
+from graphattn.spectral.filters import as_share
+
+ACCURACY = 1e-9  # of a computed eigenvalue, relative; a target counts as met within it
+EDGES = 1 << 18  # whose queries and keys are compared at a time
+
+
+def window_for_fiedler(num_tokens: int, target: float) -> int:
+    r"""The smallest window of :func:`~graphattn.window_path_graph` whose tokens mix fast enough.
+
+    The smallest w with lambda_1(P_N^w) >= `target` (met within 1e-9 of it). Remark 4.2 brackets
+    w, because lambda_1 lies between 2 S and 4 S, and bisection on the computed value finds it, with
+    guesses from lambda_1 / S, which hardly changes: more edges never slow mixing. About
+    w = (3 N^2 target / pi^2)^(1/3) while w is much smaller than N. The time is that of two or three
+    Fiedler values at about this window.
+
+    Source: Stabilizing Transformer Training Through Consensus, Remark 4.2 (Eq. 16).
+
+    Args:
+        num_tokens: N >= 1.
+        target: the Fiedler value wanted, > 0; the complete graph reaches N.
+
+    Returns:
+        w, 1 <= w <= N - 1.
+
+    Raises:
+        ValueError: if a number is out of range, or even the complete graph stays below `target`.
+
+    Example:
+        >>> import graphattn as ga
+        >>> window = ga.spectral.window_for_fiedler(1000, target=0.01)
+        >>> for w in (window - 1, window):
+        ...     print(w, ga.spectral.fiedler_value(ga.window_path_graph(1000, w)) >= 0.01)
+        13 False
+        14 True
+    """
+    num_tokens = as_int("num_tokens", num_tokens, 1)
+    target = as_float("target", target, positive=True)
+    enough = target * (1 - ACCURACY)
+    if _complete_fiedler(num_tokens) < enough:
+        raise ValueError(
+            f"target must be <= {_complete_fiedler(num_tokens):g}, the Fiedler value of the "
+            f"complete graph of {num_tokens} tokens, got {target:g}"
+        )
+    S = _sine_sums(num_tokens, (num_tokens - 1) // 2)
+    first = _first(enough <= 4 * S)
+    last = _first(enough <= 2 * S, beyond=num_tokens - 1)
+
+    def value_at(window: int) -> float:
+        return fiedler_value(window_path_graph(num_tokens, window))
+
+    return _smallest_window(value_at, enough, _sine_sums(num_tokens, num_tokens - 1), first, last)
+
+
+def window_for_mixing(
+    num_tokens: int, depth: int, tolerance: float, *, step_size: float | str = "auto"
+) -> int:
+    r"""The smallest window in which `depth` filter steps bring all tokens together.
+
+    The smallest w such that after `depth` steps of H = I - 2 eta L on the window path P_N^w no mode
+    but the mean keeps more than `tolerance` of itself: :math:`\rho(w)^{depth} \le` `tolerance`
+    (see :func:`smoothing_rate`). With ``"auto"`` every window takes its own largest step that does
+    not oscillate, eta = 1 / (2 lambda_max), so rho = 1 - lambda_1 / lambda_max, and w is found by
+    bisection, which takes it that this ratio grows with w (it does, for every window up to
+    N = 120). A fixed step makes rho fall while lambda_1 grows and rise again once lambda_max
+    oscillates: then the smallest window that is fast enough is also the best chance to be calm.
+
+    Weights are numbers here, R = I; what a layer learns moves its eigenvalues by the bounds of
+    :func:`matrix_fiedler_bounds`.
+
+    Source: Stabilizing Transformer Training Through Consensus, Eq. 13 and Remark 4.2.
+
+    Args:
+        num_tokens: N >= 1.
+        depth: steps, >= 1.
+        tolerance: between 0 and 1, exclusive.
+        step_size: ``"auto"``, or eta > 0.
+
+    Returns:
+        w, 1 <= w <= N - 1 (1 where a single token has nothing to mix).
+
+    Raises:
+        ValueError: if an argument is out of range, or no window does with this fixed step.
+
+    Example:
+        >>> import graphattn as ga
+        >>> ga.spectral.window_for_mixing(256, depth=12, tolerance=0.1)
+        92
+        >>> ga.spectral.window_for_mixing(256, depth=48, tolerance=0.1)
+        47
+    """
+    num_tokens, depth = as_int("num_tokens", num_tokens, 1), as_int("depth", depth, 1)
+    kept = as_share("tolerance", tolerance) ** (1 / depth)  # of a mode, per step
+    if isinstance(step_size, str):
+        if step_size != "auto":
+            raise ValueError(f'step_size must be "auto" or a finite number > 0, got {step_size!r}')
+        eta = None
+    else:
+        eta = as_float("step_size", step_size, positive=True)
+    if num_tokens == 1:
+        return 1
+    if eta is not None:
+        return _window_for_fixed_step(num_tokens, depth, kept, eta)
+    # lambda_max lies between the largest degree + 1 and the smaller of twice that degree and N.
+    lost = (1 - kept) * (1 - ACCURACY)
+    S = _sine_sums(num_tokens, (num_tokens - 1) // 2)
+    w = np.arange(1, len(S) + 1)
+    first = _first(lost * (2 * w + 1) <= 4 * S)
+    last = _first(lost * np.minimum(4 * w, num_tokens) <= 2 * S, beyond=num_tokens - 1)
+
+    def value_at(window: int) -> float:
+        graph = window_path_graph(num_tokens, window)
+        return fiedler_value(graph) / max_eigenvalue(graph)
+
+    model = _sine_sums(num_tokens, num_tokens - 1) / np.arange(1, num_tokens)
+    return _smallest_window(value_at, lost, model, first, last)
+
+
+def suggest_top_k(
+    query: Tensor,
+    key: Tensor,
+    graph: TokenGraph | Tensor,
+    sigma: float | Tensor,
+    *,
+    mass: float = 0.9,
+    quantile: float = 0.95,
+) -> int:
+    r"""A top-k for RBF (Krause) attention on your data.
+
+    The criterion: the smallest k such that at least a share `quantile` of the rows keep at least
+    `mass` of their RBF weight when only their k nearest sources stay. A row is one target in one
+    head and batch entry, its weight that of :func:`~graphattn.rbf_attention` without top-k; targets
+    without a source are no rows.
+
+    The Krause paper sets top-k by hand per task (2 to 16 of windows of 4 to 25, 192 of 256) and
+    names the missing rule as a limitation; this is one, not theirs.
+
+    Args:
+        query: [*, N, H, D], or [N, D] for one head.
+        key: [*, M, Hk, D] with Hk a divisor of H, or [M, D].
+        graph: N targets, M sources; or an edge_index [2, E].
+        sigma: bandwidth > 0; a number or a tensor broadcastable to [H].
+        mass: between 0 and 1, exclusive.
+        quantile: of the rows, > 0 and <= 1.
+
+    Returns:
+        k >= 1.
+
+    Raises:
+        ValueError: if an argument is out of range, sizes disagree, a query or key of an edge is not
+            finite, or no target has a source.
+
+    Example:
+        >>> import torch, graphattn as ga
+        >>> x = torch.tensor([0.0, 1.0, 10.0, 11.0]).view(4, 1)
+        >>> graph = ga.complete_graph(4)
+        >>> ga.spectral.suggest_top_k(x, x, graph, sigma=1.0)  # two groups of two
+        2
+        >>> ga.spectral.suggest_top_k(x, x, graph, sigma=100.0)  # all look alike
+        4
+    """
+    mass = as_share("mass", mass)
+    quantile = as_float("quantile", quantile, positive=True)
+    if quantile > 1:
+        raise ValueError(f"quantile must be > 0 and <= 1, got {quantile}")
+    query, key = _as_heads("query", query), _as_heads("key", key)
+    heads = query.shape[-2]
+    if query.shape[:-3] != key.shape[:-3] or query.shape[-1] != key.shape[-1]:
+        raise ValueError(
+            "key must have the batch and features of query "
+            f"({list(query.shape)}), got {list(key.shape)}"
+        )
+    if key.shape[-2] == 0 or heads % key.shape[-2]:
+        raise ValueError(f"key heads must divide query heads ({heads}), got {key.shape[-2]}")
+    bandwidth = _as_bandwidth(sigma, heads)
+    checked = as_token_graph(graph, query.shape[-3], key.shape[-3])
+    source, target = checked.edge_index.to(query.device)
+    key = key.repeat_interleave(heads // key.shape[-2], dim=-2)
+    needed = []
+    for q, k in zip(query.flatten(0, -4), key.flatten(0, -4), strict=True):
+        for h in range(heads):
+            squared = _squared_distances(q[:, h], k[:, h], target, source)
+            needed.append(_needed(squared / (2 * bandwidth[h] ** 2), target, mass))
+    rows = torch.cat(needed).sort().values if needed else torch.empty(0)
+    if len(rows) == 0:
+        raise ValueError("graph must have a target with a source (and query a batch), got none")
+    # A share of rows is a count: quantile 0.95 of 20 rows is 19, not 19.000000000000004.
+    return int(rows[math.ceil(quantile * len(rows) * (1 - 1e-12)) - 1])
+
+
+def _window_for_fixed_step(num_tokens: int, depth: int, kept: float, eta: float) -> int:
+    target = (1 - kept) / (2 * eta)
+    limit = (1 + kept) / (2 * eta)
+    if target <= _complete_fiedler(num_tokens):
+        window = window_for_fiedler(num_tokens, target)
+        largest = max_eigenvalue(window_path_graph(num_tokens, window))
+        if largest <= limit * (1 + ACCURACY):
+            return window
+        reason = (
+            f"window {window} is the first that is fast enough, and its largest eigenvalue "
+            f"{largest:g} oscillates: at most {limit:g} is allowed; take a smaller step"
+        )
+    else:
+        reason = "even the complete graph is too slow; take a larger step"
+    raise ValueError(
+        f"step_size must let some window mix {num_tokens} tokens in {depth} steps, got {eta:g}: "
+        + reason
+    )
+
+
+def _complete_fiedler(num_tokens: int) -> float:
+    return float(num_tokens) if num_tokens > 1 else 0.0
+
+
+def _sine_sums(num_tokens: int, last: int) -> NDArray[np.float64]:
+    """S of Remark 4.2 for the windows 1, ..., last; it bounds lambda_1 below N / 2."""
+    w = np.arange(1, last + 1)
+    return np.cumsum(np.sin(np.pi * w / (2 * num_tokens)) ** 2)
+
+
+def _first(enough: NDArray[np.bool_], beyond: int | None = None) -> int:
+    """The first window < N / 2 that is enough; `beyond`, or the next one, where none is."""
+    if enough.any():
+        return int(enough.argmax()) + 1
+    return len(enough) + 1 if beyond is None else beyond
+
+
+def _smallest_window(
+    value_at: Callable[[int], float],
+    wanted: float,
+    model: NDArray[np.float64],
+    first: int,
+    last: int,
+) -> int:
+    """The smallest window in [first, last] whose value reaches `wanted`, as the last one's does.
+
+    Args:
+        value_at: grows with the window.
+        model: for every window 1, 2, ..., roughly in proportion to the value: where to look next.
+    """
+    guess, tries = first, 0
+    while first < last:
+        value, tries = value_at(guess), tries + 1
+        if value >= wanted:
+            last = guess
+        else:
+            first = guess + 1
+        if tries % 3:  # every third time bisect, lest the model creeps
+            guess = 1 + int(np.searchsorted(model, wanted * model[guess - 1] / value))
+        else:
+            guess = (first + last) // 2
+        guess = min(max(guess, first), max(last - 1, first))
+    return first
+
+
+def _as_heads(name: str, x: Any) -> Tensor:
+    if not isinstance(x, Tensor) or not x.is_floating_point() or x.dim() < 2:
+        got = f"{x.dtype} of shape {list(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+        raise ValueError(
+            f"{name} must be a floating-point tensor [*, tokens, heads, features] or "
+            f"[tokens, features], got {got}"
+        )
+    x = x.detach()
+    x = x[:, None] if x.dim() == 2 else x
+    return x[None] if x.dim() == 3 else x
+
+
+def _as_bandwidth(sigma: Any, heads: int) -> list[float]:
+    if isinstance(sigma, Tensor):
+        try:
+            values = sigma.detach().double().broadcast_to((heads,)).tolist()
+        except RuntimeError:
+            raise ValueError(
+                f"sigma must be a number or broadcastable to [{heads}] (heads), "
+                f"got shape {list(sigma.shape)}"
+            ) from None
+    else:
+        values = [sigma] * heads
+    return [as_float("sigma", value, positive=True) for value in values]
+
+
+def _squared_distances(q: Tensor, k: Tensor, target: Tensor, source: Tensor) -> Tensor:
+    """Of every edge, float64, [E]; from differences, so a common offset costs nothing."""
+    squared = torch.empty(len(target), dtype=torch.float64, device=q.device)
+    for e in range(0, len(target), EDGES):
+        edges = slice(e, e + EDGES)
+        gap = q[target[edges]].double() - k[source[edges]].double()
+        squared[edges] = gap.square().sum(dim=-1)
+    if not squared.isfinite().all():
+        e = int(squared.isfinite().logical_not().nonzero()[0])
+        raise ValueError(
+            "query and key must be finite wherever there is an edge, got the squared distance "
+            f"{squared[e].item()} from target {int(target[e])} to source {int(source[e])}"
+        )
+    return squared
+
+
+def _needed(exponent: Tensor, target: Tensor, mass: float) -> Tensor:
+    """How many of its nearest sources each row needs to keep `mass` of exp(-exponent), [rows]."""
+    order = exponent.argsort(stable=True)
+    order = order[target[order].argsort(stable=True)]  # by row, then by distance
+    _, row, count = target.unique_consecutive(return_inverse=True, return_counts=True)
+    start = count.cumsum(0) - count
+    exponent = exponent[order]
+    weight = (exponent[start][row] - exponent).exp()  # the nearest weighs 1
+    wanted = mass * (1 - 1e-12) * weight.new_zeros(len(count)).index_add(0, row, weight)
+    needed, kept = count.clone(), torch.zeros_like(wanted)
+    waiting, k = torch.arange(len(count), device=count.device), 0
+    while len(waiting):
+        kept[waiting] += weight[start[waiting] + k]
+        k += 1
+        done = (kept[waiting] >= wanted[waiting]) | (count[waiting] == k)
+        needed[waiting[done]] = k
+        waiting = waiting[~done]
+    return needed

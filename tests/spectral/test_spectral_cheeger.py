@@ -1,0 +1,172 @@
+"""Conductance and Cheeger's inequality against all cuts of small graphs."""
+
+import itertools
+import math
+
+import networkx
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import graphattn as ga
+from graphattn.spectral import cheeger, cheeger_bounds, conductance
+
+
+def symmetrised(graph, edge_weight):
+    W = np.zeros((graph.num_targets, graph.num_targets))
+    for (j, i), w in zip(graph.edge_index.T.tolist(), edge_weight.tolist(), strict=True):
+        if i != j:
+            W[i, j] += w / 2
+            W[j, i] += w / 2
+    return W
+
+
+def conductance_by_hand(W, inside):
+    cut = W[inside][:, ~inside].sum()
+    volume = min(W[inside].sum(), W[~inside].sum())
+    return cut / volume if cut > 0 else 0.0
+
+
+def least_conductance(W):
+    """Over every group of tokens that holds token 0 (the others are their complements)."""
+    N = len(W)
+    return min(
+        conductance_by_hand(W, np.array((True, *rest)))
+        for rest in itertools.product((False, True), repeat=N - 1)
+        if not all(rest)
+    )
+
+
+def random_case(num_tokens, seed, density):
+    rng = np.random.default_rng(seed)
+    graph = ga.from_mask(torch.from_numpy(rng.random((num_tokens, num_tokens)) < density))
+    return graph, torch.from_numpy(rng.exponential(size=graph.num_edges)), rng
+
+
+@settings(max_examples=60, deadline=None)
+@given(num_tokens=st.integers(2, 9), seed=st.integers(0, 2**32 - 1), density=st.floats(0.1, 1))
+def test_the_least_conductance_and_the_sweep_cut_lie_between_the_bounds(num_tokens, seed, density):
+    graph, edge_weight, _ = random_case(num_tokens, seed, density)
+    W = symmetrised(graph, edge_weight)
+    lower, upper, cut, found = cheeger_bounds(graph, edge_weight)
+    least = least_conductance(W)
+    assert lower <= least * (1 + 1e-9)
+    assert least <= found * (1 + 1e-9)
+    assert found <= upper * (1 + 1e-9)
+    assert found == pytest.approx(conductance_by_hand(W, cut.numpy()), rel=1e-12)
+
+
+@settings(max_examples=30, deadline=None)
+@given(num_tokens=st.integers(2, 9), seed=st.integers(0, 2**32 - 1), density=st.floats(0.1, 1))
+def test_conductance_is_the_definition_and_that_of_the_complement(num_tokens, seed, density):
+    graph, edge_weight, rng = random_case(num_tokens, seed, density)
+    inside = rng.random(num_tokens) < 0.5
+    inside[0], inside[-1] = True, False
+    members = torch.from_numpy(inside)
+    ours = conductance(graph, members, edge_weight)
+    expected = conductance_by_hand(symmetrised(graph, edge_weight), inside)
+    assert ours == pytest.approx(expected, rel=1e-12)
+    assert conductance(graph, ~members, edge_weight) == ours
+    assert 0 <= ours <= 1 + 1e-12
+
+
+def test_conductance_is_networkx_s_on_undirected_graphs():
+    undirected = networkx.connected_watts_strogatz_graph(20, 4, 0.3, seed=0)
+    graph = ga.from_networkx(undirected)
+    for seed in range(5):
+        members = torch.rand(20, generator=torch.Generator().manual_seed(seed)) < 0.4
+        theirs = networkx.conductance(undirected, members.nonzero().flatten().tolist())
+        assert conductance(graph, members) == pytest.approx(theirs, rel=1e-12)
+
+
+def test_the_bounds_are_those_of_the_normalised_eigenvalue():
+    graph, edge_weight, _ = random_case(30, 3, 0.2)
+    L = ga.spectral.laplacian(graph, edge_weight, normalization="symmetric").toarray()
+    second = np.linalg.eigvalsh(L)[1]
+    bounds = cheeger_bounds(graph, edge_weight)
+    assert bounds.lower == pytest.approx(second / 2, rel=1e-9)
+    assert bounds.upper == pytest.approx(math.sqrt(2 * second), rel=1e-9)
+
+
+def test_a_path_is_cut_in_the_middle():
+    for N in (10, 3000):
+        bounds = cheeger_bounds(ga.window_path_graph(N, 2))
+        assert bounds.sweep_cut.sum() == N // 2
+        assert (bounds.sweep_cut.diff() != 0).sum() == 1
+        weight_of_half = (4 * N - 6) / 2  # both ends have two and one neighbours less
+        assert bounds.conductance == pytest.approx(3 / weight_of_half, rel=1e-12)
+
+
+def test_two_rooms_with_a_door_are_found_whatever_the_order_of_their_tokens():
+    rooms = ga.union(ga.block_window_graph(40, 20), ga.window_path_graph(40, 1))
+    names = torch.randperm(40, generator=torch.Generator().manual_seed(0))
+    cut = cheeger_bounds(ga.from_edge_index(names[rooms.edge_index], 40)).sweep_cut
+    first = torch.zeros(40, dtype=torch.bool)
+    first[names[:20]] = True
+    assert torch.equal(cut, first) or torch.equal(cut, ~first)
+
+
+ROUTES = {
+    "dense": {},
+    "elimination": {"DENSE": 0},
+    "wide": {"DENSE": 0, "WIDE": 0},
+    "wide, given up": {"DENSE": 0, "WIDE": 0, "BRIEFLY": (20, 1)},
+}
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_every_route_gives_the_same_bounds(route, monkeypatch):
+    for attribute, value in ROUTES[route].items():
+        monkeypatch.setattr(cheeger, attribute, value)
+    for graph in (ga.grid_window_graph(20, 15, 1), ga.longformer_graph(300, 2, (0,))):
+        generator = torch.Generator().manual_seed(0)
+        edge_weight = 0.1 + torch.rand(graph.num_edges, generator=generator, dtype=torch.float64)
+        L = ga.spectral.laplacian(graph, edge_weight, normalization="symmetric").toarray()
+        second = np.linalg.eigvalsh(L)[1]
+        bounds = cheeger_bounds(graph, edge_weight)
+        assert bounds.lower == pytest.approx(second / 2, rel=1e-8)
+        assert bounds.lower <= bounds.conductance <= bounds.upper
+
+
+def test_disconnected_graphs_have_a_group_without_links_outside():
+    lower, upper, cut, found = cheeger_bounds(ga.block_window_graph(7, 3))
+    assert (lower, upper, found) == (0.0, 0.0, 0.0)
+    assert cut.tolist() == [True] * 3 + [False] * 4
+    isolated = ga.from_edge_index(torch.tensor([[0, 1], [1, 0]]), 3)
+    assert cheeger_bounds(isolated).conductance == 0.0
+    assert conductance(isolated, torch.tensor([False, False, True])) == 0.0  # no weight at all
+
+
+def test_two_tokens_and_complete_graphs_meet_the_lower_bound():
+    """lambda = N / (N - 1) of the complete graph; half of its tokens have h = (N / 2) / (N - 1)."""
+    for N in (2, 4, 10):
+        bounds = cheeger_bounds(ga.complete_graph(N))
+        assert bounds.lower == pytest.approx(N / (N - 1) / 2, rel=1e-12)
+        assert least_conductance(1 - np.eye(N)) == pytest.approx(bounds.lower, rel=1e-12)
+
+
+def test_tiny_weights_change_no_conductance():
+    graph, edge_weight, _ = random_case(8, 5, 0.6)
+    members = torch.arange(8) < 3
+    tiny = 2.0**-1000 * edge_weight
+    assert conductance(graph, members, tiny) == conductance(graph, members, edge_weight)
+    assert cheeger_bounds(graph, tiny)[3] == cheeger_bounds(graph, edge_weight)[3]
+
+
+def test_bad_groups_are_refused():
+    graph = ga.complete_graph(4)
+    for members in (torch.ones(4, dtype=torch.bool), torch.zeros(4, dtype=torch.bool)):
+        with pytest.raises(ValueError, match=r"members must hold some .* got [04] of 4"):
+            conductance(graph, members)
+    with pytest.raises(ValueError, match=r"members must be a bool tensor \[4\], got torch.int64"):
+        conductance(graph, torch.tensor([0, 1]))
+    with pytest.raises(ValueError, match=r"members must be a bool tensor \[4\], got list"):
+        conductance(graph, [True, False, True, False])
+    with pytest.raises(ValueError, match=r"members must have shape \[4\], got \[3\]"):
+        conductance(graph, torch.tensor([True, False, True]))
+    with pytest.raises(ValueError, match="graph must have at least 2 tokens, got 1"):
+        cheeger_bounds(ga.complete_graph(1))
+    with pytest.raises(ValueError, match=r"edge_weight must have shape \[16\]"):
+        cheeger_bounds(graph, torch.ones(3))
