@@ -335,10 +335,30 @@ MUTATIONS = [
         (f"{GUARANTEES}::test_tokens_that_agree_stay_where_they_are",),
     ),
     Mutation(
+        "the banded way takes the second mode",
+        "graphattn/spectral/banded.py",
+        "first = u[:, 0]",
+        "first = u[:, 1]",
+        (
+            "tests/spectral/test_spectral_banded.py"
+            "::test_the_slowest_mode_is_that_of_shift_invert_lanczos",
+        ),
+    ),
+    Mutation(
+        "certificates of layers with rope=True claim the theorems",
+        "graphattn/spectral/layer_certificates.py",
+        "    elif layer.rotary is not None and not layer.isometric:\n",
+        "    elif False:\n",
+        (
+            "tests/spectral/test_spectral_certificates.py"
+            "::test_what_no_theorem_speaks_of_is_not_applicable_and_measured",
+        ),
+    ),
+    Mutation(
         "the Fiedler value is lambda_2 in place of lambda_1",
         "graphattn/spectral/eigenvalues.py",
-        "1 / np.linalg.eigvalsh(inverse)[-1]",
-        "1 / np.linalg.eigvalsh(inverse)[-2]",
+        "return float(1 / values[-1]), vectors[:, -1]",
+        "return float(1 / values[-2]), vectors[:, -2]",
         (
             "tests/spectral/test_spectral_eigenvalues.py"
             "::test_path_spectrum_is_that_of_the_cosine_transform",
