@@ -6,8 +6,9 @@
     layer = ga.nn.SelfConsensus(384, heads=6, rope=True)
     y = layer(x, graph)                                            # x: [batch, 1024, 384]
 
-Graph builders and operations live here. `ga.nn`, `ga.models`, `ga.spectral`, `ga.train`, `ga.plot`
-and `ga.data` load on first use, so that importing graphattn costs little more than importing torch.
+Graph builders and operations live here. `ga.nn`, `ga.models`, `ga.spectral`, `ga.dynamics`,
+`ga.diagnostics`, `ga.train`, `ga.plot` and `ga.data` load on first use, so that importing graphattn
+costs little more than importing torch.
 """
 
 from typing import Any
@@ -19,7 +20,16 @@ from graphattn.ops import __all__ as _ops
 
 __version__ = "0.1.0"
 
-_ON_FIRST_USE = ("data", "models", "nn", "plot", "spectral", "train")
+_ON_FIRST_USE = (
+    "data",
+    "diagnostics",
+    "dynamics",
+    "models",
+    "nn",
+    "plot",
+    "spectral",
+    "train",
+)
 
 __all__ = [*_graphs, *_ops, *_ON_FIRST_USE, "__version__"]
 

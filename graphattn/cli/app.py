@@ -124,3 +124,168 @@ def bench(
     except (ImportError, ValueError, OSError) as error:
         typer.echo(f"graphattn: {error}", err=True)
         raise typer.Exit(2) from None
+
+
+@app.command()
+def clusters(
+    file: Annotated[Path, typer.Argument(help="An image (PNG) or a table (CSV).")],
+    pattern: Annotated[
+        str,
+        typer.Option(
+            help="Who sees whom: global, block:128, window:128 or longformer:512 (sizes in tokens; "
+            "longformer:512 is 256 on each side, and one global token)."
+        ),
+    ] = "global",
+    scaling: Annotated[
+        str,
+        typer.Option(help="sdp, sq (the same operator) or sq_inplace (what the paper measured)."),
+    ] = "sdp",
+    steps: Annotated[int, typer.Option(min=1, help="How often attention is applied.")] = 20,
+    mask: Annotated[
+        Path | None,
+        typer.Option(
+            dir_okay=False, help="PNG of the same size: the true foreground, or a trimap 0/1/255."
+        ),
+    ] = None,
+    labels: Annotated[
+        str | None,
+        typer.Option(help="Column of the true classes: its name, or its number (-1: the last)."),
+    ] = None,
+    out: Annotated[
+        Path,
+        typer.Option(
+            file_okay=False, help="Folder for the figures and the report, which replace older ones."
+        ),
+    ] = Path("graphattn-clusters"),
+) -> None:
+    """Iterate attention without weights over an image or a table, and score its clusters."""
+    from graphattn.cli.clusters import run_clusters
+
+    try:
+        run_clusters(file, pattern, scaling, steps, mask, labels, out, _console())
+    except (ImportError, ValueError, OSError) as error:  # FileFormatError is a ValueError
+        typer.echo(f"graphattn: {error}", err=True)
+        raise typer.Exit(2) from None
+
+
+@app.command()
+def graph(
+    kind: Annotated[
+        str | None,
+        typer.Argument(
+            help="window-path, window-cycle, causal-window, causal, complete, block-window, "
+            "dilated-window, longformer, bigbird, grid-window. Without one: a list of them all, "
+            "with their options.",
+            show_default=False,
+        ),
+    ] = None,
+    tokens: Annotated[
+        int | None, typer.Option(help="Number of tokens.", show_default=False)
+    ] = None,
+    window: Annotated[
+        int | None,
+        typer.Option(help="Tokens on each side; of a causal window, keys.", show_default=False),
+    ] = None,
+    self_loops: Annotated[
+        bool | None, typer.Option(help="Whether a token sees itself.", show_default=False)
+    ] = None,
+    block_size: Annotated[
+        int | None, typer.Option(help="Tokens per block.", show_default=False)
+    ] = None,
+    shift: Annotated[
+        int | None, typer.Option(help="Of the borders of the blocks.", show_default=False)
+    ] = None,
+    dilation: Annotated[
+        int | None, typer.Option(help="Tokens from one hop to the next.", show_default=False)
+    ] = None,
+    global_tokens: Annotated[
+        int | None,
+        typer.Option(help="How many see, and are seen by, all.", show_default=False),
+    ] = None,
+    random: Annotated[
+        int | None, typer.Option(help="Random sources of every token.", show_default=False)
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="Of the random ones.", show_default=False)
+    ] = None,
+    height: Annotated[
+        int | None, typer.Option(help="Of the image, in tokens.", show_default=False)
+    ] = None,
+    width: Annotated[
+        int | None, typer.Option(help="Of the image, in tokens.", show_default=False)
+    ] = None,
+    radius: Annotated[
+        int | None, typer.Option(help="Reach on the image.", show_default=False)
+    ] = None,
+    metric: Annotated[
+        str | None, typer.Option(help="chebyshev or manhattan.", show_default=False)
+    ] = None,
+    class_token: Annotated[
+        bool | None,
+        typer.Option(help="Put a token that sees all before the image.", show_default=False),
+    ] = None,
+    step_size: Annotated[
+        float | None,
+        typer.Option(
+            help="Of consensus. Default: the largest that changes no sign.", show_default=False
+        ),
+    ] = None,
+    png: Annotated[
+        Path | None, typer.Option(dir_okay=False, help="Draw it into this file.")
+    ] = None,
+    html: Annotated[
+        Path | None, typer.Option(dir_okay=False, help="Write a report with pictures.")
+    ] = None,
+    json: Annotated[
+        Path | None, typer.Option(dir_okay=False, help="Write all numbers into this file.")
+    ] = None,
+) -> None:
+    """What is known of a token graph: sizes, reach, spectrum, memory, and a picture."""
+    from graphattn.cli.graph import run_graph
+
+    sizes = {
+        "num_tokens": tokens,
+        "window": window,
+        "self_loops": self_loops,
+        "block_size": block_size,
+        "shift": shift,
+        "dilation": dilation,
+        "global_tokens": global_tokens,
+        "num_random": random,
+        "seed": seed,
+        "height": height,
+        "width": width,
+        "radius": radius,
+        "metric": metric,
+        "class_token": class_token,
+    }
+    try:
+        run_graph(kind, sizes, step_size, png, html, json, _console())
+    except (ImportError, ValueError, OSError) as error:
+        typer.echo(f"graphattn: {error}", err=True)
+        raise typer.Exit(2) from None
+
+
+@app.command()
+def verify(
+    size: Annotated[str, typer.Option(help="small (a minute) or full (some minutes).")] = "small",
+    json: Annotated[
+        Path | None, typer.Option(dir_okay=False, help="Write all numbers into this file.")
+    ] = None,
+    html: Annotated[
+        Path | None, typer.Option(dir_okay=False, help="Write a report with pictures.")
+    ] = None,
+) -> None:
+    """Try every theorem on many cases, and show every erratum on a counterexample.
+
+    Ends with 1 if anything fails.
+    """
+    from graphattn.cli.verify import run_verify
+
+    try:
+        passed = run_verify(size, json, html, _console())
+    except (ImportError, ValueError, OSError) as error:
+        typer.echo(f"graphattn: {error}", err=True)
+        raise typer.Exit(2) from None
+    if not passed:
+        raise typer.Exit(1)

@@ -1,19 +1,49 @@
-"""Figures of graphs, weights, filters, training and benchmarks; needs matplotlib (extra `plots`).
+"""Figures of graphs, weights, spectra, clusters, training; needs matplotlib (extra `plots`).
 
 Every function draws on the matplotlib axes `ax`, or on new ones, and returns them: titles, limits
 and files stay in the caller's hands.
 """
 
 from graphattn.plot.benchmarks import benchmark_ratios, benchmark_scaling
+from graphattn.plot.clusters import (
+    cluster_counts,
+    cluster_image,
+    cluster_scatter,
+    covariance_spectra,
+)
+from graphattn.plot.diagnostics import (
+    bandwidth_lines,
+    bandwidth_map,
+    class_token_attention,
+    effective_ranks,
+    off_diagonal_attention,
+    patch_attention,
+    sink_shares,
+)
 from graphattn.plot.filters import filter_response
 from graphattn.plot.matrices import adjacency, attention_weights
+from graphattn.plot.spectra import laplacian_spectrum, path_fiedler_values, theorem_margins
 from graphattn.plot.training import loss_curves
 
 __all__ = [
     "adjacency",
     "attention_weights",
+    "bandwidth_lines",
+    "bandwidth_map",
     "benchmark_ratios",
     "benchmark_scaling",
+    "class_token_attention",
+    "cluster_counts",
+    "cluster_image",
+    "cluster_scatter",
+    "covariance_spectra",
+    "effective_ranks",
     "filter_response",
+    "laplacian_spectrum",
     "loss_curves",
+    "off_diagonal_attention",
+    "patch_attention",
+    "path_fiedler_values",
+    "sink_shares",
+    "theorem_margins",
 ]

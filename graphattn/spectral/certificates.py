@@ -32,7 +32,14 @@ STEPS = 200  # of the filter, at most, to measure its rate
 
 @dataclass(frozen=True)
 class Fact:
-    """One statement about a graph or a layer."""
+    """One statement about a graph or a layer.
+
+    Example:
+        >>> import graphattn as ga
+        >>> fact = ga.spectral.certify(ga.complete_graph(5))["step"]
+        >>> fact.status, round(fact.numbers["lambda_max"], 9)
+        ('holds', 5.0)
+    """
 
     name: str
     status: Status
@@ -48,6 +55,14 @@ class Certificate:
     A fact "holds" or is "violated" where a theorem speaks of the subject and can be checked; it is
     "not applicable" where the theorem's conditions fail, and says which; "measured" where no
     theorem speaks, or none is needed.
+
+    Example:
+        >>> import graphattn as ga
+        >>> certificate = ga.spectral.certify(ga.causal_graph(6))
+        >>> certificate.sound, [fact.name for fact in certificate.facts][:3]
+        (True, ['connected', 'Fiedler value', 'step'])
+        >>> certificate["energy updates"].status
+        'not applicable'
     """
 
     subject: str

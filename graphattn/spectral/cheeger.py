@@ -31,7 +31,14 @@ DENSE = 1000  # tokens up to which all modes are computed
 
 
 class CheegerBounds(NamedTuple):
-    """Bounds on how little separates the tokens, see :func:`cheeger_bounds`."""
+    """Bounds on how little separates the tokens, see :func:`cheeger_bounds`.
+
+    Example:
+        >>> import graphattn as ga
+        >>> bounds = ga.spectral.cheeger_bounds(ga.window_path_graph(8, window=1))
+        >>> bounds.lower <= bounds.conductance <= bounds.upper, bounds.sweep_cut.sum().item()
+        (True, 4)
+    """
 
     lower: float
     upper: float

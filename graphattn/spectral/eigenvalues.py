@@ -40,7 +40,14 @@ BRIEFLY = (80, 8)
 
 
 class FiedlerPair(NamedTuple):
-    """The slowest mode of a graph, see :func:`fiedler_pair`."""
+    """The slowest mode of a graph, see :func:`fiedler_pair`.
+
+    Example:
+        >>> import graphattn as ga
+        >>> value, vector, residual = ga.spectral.fiedler_pair(ga.window_path_graph(9, window=2))
+        >>> vector.shape, residual < 1e-12
+        (torch.Size([9]), True)
+    """
 
     value: float
     vector: Tensor  # [N], float64, norm 1

@@ -31,7 +31,16 @@ ATTEMPTS = ((40, 400),)  # (basis size, restarts)
 
 
 class MatrixFiedlerBounds(NamedTuple):
-    """What :func:`matrix_fiedler_bounds` returns."""
+    """What :func:`matrix_fiedler_bounds` returns.
+
+    Example:
+        >>> import torch, graphattn as ga
+        >>> graph = ga.window_path_graph(5, window=1)
+        >>> R = torch.diag(torch.tensor([1.0, 2.0])).expand(graph.num_edges, 2, 2)
+        >>> lower, upper = ga.spectral.matrix_fiedler_bounds(graph, R)
+        >>> round(upper / lower, 9)
+        2.0
+    """
 
     lower: float
     upper: float

@@ -1,0 +1,82 @@
+"""`graphattn clusters`: what attention without weights does to an image or a table."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from graphattn import dynamics
+from graphattn.cli.clusters.patterns import parse_pattern
+from graphattn.cli.clusters.sample import load_tokens
+from graphattn.cli.clusters.tables import clusterings, score_table, step_table
+from graphattn.cli.outputs import check_figures_can_be_drawn
+from graphattn.cli.tables import cells_of
+from graphattn.dynamics.arguments import need_scikit_learn
+from graphattn.graphs.arguments import as_choice, as_int
+
+
+def run_clusters(
+    file: Path,
+    pattern: str,
+    scaling: str,
+    steps: int,
+    mask: Path | None,
+    labels: str | None,
+    out: Path,
+    console: Console,
+) -> None:
+    """Read, simulate, score, draw; the report's path is the last line printed."""
+    started = time.perf_counter()
+    # What may be missing is said before the work.
+    check_figures_can_be_drawn()
+    need_scikit_learn()
+    as_choice("--scaling", scaling, ("sdp", "sq", "sq_inplace"))
+    as_int("--steps", steps, 1)
+    tokens = load_tokens(file, mask, labels)
+    chosen = parse_pattern(pattern, len(tokens.x), is_image=tokens.image is not None)
+    out.mkdir(parents=True, exist_ok=True)
+    intro = [
+        *tokens.notes,
+        f"Pattern {chosen.name}: {chosen.meaning}.",
+        f"Scaling {scaling}, features standardised, no weights (Attention Clusters, Eq. 1-3).",
+    ]
+    console.print(f"[bold]{escape(tokens.title)}[/bold]", highlight=False)
+    for line in intro:
+        console.print(line, highlight=False, markup=False)
+    trajectory = dynamics.simulate(
+        tokens.x,
+        chosen.graph,
+        steps=steps,
+        scaling=scaling,  # type: ignore[arg-type]  # checked above
+        progress=console.is_terminal,
+    )
+    with console.status("looking for clusters"):
+        found = clusterings(tokens, trajectory)
+        tables = [score_table(tokens, found, steps), step_table(trajectory)]
+    for table in tables:
+        console.print()
+        console.print(table)
+    with console.status("drawing"):
+        from graphattn.cli.clusters.figures import draw
+        from graphattn.cli.report import Figure, write_report
+
+        figures = []
+        for name, (title, caption, figure) in draw(tokens, found, trajectory, chosen.name).items():
+            path = out / f"{name}.png"
+            figure.savefig(path)
+            figures.append(Figure(title, caption, path))
+        report = write_report(
+            out / "report.html",
+            tokens.title,
+            intro=" ".join(intro),
+            figures=figures,
+            tables=[cells_of(table) for table in tables],
+            facts={"pattern": chosen.name, "scaling": scaling, "steps": steps},
+        )
+    console.print(f"done in {time.perf_counter() - started:.1f} s", highlight=False)
+    typer.echo(os.fsencode(report))  # byte for byte: a console would replace emoji codes and tabs

@@ -1,0 +1,115 @@
+"""The numbers of a run: what clusters there are, and how the variance moved on the way."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from rich.table import Table
+from torch import Tensor
+
+from graphattn import dynamics
+from graphattn.cli.clusters.sample import BOUNDARY, Tokens
+from graphattn.cli.tables import plain_table, short
+
+TOLERANCE = 0.1
+STEPS_SHOWN = (0, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
+
+
+class Clustering(NamedTuple):
+    """One way to see clusters: of which points, and which."""
+
+    name: str
+    points: Tensor
+    labels: Tensor
+
+
+def clusterings(tokens: Tokens, trajectory: dynamics.Trajectory) -> list[Clustering]:
+    """Merged tokens, KMeans on the same update, and the baseline: KMeans on the input."""
+    update = trajectory.updates[-1]
+    found = [
+        Clustering(
+            f"attention: merged (within {TOLERANCE} of the spread)",
+            update,
+            dynamics.cluster(update, tolerance=TOLERANCE),
+        )
+    ]
+    for where, points in (("attention", update), ("baseline, no attention", tokens.x)):
+        labels = dynamics.cluster(points, method="kmeans")
+        found.append(Clustering(f"{where}: KMeans, k by silhouette", points, labels))
+        if tokens.classes is not None:
+            labels = dynamics.cluster(points, method="kmeans", num_clusters=tokens.classes)
+            name = f"{where}: KMeans, k = {tokens.classes} classes"
+            found.append(Clustering(name, points, labels))
+    return found
+
+
+def score_table(tokens: Tokens, found: list[Clustering], steps: int) -> Table:
+    """One row per clustering."""
+    table = plain_table(f"Clusters after {steps} steps")
+    table.add_column("method", min_width=24)
+    table.add_column("clusters", justify="right", no_wrap=True)
+    table.add_column("largest", justify="right", no_wrap=True)
+    table.add_column("silhouette", justify="right", no_wrap=True)
+    if tokens.mask is not None:
+        table.add_column("Dice", justify="right", no_wrap=True)
+        if tokens.has_boundary:
+            table.add_column("Dice, no\nboundary", justify="right", no_wrap=True)
+    if tokens.truth is not None:
+        table.add_column("accuracy", justify="right", no_wrap=True)
+        table.add_column("clusters\nper class", justify="right", no_wrap=True)
+    for name, points, labels in found:
+        row = [
+            name,
+            f"{int(labels.max()) + 1:,}",
+            f"{dynamics.fragmentation(labels).mean_largest_share:.1%}",
+            _number(dynamics.silhouette(points, labels)),
+        ]
+        if tokens.mask is not None:
+            row.append(f"{dynamics.dice(labels, tokens.mask):.3f}")
+            if tokens.has_boundary:
+                row.append(f"{dynamics.dice(labels, tokens.mask, ignore=BOUNDARY):.3f}")
+        if tokens.truth is not None:
+            row.append(f"{dynamics.label_accuracy(labels, tokens.truth):.3f}")
+            row.append(f"{dynamics.fragmentation(labels, tokens.truth).mean_clusters:.2f}")
+        table.add_row(*row)
+    caption = [
+        "Attention: of the last standardised update. Largest: share of the tokens in the largest "
+        "cluster. Silhouette: of the clustered points, so between rows it compares points as well."
+    ]
+    if tokens.has_boundary:
+        caption.append("Dice counts the boundary of the trimap (255) as foreground.")
+    if tokens.mask is not None or tokens.truth is not None:
+        score = "Dice" if tokens.mask is not None else "Accuracy"
+        caption.append(
+            f"{score} is that of the best assignment of clusters, an upper bound that grows with "
+            "their number: compare rows of equal k."
+        )
+    table.caption = " ".join(caption)
+    return table
+
+
+def step_table(trajectory: dynamics.Trajectory) -> Table:
+    """How variance, size and clusters moved."""
+    steps = trajectory.num_steps
+    counts = dynamics.cluster_counts(trajectory, tolerance=TOLERANCE).tolist()
+    table = plain_table("Step by step")
+    for name in ("step", "merged clusters", "leading eigenvalue", "dimensions", "largest |x|"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for t in sorted({t for t in STEPS_SHOWN if t <= steps} | {steps}):
+        table.add_row(
+            f"{t:,}",
+            f"{counts[t - 1]:,}" if t else "",
+            _number(float(trajectory.leading_share[t])),
+            _number(float(trajectory.participation_ratio[t]), 2),
+            short(float(trajectory.max_abs[t])),
+        )
+    table.caption = (
+        "Leading eigenvalue: its share of the variance of X (eigenvalues of the population "
+        "covariance). Dimensions: participation ratio, (sum of eigenvalues)^2 / sum of squares."
+    )
+    return table
+
+
+def _number(value: float, digits: int = 3) -> str:
+    return "none" if math.isnan(value) else f"{value:.{digits}f}"

@@ -1,0 +1,113 @@
+"""`graphattn graph`: what is known of a token graph before anything is trained on it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from graphattn.cli.graph.facts import MOST_EDGES, Fact, facts_of
+from graphattn.cli.graph.kinds import KINDS, build, option, sizes_of
+from graphattn.cli.outputs import check_figures_can_be_drawn, check_output, write_json
+from graphattn.cli.tables import cells_of, plain_table
+from graphattn.graphs.arguments import as_float
+
+
+def run_graph(
+    kind: str | None,
+    given: Mapping[str, Any],
+    step_size: float | None,
+    png: Path | None,
+    html: Path | None,
+    json: Path | None,
+    console: Console,
+) -> None:
+    """Print the facts of one graph, draw it, write it; without a kind, list the kinds."""
+    if kind is None:
+        console.print(kinds_table())
+        return
+    sizes = sizes_of(kind, given)
+    if step_size is not None:
+        step_size = as_float("--step-size", step_size, positive=True)
+    check_output("--png", png, (".png",))
+    check_output("--html", html)
+    check_output("--json", json)
+    graph = build(kind, sizes)
+    if png is not None or html is not None:
+        check_figures_can_be_drawn()  # before the work
+        if graph.num_edges > MOST_EDGES or not graph.num_edges:
+            raise ValueError(
+                f"--png and --html need 1 to {MOST_EDGES:,} edges to draw, got {graph.num_edges:,}"
+            )
+    facts = facts_of(graph, KINDS[kind].theory(sizes), step_size)
+    title = f"{kind}: {sizes_text(sizes)}"
+    table = facts_table(facts)
+    console.print(title, style="bold", highlight=False, markup=False, soft_wrap=True)
+    console.print()
+    console.print(table)
+    if json is not None:
+        record = {"kind": kind, "sizes": {name: plain(value) for name, value in sizes.items()}}
+        write_json(json, {**record, **{fact.key: fact.value for fact in facts}})
+        console.print(str(json), highlight=False, markup=False, soft_wrap=True)
+    if png is not None:
+        from graphattn.cli.graph.figures import overview
+
+        overview(graph, title, step_size).savefig(png)
+        console.print(str(png), highlight=False, markup=False, soft_wrap=True)
+    if html is not None:
+        from graphattn.cli.graph.figures import separate
+        from graphattn.cli.report import Figure, write_report
+
+        figures = [Figure(*made) for made in separate(graph, step_size)]
+        intro = "A token graph: who sees whom, and how fast information can spread on it."
+        write_report(html, title, intro=intro, figures=figures, tables=[cells_of(table)])
+        console.print(str(html), highlight=False, markup=False, soft_wrap=True)
+
+
+def plain(value: Any) -> Any:
+    """A size as JSON has it."""
+    return list(value) if isinstance(value, range) else value
+
+
+def sizes_text(sizes: Mapping[str, Any]) -> str:
+    """``--tokens 64 --window 2``: what to type for the same graph."""
+    words = []
+    for name, value in sizes.items():
+        if isinstance(value, bool):
+            words.append(option(name) if value else option(name).replace("--", "--no-", 1))
+        else:
+            words.append(f"{option(name)} {len(value) if isinstance(value, range) else value}")
+    return " ".join(words)
+
+
+def facts_table(facts: list[Fact]) -> Table:
+    """A fact per line."""
+    table = plain_table("What is known of it")
+    table.add_column("fact", no_wrap=True)
+    table.add_column("value", justify="right", no_wrap=True)
+    table.add_column("  meaning")
+    for fact in facts:
+        table.add_row(fact.name, escape(fact.text), f"  {escape(fact.note)}")
+    table.caption = (
+        "Eigenvalues are those of the Laplacian of the symmetrised graph; steps are consensus "
+        "steps with R = I. Remarks are the consensus paper's."
+    )
+    return table
+
+
+def kinds_table() -> Table:
+    """Every kind with its options and their defaults."""
+    table = plain_table(
+        "graphattn graph KIND, with any of these options (as they stand unless given)"
+    )
+    table.add_column("KIND", no_wrap=True)
+    table.add_column("options")
+    for name, kind in KINDS.items():
+        options = {n: range(v) if n == "global_tokens" else v for n, v in kind.options.items()}
+        table.add_row(name, escape(sizes_text(options)))
+    table.caption = "--global-tokens counts them: the first so many tokens."
+    return table

@@ -1,0 +1,192 @@
+"""What can be said of a graph before anything is trained on it."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+import scipy.sparse
+from scipy.sparse.csgraph import breadth_first_order, connected_components, shortest_path
+
+import graphattn as ga
+from graphattn.cli.graph.kinds import Theory
+from graphattn.cli.tables import short
+
+MOST_EDGES = 20_000_000  # listed for what needs the edges: a minute, and two gigabytes
+EXACT_DIAMETER = 1024  # tokens up to which all pairs are measured
+TOLERANCE = 1e-3  # of consensus: the share of a disagreement that may be left
+
+
+class Fact(NamedTuple):
+    """A line of the table; `key` and `value` are what the JSON file says."""
+
+    key: str
+    name: str
+    value: Any
+    text: str
+    note: str = ""
+
+
+def facts_of(graph: ga.TokenGraph, theory: Theory | None, step_size: float | None) -> list[Fact]:
+    """Sizes, reach, spectrum and memory; of a graph with too many edges, what needs none."""
+    facts = sizes_and_degrees(graph)
+    if graph.num_edges > MOST_EDGES:
+        why = f"reach and spectrum: not computed beyond {MOST_EDGES:,} edges"
+        facts.append(Fact("left_out", "left out", why, "", why))
+    elif graph.num_tokens:
+        facts += reach(graph)
+        facts += spectrum(graph, theory, step_size)
+    return facts + memory(graph)
+
+
+def sizes_and_degrees(graph: ga.TokenGraph) -> list[Fact]:
+    """Counts: of a structured graph without listing an edge."""
+    N, E = graph.num_tokens, graph.num_edges
+    degree = graph.in_degree()
+    least, most = (int(degree.min()), int(degree.max())) if N else (0, 0)
+    mean = E / N if N else 0.0
+    density = E / N**2 if N else 0.0
+    return [
+        Fact("tokens", "tokens", N, f"{N:,}"),
+        Fact("edges", "edges", E, f"{E:,}"),
+        Fact("least_degree", "smallest degree", least, f"{least:,}", "sources that a token sees"),
+        Fact("mean_degree", "mean degree", mean, f"{mean:,.4g}"),
+        Fact("most_degree", "largest degree", most, f"{most:,}"),
+        Fact("density", "density", density, f"{density:.3g}", "edges / tokens²"),
+        Fact(
+            "is_causal",
+            "causal",
+            graph.is_causal,
+            "yes" if graph.is_causal else "no",
+            "no token sees a later one" if graph.is_causal else "",
+        ),
+    ]
+
+
+def reach(graph: ga.TokenGraph) -> list[Fact]:
+    """Components and diameter, edges taken in either direction."""
+    edges = graph.to_scipy()
+    both = scipy.sparse.csr_array(edges + edges.T)
+    count, component = connected_components(both, directed=False)
+    lower, upper = diameter_bounds(both, component)
+    text = f"{lower:,}" if lower == upper else f"{lower:,} to {upper:,}"
+    note = "most hops between two tokens, either way" + (" (of one component)" * (count > 1))
+    return [
+        Fact("components", "components", int(count), f"{count:,}", "edges taken either way"),
+        Fact("diameter", "diameter", [lower, upper], text, note),
+    ]
+
+
+def diameter_bounds(
+    adjacency: scipy.sparse.csr_array, component: np.ndarray[Any, Any]
+) -> tuple[int, int]:
+    """The longest shortest path of the largest component: exactly, or from both sides.
+
+    All pairs in small graphs. In large ones from the two ends and the middle of a long path: the
+    eccentricity of a token is at most the diameter, and twice it at least.
+    """
+    own = np.flatnonzero(component == np.bincount(component).argmax())
+    part = scipy.sparse.csr_array(adjacency[own][:, own])
+    if len(own) <= EXACT_DIAMETER:
+        exact = int(shortest_path(part, directed=False, unweighted=True).max(initial=0))
+        return exact, exact
+    path = farthest_path(part, farthest_path(part, 0)[-1])
+    ends = farthest_path(part, path[len(path) // 2])
+    longest, radius = len(path) - 1, len(ends) - 1
+    return max(longest, radius), min(2 * radius, 2 * longest)
+
+
+def farthest_path(adjacency: scipy.sparse.csr_array, start: int) -> list[int]:
+    """A shortest path from `start` to one of the tokens farthest from it."""
+    order, before = breadth_first_order(adjacency, start, directed=False)
+    path = [int(order[-1])]
+    while path[-1] != start:
+        path.append(int(before[path[-1]]))
+    return path[::-1]
+
+
+def spectrum(graph: ga.TokenGraph, theory: Theory | None, step_size: float | None) -> list[Fact]:
+    """Both ends of the Laplacian's spectrum, and what follows for consensus with R = I."""
+    fiedler = ga.spectral.fiedler_value(graph)
+    largest = ga.spectral.max_eigenvalue(graph)
+    limit = 1 / (2 * largest) if largest > 0 else math.inf
+    facts = [
+        Fact("fiedler_value", "Fiedler value λ₁", fiedler, f"{fiedler:.6g}", "how fast it mixes")
+    ]
+    if theory is not None:
+        facts.append(theory_fact(theory, fiedler))
+    facts += [
+        Fact("max_eigenvalue", "largest eigenvalue", largest, f"{largest:.6g}"),
+        Fact(
+            "max_step_size",
+            "largest step",
+            limit,
+            f"{limit:.6g}" if math.isfinite(limit) else "any",
+            "1 / (2 λ_max): no mode changes sign",
+        ),
+    ]
+    eta = step_size if step_size is not None else limit
+    if math.isfinite(eta):
+        own = "the largest" if step_size is None else ""
+        facts.append(Fact("step_size", "step η", eta, f"{eta:.6g}", own))
+        facts += smoothing(graph, fiedler, largest, eta)
+    return facts
+
+
+def smoothing(graph: ga.TokenGraph, fiedler: float, largest: float, eta: float) -> list[Fact]:
+    """What a step leaves of the most persistent mode, and how many steps that makes.
+
+    :func:`graphattn.spectral.smoothing_rate` and ``steps_until_consensus`` from both ends of the
+    spectrum, which are known already: in a long graph they take a while.
+    """
+    if fiedler > 0:
+        taken = min(2 * eta * fiedler, 2 - 2 * eta * largest)  # 1 - |1 - x| = min(x, 2 - x)
+    else:
+        taken = 1 - ga.spectral.smoothing_rate(graph, eta)  # of every part for itself
+    text = f"1 - {taken:.3g}" if 0 < taken < 1e-3 else f"{1 - taken:.6g}"
+    steps, why = math.inf, "the step is too large"
+    if fiedler == 0:
+        why = "the tokens do not hang together"
+    elif taken > 0:
+        steps = math.ceil(math.log(TOLERANCE) / math.log1p(-taken)) if taken < 1 else 1
+        why = f"until {TOLERANCE:g} of every disagreement is left"
+    return [
+        Fact("smoothing_rate", "smoothing rate", 1 - taken, text, "left of the slowest mode"),
+        Fact(
+            "steps_until_consensus",
+            "steps to consensus",
+            steps,
+            short(steps) if math.isfinite(steps) else "never",
+            why,
+        ),
+    ]
+
+
+def theory_fact(theory: Theory, fiedler: float) -> Fact:
+    """What the theorem says; a value outside would be a bug, and is marked as one."""
+    lower, upper = theory.lower, theory.upper
+    rounding = 1e-9 * max(upper, 1e-300)
+    holds = lower - rounding <= fiedler <= upper + rounding
+    text = f"{lower:.6g}" if lower == upper else f"{lower:.6g} to {upper:.6g}"
+    note = theory.source + ("" if holds else ": VIOLATED")
+    value = {"lower": lower, "upper": upper, "source": theory.source, "holds": holds}
+    return Fact("fiedler_theory", "  by theory", value, text, note)
+
+
+def memory(graph: ga.TokenGraph) -> list[Fact]:
+    """What a dense mask of bytes takes, and the edges as two int64 each."""
+    mask, edges = graph.num_tokens**2, 16 * graph.num_edges
+    note = "structured layers list no edge" if graph.structure is not None else ""
+    return [
+        Fact("mask_bytes", "dense mask", mask, as_bytes(mask), "bool [N, N]"),
+        Fact("edge_index_bytes", "edge list", edges, as_bytes(edges), note),
+    ]
+
+
+def as_bytes(count: int) -> str:
+    """``1.05 MB``."""
+    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= size:
+            return f"{count / size:.3g} {unit}"
+    return f"{count} B"

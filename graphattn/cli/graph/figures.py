@@ -1,0 +1,85 @@
+"""Pictures of a graph: who sees whom, its spectrum, and what consensus steps leave of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import graphattn as ga
+from graphattn.plot.filters import MOST_EIGENVALUES
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+Panel = Callable[[ga.TokenGraph, float | None, "Axes"], None]
+
+
+def overview(graph: ga.TokenGraph, title: str, step_size: float | None) -> Figure:
+    """All panels side by side."""
+    panels: list[Panel] = [adjacency_panel, spectrum_panel, filter_panel]
+    if graph.num_tokens > MOST_EIGENVALUES:
+        panels.remove(spectrum_panel)
+    figure = _figure(3.6 * len(panels), 3.5)
+    axes = figure.subplots(1, len(panels), squeeze=False)[0]
+    for panel, ax in zip(panels, axes, strict=True):
+        panel(graph, step_size, ax)
+    figure.suptitle(title, fontsize=9)
+    return figure
+
+
+def adjacency_panel(graph: ga.TokenGraph, step_size: float | None, ax: Axes) -> None:
+    """Who sees whom."""
+    ga.plot.adjacency(graph, ax=ax)
+
+
+def spectrum_panel(graph: ga.TokenGraph, step_size: float | None, ax: Axes) -> None:
+    """All eigenvalues in order, and what a step leaves of their modes."""
+    ga.plot.laplacian_spectrum(graph, step_size, ax=ax)
+
+
+def filter_panel(graph: ga.TokenGraph, step_size: float | None, ax: Axes) -> None:
+    """What several steps leave of every frequency."""
+    ga.plot.filter_response(graph, step_size, ax=ax)
+    low, high = ax.get_ylim()
+    ax.set_ylim(max(low, -1.2), min(high, 1.2))  # a step that is too large leaves the picture
+
+
+def separate(graph: ga.TokenGraph, step_size: float | None) -> list[tuple[str, str, Figure]]:
+    """Title, caption and figure of every panel, for a page."""
+    made = [(*_ADJACENCY, _single(adjacency_panel, graph, step_size, 4.6, 4.4))]
+    if graph.num_tokens <= MOST_EIGENVALUES:
+        made.append((*_SPECTRUM, _single(spectrum_panel, graph, step_size, 6.4, 3.6)))
+    made.append((*_FILTER, _single(filter_panel, graph, step_size, 6.4, 3.6)))
+    return made
+
+
+_ADJACENCY = (
+    "Who sees whom",
+    "Row i is what token i sees (blue); dark on the diagonal: it sees itself. Beyond 1,024 tokens "
+    "a cell stands for a block of them.",
+)
+_SPECTRUM = (
+    "The spectrum",
+    "Eigenvalues of the Laplacian of the symmetrised graph, smallest first. The scale on the right "
+    "is the same axis read as a filter: what one consensus step leaves of the mode, 1 - 2 η λ.",
+)
+_FILTER = (
+    "What repeated steps leave",
+    "The share (1 - 2 η λ)^n of a mode that is left after n consensus steps with R = I (consensus "
+    "paper, Eq. 7 and 9).",
+)
+
+
+def _single(
+    panel: Panel, graph: ga.TokenGraph, step_size: float | None, width: float, height: float
+) -> Figure:
+    figure = _figure(width, height)
+    panel(graph, step_size, figure.add_subplot())
+    return figure
+
+
+def _figure(width: float, height: float) -> Figure:
+    from matplotlib.figure import Figure  # without pyplot: no window, no global state
+
+    return Figure(figsize=(width, height), layout="constrained", dpi=144)

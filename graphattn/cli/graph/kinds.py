@@ -1,0 +1,171 @@
+"""The kinds of graph `graphattn graph` knows: their builders, their sizes, what theory says."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import graphattn as ga
+
+Sizes = Mapping[str, Any]
+
+
+class Theory(NamedTuple):
+    """What a theorem says of the Fiedler value: that it lies in [lower, upper]."""
+
+    lower: float
+    upper: float
+    source: str
+
+
+class Kind(NamedTuple):
+    """A builder, its options with their defaults, and what is known of its Fiedler value."""
+
+    build: Callable[..., ga.TokenGraph]
+    options: Mapping[str, Any]
+    theory: Callable[[Sizes], Theory | None]
+
+
+def exactly(value: float, source: str) -> Theory:
+    """A value in closed form."""
+    return Theory(value, value, source)
+
+
+def _path(sizes: Sizes) -> Theory | None:
+    tokens, window = sizes["num_tokens"], sizes["window"]
+    if 2 * window >= tokens:
+        return None
+    lower, upper = ga.spectral.path_fiedler_bounds(tokens, window)
+    return Theory(lower, upper, "Remark 4.2")
+
+
+def _cycle(sizes: Sizes) -> Theory | None:
+    tokens, window = sizes["num_tokens"], sizes["window"]
+    if 2 * window >= tokens:
+        return _complete(sizes)
+    return exactly(ga.spectral.cycle_fiedler_value(tokens, window), "Remark 4.1")
+
+
+def _causal_window(sizes: Sizes) -> Theory | None:
+    # Every edge has one direction only, so it counts half of the path's.
+    tokens, window = sizes["num_tokens"], sizes["window"] - 1
+    if window == 0:
+        return exactly(0.0, "no edge but self-loops")
+    if 2 * window >= tokens:
+        return None
+    lower, upper = ga.spectral.path_fiedler_bounds(tokens, window)
+    return Theory(lower / 2, upper / 2, "half of Remark 4.2")
+
+
+def _complete(sizes: Sizes) -> Theory | None:
+    tokens = sizes["num_tokens"]
+    return exactly(float(tokens if tokens > 1 else 0), "complete graph: N")
+
+
+def _causal(sizes: Sizes) -> Theory | None:
+    tokens = sizes["num_tokens"]
+    return exactly(tokens / 2 if tokens > 1 else 0.0, "half a complete graph: N / 2")
+
+
+def _blocks(sizes: Sizes) -> Theory | None:
+    tokens, size, shift = sizes["num_tokens"], sizes["block_size"], sizes["shift"]
+    first_border = shift or size
+    return exactly(0.0, "blocks are separate") if first_border < tokens else _complete(sizes)
+
+
+def _dilated(sizes: Sizes) -> Theory | None:
+    tokens, window, dilation = sizes["num_tokens"], sizes["window"], sizes["dilation"]
+    if dilation == 1:
+        return _path({"num_tokens": tokens, "window": window})
+    return exactly(0.0, "tokens of another remainder are out of reach") if tokens > 1 else None
+
+
+def _hubs(sizes: Sizes) -> Theory | None:
+    """A graph joined to g tokens that see and are seen by all: each adds 1 to every eigenvalue."""
+    tokens, hubs = sizes["num_tokens"], len(sizes["global_tokens"])
+    if not hubs or tokens < 2:
+        return None
+    return Theory(float(hubs), float(tokens), "global tokens joined to the rest")
+
+
+def _grid(sizes: Sizes) -> Theory | None:
+    height, width = sizes["height"], sizes["width"]
+    longer = max(height, width)
+    hub = float(sizes["class_token"])
+    if sizes["metric"] == "manhattan" and sizes["radius"] == 1 and longer > 1:
+        value = 4 * math.sin(math.pi / (2 * longer)) ** 2 + hub
+        return exactly(value, "product of two paths" + " and a class token" * int(hub))
+    if sizes["radius"] >= longer - 1 and sizes["metric"] == "chebyshev":
+        return _complete({"num_tokens": height * width + int(hub)})
+    return (
+        Theory(hub, float(height * width + 1), "a class token joined to the rest") if hub else None
+    )
+
+
+TOKENS, WINDOW, HUBS = {"num_tokens": 64}, {"window": 2}, {"global_tokens": 1}
+
+KINDS: dict[str, Kind] = {
+    "window-path": Kind(ga.window_path_graph, {**TOKENS, **WINDOW, "self_loops": False}, _path),
+    "window-cycle": Kind(ga.window_cycle_graph, {**TOKENS, **WINDOW}, _cycle),
+    "causal-window": Kind(ga.causal_window_graph, {**TOKENS, "window": 8}, _causal_window),
+    "causal": Kind(ga.causal_graph, TOKENS, _causal),
+    "complete": Kind(ga.complete_graph, {**TOKENS, "self_loops": True}, _complete),
+    "block-window": Kind(ga.block_window_graph, {**TOKENS, "block_size": 16, "shift": 0}, _blocks),
+    "dilated-window": Kind(
+        ga.dilated_window_graph, {**TOKENS, **WINDOW, "dilation": 3, "self_loops": True}, _dilated
+    ),
+    "longformer": Kind(ga.longformer_graph, {**TOKENS, "window": 4, **HUBS, "dilation": 1}, _hubs),
+    "bigbird": Kind(
+        ga.bigbird_graph, {**TOKENS, "window": 3, "num_random": 3, **HUBS, "seed": 0}, _hubs
+    ),
+    "grid-window": Kind(
+        ga.grid_window_graph,
+        {"height": 8, "width": 8, "radius": 1, "metric": "chebyshev", "class_token": False},
+        _grid,
+    ),
+}
+
+# What an option is called on the command line, where it is not its own name.
+SPELLED = {"num_tokens": "tokens", "num_random": "random"}
+
+
+def option(name: str) -> str:
+    """``--block-size`` for block_size."""
+    return "--" + SPELLED.get(name, name).replace("_", "-")
+
+
+def sizes_of(kind: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of the builder: the defaults, with what the user has `given` (None: nothing).
+
+    Raises:
+        ValueError: for an unknown kind, or an option it does not have.
+    """
+    if kind not in KINDS:
+        raise ValueError(f"KIND must be one of {', '.join(KINDS)}, got {kind!r}")
+    options = KINDS[kind].options
+    sizes = dict(options)
+    for name, value in given.items():
+        if value is None:
+            continue
+        if name not in options:
+            has = ", ".join(option(own) for own in options)
+            raise ValueError(f"{kind} has no {option(name)}; its options are {has}")
+        sizes[name] = value
+    if "global_tokens" in sizes:  # on the command line, how many: the first so many tokens
+        if not 0 <= sizes["global_tokens"] <= sizes["num_tokens"]:
+            raise ValueError(
+                f"--global-tokens must be from 0 to --tokens = {sizes['num_tokens']}, "
+                f"got {sizes['global_tokens']}"
+            )
+        sizes["global_tokens"] = range(sizes["global_tokens"])
+    return sizes
+
+
+def build(kind: str, sizes: Sizes) -> ga.TokenGraph:
+    """The graph; what its builder refuses is said in the words of the command line."""
+    try:
+        return KINDS[kind].build(**sizes)
+    except ValueError as error:
+        name, _, rest = str(error).partition(" ")
+        raise ValueError(f"{option(name)} {rest}" if name in sizes else str(error)) from None

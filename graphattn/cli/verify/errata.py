@@ -1,0 +1,267 @@
+"""What the consensus paper prints, or tempts to conclude, and does not hold.
+
+One counterexample each, and what is right.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.autograd.functional import jacobian
+
+import graphattn as ga
+from graphattn.cli.verify.claims import Erratum, Exhibit
+from graphattn.cli.verify.filtering import filter_matrix
+from graphattn.cli.verify.graphs import generator, star
+from graphattn.cli.verify.matrix_weights import block_laplacian
+
+Array = NDArray[np.float64]
+
+
+def papers_laplacian(graph: ga.TokenGraph) -> Array:
+    """(L + L^T) / 2 with L = D_out - W (Eq. 4): W[i, j] = 1 where target i looks at source j."""
+    W = graph.to_mask().double().numpy()
+    L = np.diag(W.sum(1)) - W
+    return (L + L.T) / 2
+
+
+def hub_looks_at_three() -> tuple[ga.TokenGraph, Tensor]:
+    """Token 0 looks at three others, which hold 1."""
+    graph = ga.from_edge_index(torch.tensor([[1, 2, 3], [0, 0, 0]]), 4)
+    return graph, torch.tensor([0.0, 1.0, 1.0, 1.0], dtype=torch.float64)
+
+
+def energy_by_out_degrees() -> Exhibit:
+    graph, u = hub_looks_at_three()
+    energy = float(ga.spectral.energy(graph, u))
+    papers, ours = (
+        float(u.numpy() @ L @ u.numpy())
+        for L in (papers_laplacian(graph), ga.spectral.laplacian(graph).toarray())
+    )
+    numbers = {"E(u)": energy, "uᵀ L u as printed": papers, "corrected": ours}
+    return Exhibit(abs(papers - energy), ours - energy, numbers)
+
+
+def semidefinite_by_out_degrees() -> Exhibit:
+    graph, _ = hub_looks_at_three()
+    papers = float(np.linalg.eigvalsh(papers_laplacian(graph))[0])
+    ours = float(np.linalg.eigvalsh(ga.spectral.laplacian(graph).toarray())[0])
+    share = np.mean([_has_negative(seed) for seed in range(100)])
+    numbers = {
+        "smallest eigenvalue as printed": papers,
+        "corrected": ours,
+        "share of 100 random digraphs": float(share),
+    }
+    return Exhibit(-papers, min(ours, 0.0), numbers)
+
+
+def _has_negative(seed: int) -> bool:
+    graph = ga.from_mask(torch.rand(5, 5, generator=generator(seed)) < 0.5)
+    return bool(np.linalg.eigvalsh(papers_laplacian(graph))[0] < -1e-9)
+
+
+def limit_of_equation_12() -> Exhibit:
+    N, u = 8, np.arange(8.0)
+    graph = ga.window_path_graph(N, 2)
+    H = filter_matrix(graph, ga.spectral.max_step_size(graph), None)
+    limit = np.linalg.matrix_power(H, 4000) @ u
+    one = np.ones((N, 1))
+    printed = float((one.T @ one)[0, 0]) / N * u  # 1^T 1 is the number N: u itself
+    right = (one @ one.T) @ u / N
+    numbers = {
+        "u_0": float(u[0]),
+        "limit_0": float(limit[0]),
+        "(1/N) 1ᵀ1 u as printed": float(printed[0]),
+        "(1/N) 1 1ᵀ u": float(right[0]),
+    }
+    return Exhibit(
+        float(np.abs(printed - limit).max()), float(np.abs(right - limit).max()), numbers
+    )
+
+
+def eigenvectors_of_equation_24() -> Exhibit:
+    N, d = 6, 2
+    graph = ga.window_path_graph(N, 2)
+    R = torch.eye(d, dtype=torch.float64).expand(graph.num_edges, d, d)
+    L = block_laplacian(graph, R)
+    printed = np.zeros(N * d)
+    printed[:d] = 1  # cat(1_d, 0_d, ..., 0_d)
+    right = np.kron(np.ones(N), np.eye(d)[0])  # 1_N (x) e_k
+    wrong_by, right_by = (float(np.linalg.norm(L @ v)) for v in (printed, right))
+    numbers = {"‖L v‖, v = (1_d, 0, …, 0)": wrong_by, "v = 1_N ⊗ e_k": right_by}
+    return Exhibit(wrong_by, right_by, numbers)
+
+
+def bias_of_algorithm_3() -> Exhibit:
+    rank, dim = 4, 16
+    layer = ga.nn.CrossConsensus(dim, 1, rank=rank, edge_hidden=8)
+    needed = layer.edge_net.shear[..., 0].numel()  # entries of W_Lambda phi
+    has = layer.edge_net.shear_bias.numel()
+    numbers = {"r as printed": float(rank), "needed: r d": float(needed), "has": float(has)}
+    return Exhibit(float(needed - rank), float(needed - has), numbers)
+
+
+def rope_amplifies() -> Exhibit:
+    """N 24, w 2, R = I, eta = 1 / (4 d_max) = 1 / 16, one head of 8 features."""
+    options: tuple[bool | Literal["isometric"], ...] = (False, True, "isometric")
+    radius = {rope: _spectral_radius(rope) for rope in options}
+    numbers = {
+        "spectral radius without RoPE": radius[False],
+        "Eq. 42": radius[True],
+        'rope="isometric"': radius["isometric"],
+    }
+    return Exhibit(radius[True] - 1, radius["isometric"] - 1, numbers)
+
+
+def _spectral_radius(rope: bool | Literal["isometric"]) -> float:
+    N, dim = 24, 8
+    layer = ga.nn.SelfConsensus(dim, 1, edge_hidden=4, step_size=1 / 16, rope=rope, bias=False)
+    layer = layer.double()
+    with torch.no_grad():
+        for projection in (layer.source_proj, layer.output_proj):
+            projection.weight.copy_(torch.eye(dim))
+        for weight, bias, strength in (
+            (layer.edge_net.alpha, layer.edge_net.alpha_bias, math.log(math.expm1(1.0))),
+            (layer.edge_net.beta, layer.edge_net.beta_bias, -1e9),
+        ):  # alpha = 1, beta = 0: R = I
+            weight.zero_()
+            bias.fill_(strength)
+    graph = ga.window_path_graph(N, 2)
+    unit = torch.eye(N * dim, dtype=torch.float64)
+    with torch.no_grad():  # R does not depend on the tokens: linear, so columns will do
+        step = layer(unit.view(N * dim, N, dim), graph).reshape(N * dim, N * dim).T
+    return float(torch.linalg.eigvals(step).abs().max())
+
+
+def target_update_leaves_the_half_plane() -> Exhibit:
+    """The worst of some random networks on three tokens that see each other, and on a path."""
+    graphs = {"K3": ga.complete_graph(3, self_loops=False), "path": ga.window_path_graph(6, 2)}
+    worst = {
+        name: min(_slowest_real(graph, seed) for seed in range(60))
+        for name, graph in graphs.items()
+    }
+    symmetric = min(_slowest_real(graphs["K3"], seed, "energy") for seed in range(60))
+    numbers = {
+        "smallest real part, K3": worst["K3"],
+        "path 6, w 2": worst["path"],
+        'K3, update="energy"': symmetric,
+    }
+    return Exhibit(-worst["K3"], min(symmetric, 0.0), numbers)
+
+
+def _slowest_real(
+    graph: ga.TokenGraph, seed: int, update: Literal["energy", "target"] = "target"
+) -> float:
+    """The smallest real part among the eigenvalues of u -> (u - step(u)) / eta, relative.
+
+    A negative one means growth at every step size: |1 - eta mu| > 1.
+    """
+    N, D, xi = graph.num_tokens, 2, 8
+    draw = generator(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, dtype=torch.float64, generator=draw)
+
+    network = ga.EdgeNetworkParameters(
+        alpha=torch.zeros(1, xi, dtype=torch.float64),
+        alpha_bias=torch.full((1,), -6.0, dtype=torch.float64),  # nearly all of R is its shear
+        beta=normal(1, xi),
+        beta_bias=torch.ones(1, dtype=torch.float64),
+        shear=normal(1, 1, D, xi),
+        shear_bias=torch.zeros(1, 1, D, dtype=torch.float64),
+    )
+    unit = torch.eye(N * D, dtype=torch.float64).view(N * D, N, 1, D)
+    target_hidden, source_hidden = (normal(1, N, 1, xi).expand(N * D, -1, -1, -1) for _ in range(2))
+    moved = ga.consensus_update(
+        unit, unit, target_hidden, source_hidden, network, graph, 1.0, update=update
+    )
+    pull = (unit - moved).view(N * D, N * D).T
+    values = torch.linalg.eigvals(pull)
+    return float(values.real.min() / values.abs().max())
+
+
+def one_direction_on_a_star() -> Exhibit:
+    """Eight leaves look at a hub; R = I. d_max is 1 by in-edges alone, 8 by edges either way."""
+    graph = star(8)
+    top = ga.spectral.max_eigenvalue(graph)
+    one_way, both_ways = 1 / (4 * 1), 1 / (2 * 8)
+    left = {eta: 1 - 2 * eta * top for eta in (one_way, both_ways)}
+    numbers = {
+        "limit 1 / (2 λ_max)": ga.spectral.max_step_size(graph),
+        "step by one direction": one_way,
+        "it leaves of the top mode": left[one_way],
+        "step by both": both_ways,
+        "it leaves, by both": left[both_ways],
+    }
+    return Exhibit(-left[one_way], min(left[both_ways], 0.0), numbers)
+
+
+def energy_on_a_causal_graph() -> Exhibit:
+    """What token 0 becomes, as a function of token 5, which comes later."""
+    graph = ga.causal_graph(6)
+    eta = ga.spectral.max_step_size(graph)
+    leak = float(filter_matrix(graph, eta, None)[0, 5])
+    x = torch.zeros(6, 4, dtype=torch.float64)
+    layer = ga.nn.SelfConsensus(4, 1, edge_hidden=4, update="target", bias=False).double()
+    step = jacobian(lambda u: layer(u, graph), x)  # [N, dim, N, dim]
+    by_target = float(step[0, :, 5].abs().max())
+    numbers = {"∂u₀' / ∂u₅ of a gradient step": leak, 'update="target"': by_target}
+    return Exhibit(abs(leak), by_target, numbers)
+
+
+ERRATA = [
+    Erratum(
+        "Eq. 4, 5",
+        "E(u) = uᵀ L u with out-degrees, for directed graphs",
+        "the Laplacian of the symmetrised weights",
+        energy_by_out_degrees,
+    ),
+    Erratum(
+        "Section 2.2",
+        "L_sym = (L + Lᵀ) / 2 is positive semidefinite",
+        "D(W_sym) - W_sym is",
+        semidefinite_by_out_degrees,
+    ),
+    Erratum(
+        "Eq. 12",
+        "the limit is (1/N) 1ᵀ 1 u, which is u",
+        "(1/N) 1 1ᵀ u, the mean",
+        limit_of_equation_12,
+    ),
+    Erratum(
+        "Eq. 24",
+        "L_sym v = 0 for v = (1_d, 0, …, 0)",
+        "for v = 1_N ⊗ e_k, one per coordinate",
+        eigenvectors_of_equation_24,
+    ),
+    Erratum("Algorithm 3", "b_Λ has r entries", "r d, as in Algorithm 2", bias_of_algorithm_3),
+    Erratum(
+        "Eq. 42",
+        "with RoPE a safe step stays safe",
+        'only if the step is rotated back: rope="isometric"',
+        rope_amplifies,
+    ),
+    Erratum(
+        "Algorithms 3, 4, 6",
+        "moving the target only is a low-pass filter too",
+        'matrices R allow growth at every step; update="energy" does not',
+        target_update_leaves_the_half_plane,
+    ),
+    Erratum(
+        "Section 2.2",
+        "degrees of one direction give a safe step",
+        "edges of both directions count",
+        one_direction_on_a_star,
+    ),
+    Erratum(
+        "Algorithm 1",
+        "the gradient step runs on causal graphs",
+        'it moves earlier tokens by later ones; update="target" does not',
+        energy_on_a_causal_graph,
+    ),
+]

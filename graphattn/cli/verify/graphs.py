@@ -1,0 +1,52 @@
+"""The graphs that claims are tried on: some of each family, and random ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+import graphattn as ga
+
+
+def generator(seed: int) -> torch.Generator:
+    """A source of random numbers of its own."""
+    return torch.Generator().manual_seed(seed)
+
+
+def random_digraph(seed: int, *, num_tokens: int | None = None) -> tuple[ga.TokenGraph, Tensor]:
+    """A connected digraph with one-sided edges and self-loops, and weights of many sizes, [E]."""
+    draw = generator(seed)
+    N = num_tokens or int(torch.randint(4, 25, (), generator=draw))
+    share = float(torch.rand((), generator=draw)) * 0.5
+    mask = torch.rand(N, N, generator=draw) < share
+    token = torch.arange(N)
+    mask[token, (token + 1) % N] = True  # a ring holds it together
+    graph = ga.from_mask(mask)
+    weight = torch.empty(graph.num_edges, dtype=torch.float64).exponential_(generator=draw)
+    return graph, weight
+
+
+def weighted_graphs(draws: int) -> Iterator[tuple[str, ga.TokenGraph, Tensor | None]]:
+    """Graphs of every family without weights, then random ones with."""
+    yield "path 24, w 2", ga.window_path_graph(24, 2), None
+    yield "cycle 21, w 3", ga.window_cycle_graph(21, 3), None
+    yield "complete 12", ga.complete_graph(12), None
+    yield "causal window 20, w 4", ga.causal_window_graph(20, 4), None
+    yield "star 9", star(8), None
+    yield "grid 5 x 5", ga.grid_window_graph(5, 5, 1), None
+    yield "Longformer 20", ga.longformer_graph(20, 2, [0]), None
+    yield "BigBird 20", ga.bigbird_graph(20, 1, 2, [0], seed=0), None
+    for seed in range(draws):
+        yield f"digraph {seed}", *random_digraph(seed)
+
+
+def star(leaves: int) -> ga.TokenGraph:
+    """`leaves` tokens that look at one hub, which looks at nobody.
+
+    The hub is in the middle: edges that all point backward would be taken for time.
+    """
+    hub = leaves // 2
+    others = torch.tensor([i for i in range(leaves + 1) if i != hub])
+    return ga.from_edge_index(torch.stack([torch.full((leaves,), hub), others]), leaves + 1)

@@ -1,0 +1,156 @@
+"""Attention rollout: which inputs reach which outputs of a stack of layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphattn.diagnostics.arguments import as_edge_weights, as_graph
+from graphattn.graphs import TokenGraph
+from graphattn.graphs.arguments import as_float
+
+BLOCK = 1 << 22  # numbers per block of columns: 16 megabytes of float32
+
+
+def rollout(
+    weights_per_layer: Sequence[Tensor],
+    graph: TokenGraph | Sequence[TokenGraph],
+    *,
+    residual: float = 0.5,
+    discard: float = 0.0,
+) -> Tensor:
+    r"""How much of every input token is in every output token, if attention were all.
+
+    .. math::
+        R = \hat A^{(L)} \cdots \hat A^{(1)}, \qquad
+        \hat A^{(l)} = \operatorname{normalise}\big( (1 - \rho) \, \bar A^{(l)} + \rho I \big)
+
+    with :math:`\bar A` the mean over heads, rho the `residual`, and every row divided by its sum
+    (Abnar and Zuidema, *Quantifying Attention Flow in Transformers*, 2020; Projection-Free
+    Transformers, Eq. 13). Row i of R says where output token i comes from: ``R[0, 1:]`` is the
+    class token's map over an image.
+
+    `discard` drops what is weak before the residual is added and rows are normalised: in every row
+    of the head mean, the entries below its quantile, that is floor(discard * edges of the row) of
+    them. Entries equal to the smallest one kept are kept, so uniform attention loses nothing. (The
+    papers do not say whether the residual is in already; here it is not, and a row of which much
+    is dropped leans more on its own token.)
+
+    A row that attends to nothing (no edges, or padding) is its own token's row of the identity.
+
+    Args:
+        weights_per_layer: [*, E, heads] of every layer, first to last, in the order of its graph's
+            ``edge_index``.
+        graph: the graph of all layers, or one per layer; square.
+        residual: rho, in 0 .. 1.
+        discard: share of each row's edges to drop, in 0 .. 1, less than 1 (the paper: 0, 0.5, 0.9).
+
+    Returns:
+        [*, N, N], rows sum to 1. It is made in blocks of columns of at most 4 million
+        numbers, layer matrices stay sparse: no other N x N matrix is formed.
+
+    Raises:
+        ValueError: names the argument, its value and what is allowed.
+
+    Example:
+        >>> import torch, graphattn as ga
+        >>> graph = ga.causal_window_graph(3, window=2)
+        >>> weights = torch.tensor([[1.0], [0.5], [0.5], [0.5], [0.5]])  # the mean of two tokens
+        >>> ga.diagnostics.rollout([weights, weights], graph)
+        tensor([[1.0000, 0.0000, 0.0000],
+                [0.4375, 0.5625, 0.0000],
+                [0.0625, 0.3750, 0.5625]])
+    """
+    layers = _checked(weights_per_layer, graph)
+    if as_float("residual", residual, positive=False) > 1:
+        raise ValueError(f"residual must be in 0 .. 1, got {residual}")
+    if as_float("discard", discard, positive=False) >= 1:
+        raise ValueError(f"discard must be in 0 .. 1, less than 1, got {discard}")
+    first, batch = layers[0][0], layers[0][0].shape[:-2]
+    N = layers[0][1].num_targets
+    out = first.new_empty((*batch, N, N))
+    if out.numel() == 0:
+        return out
+    width = max(1, min(N, BLOCK // N))
+    by_sequence = [weights.flatten(0, -3) if batch else weights[None] for weights, _ in layers]
+    for b, sequence in enumerate(out.view(-1, N, N)):
+        steps = [
+            _step(weights[b].mean(dim=-1), graph, residual, discard)
+            for weights, (_, graph) in zip(by_sequence, layers, strict=True)
+        ]
+        for column in range(0, N, width):
+            block = sequence[:, column : column + width]
+            block.zero_()
+            block[column : column + width].fill_diagonal_(1)
+            for attention, stays in steps:
+                block.copy_(torch.sparse.mm(attention, block).addcmul_(stays, block))
+    return out
+
+
+def _step(mean: Tensor, graph: TokenGraph, residual: float, discard: float) -> tuple[Tensor, ...]:
+    """One layer: its normalised attention, sparse [N, N], and the share that stays, [N, 1]."""
+    source, target = graph.edge_index
+    N = graph.num_targets
+    if discard > 0:
+        mean = _without_weak(mean, graph, discard)
+    mean = (1 - residual) * mean
+    total = mean.new_zeros(N).index_add(0, target, mean) + residual
+    empty = total == 0
+    total = total.masked_fill(empty, 1)
+    stays = (residual / total).masked_fill(empty, 1)
+    attention = torch.sparse_coo_tensor(
+        torch.stack([target, source]),  # sorted by target, then source
+        mean / total[target],
+        (N, N),
+        is_coalesced=True,
+        check_invariants=False,
+    )
+    return attention, stays[:, None]
+
+
+def _without_weak(mean: Tensor, graph: TokenGraph, discard: float) -> Tensor:
+    """[E] with 0 for what is below the quantile of its row."""
+    target, degree = graph.edge_index[1], graph.in_degree()
+    order = mean.argsort(stable=True)
+    order = order[target[order].argsort(stable=True)]  # row by row, ascending
+    # 0.7 * 10 may be a hair below or above 7.
+    dropped = (discard * degree.double() + 1e-9).floor().long()
+    has_edges = degree > 0
+    least = mean.new_zeros(len(degree))
+    least[has_edges] = mean[order[(graph.rowptr[:-1] + dropped)[has_edges]]]
+    return mean.masked_fill(mean < least[target], 0)
+
+
+def _checked(weights_per_layer: Any, graph: Any) -> list[tuple[Tensor, TokenGraph]]:
+    """(weights, graph) of every layer."""
+    if isinstance(weights_per_layer, Tensor) or not isinstance(weights_per_layer, Sequence):
+        raise ValueError(
+            "weights_per_layer must be a sequence of one tensor [*, E, heads] per layer, "
+            f"got {type(weights_per_layer).__name__}"
+        )
+    if len(weights_per_layer) == 0:
+        raise ValueError("weights_per_layer must hold at least one layer, got none")
+    graphs = list(graph) if isinstance(graph, list | tuple) else [graph] * len(weights_per_layer)
+    if len(graphs) != len(weights_per_layer):
+        raise ValueError(
+            f"graph must be one graph, or one per layer ({len(weights_per_layer)}), "
+            f"got {len(graphs)}"
+        )
+    layers: list[tuple[Tensor, TokenGraph]] = []
+    for weights, own in zip(weights_per_layer, map(as_graph, graphs), strict=True):
+        if own.num_targets != own.num_sources or own.num_targets != graphs[0].num_targets:
+            raise ValueError(
+                "graph must have the same tokens as sources and targets in every layer, "
+                f"got {own.num_targets} targets and {own.num_sources} sources"
+            )
+        weights = as_edge_weights(weights, own)
+        if layers and weights.shape[:-2] != layers[0][0].shape[:-2]:
+            raise ValueError(
+                "weights_per_layer must have the same batch dimensions in every layer, "
+                f"got {list(layers[0][0].shape[:-2])} and {list(weights.shape[:-2])}"
+            )
+        layers.append((weights, own))
+    return layers

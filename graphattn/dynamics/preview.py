@@ -1,0 +1,171 @@
+"""A proposed attention pattern against global attention, before anything is trained."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from graphattn.dynamics.arguments import as_labels, as_tokens, contingency
+from graphattn.dynamics.clusters import cluster
+from graphattn.dynamics.scores import fragmentation, label_accuracy, silhouette
+from graphattn.dynamics.simulate import Scaling, simulate, standardize
+from graphattn.graphs.arguments import as_int
+from graphattn.graphs.token_graph import TokenGraph, as_token_graph
+from graphattn.graphs.windows import complete_graph
+
+
+@dataclass(frozen=True)
+class PatternScores:
+    """What one pattern makes of the tokens, after the last step.
+
+    Attributes:
+        num_edges: edges of the graph, what the pattern costs.
+        num_clusters: merged clusters of the standardised update.
+        silhouette: of those clusters; NaN for one cluster.
+        clusters_per_label: mean number of clusters that a label falls into; the labels are those
+            given, or else the clusters of global attention.
+        largest_share: mean share of a label's tokens in its largest cluster.
+        leading_share: share of the variance of X along its leading direction.
+        accuracy: of the best map from clusters to the given labels; None without.
+    """
+
+    num_edges: int
+    num_clusters: int
+    silhouette: float
+    clusters_per_label: float
+    largest_share: float
+    leading_share: float
+    accuracy: float | None
+
+
+@dataclass(frozen=True)
+class Preview:
+    """What :func:`preview` returns; print it.
+
+    Attributes:
+        pattern: scores of the proposed pattern.
+        baseline: scores of global attention.
+        agreement: adjusted Rand index of their clusters: 1 for the same ones, about 0 for chance.
+        steps: number of steps simulated.
+        from_labels: whether fragmentation is that of given labels.
+    """
+
+    pattern: PatternScores
+    baseline: PatternScores
+    agreement: float
+    steps: int
+    from_labels: bool
+
+    def __str__(self) -> str:
+        of = "label" if self.from_labels else "global cluster"
+        names = {
+            "num_edges": ("edges", "{:,}"),
+            "num_clusters": ("clusters", "{:,}"),
+            "silhouette": ("silhouette", "{:.3f}"),
+            "clusters_per_label": (f"clusters per {of}", "{:.2f}"),
+            "largest_share": (f"largest share of a {of}", "{:.3f}"),
+            "leading_share": ("leading eigenvalue's share", "{:.3f}"),
+            "accuracy": ("accuracy of the best map", "{:.3f}"),
+        }
+        lines = [f"{f'after {self.steps} steps':36}{'pattern':>14}{'global':>14}"]
+        for field, (name, form) in names.items():
+            values = [getattr(scores, field) for scores in (self.pattern, self.baseline)]
+            if None not in values:
+                cells = [form.format(value) for value in values]
+                lines.append(f"{name:36}{cells[0]:>14}{cells[1]:>14}")
+        lines.append(f"{'agreement (adjusted Rand index)':36}{self.agreement:>14.3f}")
+        return "\n".join(lines)
+
+
+def preview(
+    x: Tensor,
+    graph: TokenGraph | Tensor,
+    *,
+    steps: int = 20,
+    scaling: Scaling = "sdp",
+    tolerance: float = 0.1,
+    labels: Tensor | None = None,
+    progress: bool = False,
+) -> Preview:
+    """A proposed attention pattern against global attention, without training either.
+
+    Source: Attention Clusters, Appendix B: "compare the resulting clusters and metrics (e.g.,
+    silhouette score, fragmentation) directly against a global attention baseline". What is
+    compared, exactly: the same standardised tokens go through :func:`simulate` for `steps` steps
+    of dot-product attention, once over `graph`, once over the complete graph with the same
+    `scaling`; in both the tokens of the last update that merged within `tolerance` are clusters
+    (:func:`cluster`). Their number, silhouette and fragmentation, the leading eigenvalue's share
+    of X and the accuracy of the best map to `labels` stand side by side, and the adjusted Rand
+    index tells how far the two sets of clusters are the same.
+
+    It is a description of what attention without weights does, not a forecast: that patterns
+    nearer to the global one train better is the paper's conjecture, and it reports no experiment
+    for it.
+
+    Args:
+        x: tokens, [N, C]; they are standardised first (:func:`standardize`).
+        graph: the pattern, N tokens.
+        steps: T >= 1.
+        scaling: "sdp", "sq" or "sq_inplace".
+        tolerance: of the merging, > 0.
+        labels: true label of every token, integers [N], if there are any.
+        progress: show progress bars.
+
+    Raises:
+        ValueError: as in :func:`simulate` and :func:`cluster`.
+        ImportError: if scikit-learn, which computes silhouettes, is missing.
+
+    Example:
+        >>> import torch, graphattn as ga
+        >>> x = torch.cat([torch.linspace(-3, -2, 32), torch.linspace(2, 3, 32)])[:, None].double()
+        >>> print(ga.dynamics.preview(x, ga.block_window_graph(64, 16), steps=10))
+        after 10 steps                             pattern        global
+        edges                                        1,024         4,096
+        ...
+    """
+    x = as_tokens("x", x)
+    graph = as_token_graph(graph, len(x), len(x))
+    steps = as_int("steps", steps, 1)
+    truth = None if labels is None else as_labels("labels", labels, len(x))
+    x = standardize(x)
+    graphs = {"pattern": graph, "baseline": complete_graph(len(x)).to(x.device)}
+    runs = {
+        name: simulate(x, g, steps=steps, scaling=scaling, progress=progress)
+        for name, g in graphs.items()
+    }
+    found = {name: cluster(run.updates[-1], tolerance=tolerance) for name, run in runs.items()}
+    scores = {}
+    for name, run in runs.items():
+        pieces = fragmentation(found[name], found["baseline"] if truth is None else truth)
+        scores[name] = PatternScores(
+            num_edges=graphs[name].num_edges,
+            num_clusters=int(found[name].max()) + 1,
+            silhouette=silhouette(run.updates[-1], found[name]),
+            clusters_per_label=pieces.mean_clusters,
+            largest_share=pieces.mean_largest_share,
+            leading_share=float(run.leading_share[-1]),
+            accuracy=None if truth is None else label_accuracy(found[name], truth),
+        )
+    return Preview(
+        pattern=scores["pattern"],
+        baseline=scores["baseline"],
+        agreement=adjusted_rand_index(found["pattern"], found["baseline"]),
+        steps=steps,
+        from_labels=truth is not None,
+    )
+
+
+def adjusted_rand_index(a: Tensor, b: Tensor) -> float:
+    """Pairs of tokens that two clusterings treat alike, corrected for chance (Hubert, Arabie)."""
+    counts = contingency(a, b).double()
+
+    def pairs(n: Tensor) -> float:
+        return float((n * (n - 1) / 2).sum())
+
+    together = pairs(counts)
+    in_a, in_b = pairs(counts.sum(dim=1)), pairs(counts.sum(dim=0))
+    everything = pairs(counts.sum())
+    expected = in_a * in_b / everything if everything else 0.0
+    most = (in_a + in_b) / 2
+    return 1.0 if most == expected else (together - expected) / (most - expected)

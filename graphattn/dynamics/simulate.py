@@ -1,0 +1,280 @@
+"""Attention without weights, iterated: where do the tokens go?"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from graphattn.dynamics.arguments import as_tokens
+from graphattn.dynamics.scores import participation_ratio
+from graphattn.graphs.arguments import as_choice, as_float, as_int
+from graphattn.graphs.composites import Parts, Union
+from graphattn.graphs.structure import GlobalTokens, Grid, Structure
+from graphattn.graphs.token_graph import TokenGraph, as_token_graph
+from graphattn.ops import dot_product_attention, rbf_attention
+
+Score = Literal["dot", "rbf"]
+Scaling = Literal["sdp", "sq", "sq_inplace"]
+
+
+@dataclass(frozen=True)
+class AttentionRule:
+    """Which attention is iterated; the arguments of :func:`simulate`."""
+
+    score: Score = "dot"
+    scaling: Scaling = "sdp"
+    sigma: float | None = None
+    top_k: int | None = None
+
+    def operands(self, x: Tensor, graph: TokenGraph) -> tuple[Tensor, Tensor, float]:
+        """Query and key [N, C], and the scale of their product (1 / sigma^2 for "rbf")."""
+        root = math.sqrt(x.shape[1])
+        if self.score == "rbf":
+            assert self.sigma is not None
+            return x, x, self.sigma**-2
+        if self.scaling == "sdp":
+            return x, x, 1 / root
+        scaled = x / root
+        if self.scaling == "sq":
+            return scaled, x, 1.0
+        # One tensor is query, key, value and residual at once, so all of them were scaled; what
+        # global tokens ask with is scaled once more.
+        twice = global_rows(graph.structure, graph.num_targets, x.device)
+        return torch.where(twice[:, None], scaled / root, scaled), scaled, 1.0
+
+    def kept(self, x: Tensor) -> Tensor:
+        """What the update is added to: X, or X / sqrt(C) where it was scaled in place."""
+        return x / math.sqrt(x.shape[1]) if self.scaling == "sq_inplace" else x
+
+    def attend(self, x: Tensor, value: Tensor, graph: TokenGraph) -> Tensor:
+        """The averages of `value` [N, Cv] by the attention among `x` [N, C]."""
+        query, key, scale = self.operands(x, graph)
+        q, k, v = query[:, None], key[:, None], value[:, None]
+        if self.score == "rbf":
+            assert self.sigma is not None
+            return rbf_attention(q, k, v, graph, self.sigma, top_k=self.top_k)[:, 0]
+        return dot_product_attention(q, k, v, graph, scale=scale, top_k=self.top_k)[:, 0]
+
+
+@dataclass(frozen=True, eq=False)
+class Trajectory:
+    """What :func:`simulate` returns: T steps of N tokens with C features.
+
+    Attributes:
+        states: X of every step, the first one included, [T + 1, N, C].
+        updates: the standardised update Zhat that every step added, [T, N, C].
+        spectra: eigenvalues of the population covariance of X, largest first, float64 [T + 1, C].
+        graph: the token graph.
+        rule: the attention that was iterated (score, scaling, sigma, top_k).
+    """
+
+    states: Tensor
+    updates: Tensor
+    spectra: Tensor
+    graph: TokenGraph
+    rule: AttentionRule
+
+    @property
+    def num_steps(self) -> int:
+        """T."""
+        return len(self.updates)
+
+    @property
+    def leading_share(self) -> Tensor:
+        """Share of the variance along the leading direction, [T + 1]; NaN without variance."""
+        return self.spectra[:, 0] / self.spectra.sum(dim=1)
+
+    @property
+    def participation_ratio(self) -> Tensor:
+        """Effective number of dimensions, [T + 1] (:func:`participation_ratio`)."""
+        return participation_ratio(self.spectra)
+
+    @property
+    def max_abs(self) -> Tensor:
+        """The largest absolute entry of X at every step, [T + 1]."""
+        return self.states.abs().amax(dim=(1, 2))
+
+    def __repr__(self) -> str:
+        steps, tokens, features = self.num_steps, *self.states.shape[1:]
+        return (
+            f"Trajectory(steps={steps}, tokens={tokens}, features={features}, "
+            f"score={self.rule.score!r}, scaling={self.rule.scaling!r}, graph={self.graph!r})"
+        )
+
+
+def simulate(
+    x: Tensor,
+    graph: TokenGraph | Tensor,
+    *,
+    steps: int,
+    score: Score = "dot",
+    scaling: Scaling = "sdp",
+    sigma: float | None = None,
+    top_k: int | None = None,
+    progress: bool = False,
+) -> Trajectory:
+    r"""Parameter-free attention, iterated over any token graph.
+
+    .. math::
+        Z = A(X), \qquad \hat Z = (Z - \mu) / s, \qquad X \leftarrow X + \hat Z
+
+    with A one head of attention whose queries, keys and values are X itself, and mu, s mean and
+    standard deviation of every feature over the tokens (ddof 0; a feature with s = 0 gets 0).
+
+    Source: Attention Clusters, Eq. 1-3, with an **erratum**. The paper attributes a widening
+    spectral gap to scaling the queries instead of the product. But (q / sqrt(C)) . k is
+    (q . k) / sqrt(C): the two are one operator. What it measured is a reference implementation that
+    scales the queries in place; without projections queries, keys, values and the residual are one
+    tensor, so everything shrinks. Hence three choices of `scaling`:
+
+    - ``"sdp"``: softmax(X X^T / sqrt(C)) X (scaled dot product);
+    - ``"sq"``: softmax((X / sqrt(C)) X^T) X (scaled query; equal to "sdp" up to rounding);
+    - ``"sq_inplace"``: softmax(X X^T / C) on the values X / sqrt(C), and X <- X / sqrt(C) + Zhat,
+      which keeps X bounded for C > 1; global tokens of the graph (Longformer's, or the class token
+      of a grid) see their query scaled twice: their logits are x_0 . x_j / C^1.5.
+
+    Nothing of size N x N is formed where the graph is structured (complete, windows, blocks,
+    Longformer, grids); plain edge lists take memory by edge.
+
+    Args:
+        x: the tokens at step 0, [N, C]; see :func:`standardize`. float64 is computed in float64,
+            half precision in float32.
+        graph: one sequence of N tokens, or a raw edge_index [2, E].
+        steps: T >= 0.
+        score: "dot", or "rbf": logits -||x_i - x_j||^2 / (2 sigma^2), see
+            :func:`~graphattn.rbf_attention`.
+        scaling: as above; for score "dot" only.
+        sigma: bandwidth of "rbf", sqrt(C) if None.
+        top_k: sources kept per token; all if None.
+        progress: show a progress bar.
+
+    Returns:
+        A :class:`Trajectory`.
+
+    Raises:
+        ValueError: if `x` is empty or not finite, the sizes disagree, the graph is a batch (mean
+            and deviation are those of one sequence), a choice is unknown or does not go with
+            the score, or the tokens leave the range of their dtype.
+
+    Example:
+        >>> import torch, graphattn as ga
+        >>> x = torch.tensor([[-1.2], [-1.0], [-0.8], [0.9], [1.0], [1.1]], dtype=torch.float64)
+        >>> trajectory = ga.dynamics.simulate(x, ga.complete_graph(6), steps=8)
+        >>> trajectory.states.shape, trajectory.spectra.shape
+        (torch.Size([9, 6, 1]), torch.Size([9, 1]))
+        >>> ga.dynamics.cluster(trajectory.updates[-1])  # two groups, each in one point
+        tensor([0, 0, 0, 1, 1, 1])
+    """
+    x = as_tokens("x", x)
+    graph = as_token_graph(graph, len(x), len(x))
+    if len(graph.sizes) > 1:
+        raise ValueError(
+            f"graph must be one sequence, got a batch of {len(graph.sizes)}: the update is "
+            "standardised over the tokens of a sequence, so simulate them one by one"
+        )
+    rule = as_rule(x, score, scaling, sigma, top_k)
+    steps = as_int("steps", steps, 0)
+    lonely = graph.in_degree() == 0
+    states, updates = [x], []
+    for step in _counted(steps, progress):
+        # Attention averages, so it may average differences from one token: what all tokens share
+        # (an offset, a constant feature) then cancels exactly. The rule for tokens that see nobody
+        # is Z = 0.
+        centre = x[0]
+        z = rule.attend(x, x - centre, graph)
+        if lonely.any():
+            z = torch.where(lonely[:, None], -centre, z)
+        update = standardize(z)
+        x = rule.kept(x) + update
+        if not x.isfinite().all():
+            raise ValueError(f"x left the range of {x.dtype} at step {step + 1}: scale it down")
+        states.append(x)
+        updates.append(update)
+    trajectory = torch.stack(states)
+    return Trajectory(
+        states=trajectory,
+        updates=torch.stack(updates) if updates else trajectory[:0],
+        spectra=torch.stack([covariance_spectrum(state) for state in states]),
+        graph=graph,
+        rule=rule,
+    )
+
+
+def standardize(x: Tensor) -> Tensor:
+    """Every feature with mean 0 and variance 1 over the tokens; a constant feature becomes 0.
+
+    Population statistics (ddof 0), Eq. 2 of Attention Clusters. A feature counts as constant when
+    its deviation is no more than rounding: blowing that up to variance 1 would make noise of it.
+
+    Args:
+        x: [N, C], finite.
+
+    Raises:
+        ValueError: if `x` is empty or not finite.
+
+    Example:
+        >>> import torch, graphattn as ga
+        >>> ga.dynamics.standardize(torch.tensor([[1.0, 7.0], [3.0, 7.0], [5.0, 7.0]]))
+        tensor([[-1.2247,  0.0000],
+                [ 0.0000,  0.0000],
+                [ 1.2247,  0.0000]])
+    """
+    x = as_tokens("x", x)
+    centred = x - x.mean(dim=0)
+    deviation = centred.square().mean(dim=0).sqrt()
+    constant = deviation <= 8 * torch.finfo(x.dtype).eps * x.abs().amax(dim=0)
+    return torch.where(constant, 0.0, centred / torch.where(constant, 1.0, deviation))
+
+
+def covariance_spectrum(x: Tensor) -> Tensor:
+    """Eigenvalues of the population covariance of x [N, C], largest first, float64 [C]."""
+    centred = x.double() - x.double().mean(dim=0)
+    return torch.linalg.eigvalsh(centred.T @ centred / len(x)).flip(0).clamp_min(0).cpu()
+
+
+def as_rule(
+    x: Tensor, score: Score, scaling: Scaling, sigma: float | None, top_k: int | None
+) -> AttentionRule:
+    """The checked arguments of an attention among the tokens x [N, C]."""
+    as_choice("score", score, ("dot", "rbf"))
+    as_choice("scaling", scaling, ("sdp", "sq", "sq_inplace"))
+    if score == "dot" and sigma is not None:
+        raise ValueError(f"sigma goes with score='rbf', got sigma={sigma} with score='dot'")
+    if score == "rbf":
+        if scaling != "sdp":
+            raise ValueError(f"scaling={scaling!r} goes with score='dot'; 'rbf' scales by sigma")
+        sigma = math.sqrt(x.shape[1]) if sigma is None else as_float("sigma", sigma, positive=True)
+    return AttentionRule(
+        score, scaling, sigma, None if top_k is None else as_int("top_k", top_k, 1)
+    )
+
+
+def global_rows(
+    structure: Structure | None, num_tokens: int, device: torch.device | None = None
+) -> Tensor:
+    """Bool [N]: the tokens that a structure lists as seeing, and seen by, all of its sequence."""
+    rows = torch.zeros(num_tokens, dtype=torch.bool, device=device)
+    match structure:
+        case GlobalTokens(tokens=tokens):
+            rows[list(tokens)] = True
+        case Grid(class_token=True):
+            rows[0] = True
+        case Union(parts=parts):
+            for part in parts:
+                rows |= global_rows(part, num_tokens, device)
+        case Parts(parts=(only,)):  # a batch of one
+            rows |= global_rows(only, num_tokens, device)
+    return rows
+
+
+def _counted(steps: int, progress: bool) -> Iterable[int]:
+    if not progress:
+        return range(steps)
+    from rich.progress import track
+
+    return track(range(steps), description="simulating")

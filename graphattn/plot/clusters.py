@@ -1,0 +1,226 @@
+"""What attention without weights does to tokens: clusters, spectra, and how many are left."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from graphattn.dynamics import Trajectory
+from graphattn.dynamics import cluster_counts as merged_counts
+from graphattn.dynamics.arguments import as_labels, as_tokens
+from graphattn.graphs.arguments import as_float, as_int
+from graphattn.plot.style import COLOURS, axes_or_new, style_axes
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+SMALL = "#bbbbbb"  # all clusters after the six largest
+
+
+def cluster_scatter(
+    points: Tensor,
+    labels: Tensor,
+    *,
+    features: tuple[int, int] = (0, 1),
+    leaders: Tensor | None = None,
+    ax: Axes | None = None,
+) -> Axes:
+    """Points in the plane of two features, coloured by cluster: the six largest, others grey.
+
+    Args:
+        points: [N, C], such as ``trajectory.updates[-1]``; with C = 1 the second axis is 0.
+        labels: cluster of every point, integers [N], as :func:`graphattn.dynamics.cluster` gives
+            them: 0 is the largest.
+        features: which two.
+        leaders: tokens to mark with a star, as in Figure 8 of Attention Clusters, integers [K].
+        ax: where to draw; new axes if None.
+
+    Returns:
+        The matplotlib axes.
+
+    Raises:
+        ValueError: if shapes disagree, or there is no such feature or token.
+
+    Example:
+        >>> import torch, graphattn as ga
+        >>> points = torch.tensor([[0.0, 0.0], [0.1, 0.0], [5.0, 5.0]])
+        >>> ax = ga.plot.cluster_scatter(points, torch.tensor([0, 0, 1]))
+        >>> len(ax.collections)  # one per colour
+        2
+    """
+    points = as_tokens("points", points).cpu()
+    labels = as_labels("labels", labels, len(points))
+    num_features = points.shape[1]
+    across, up = (as_int("features", feature, 0) for feature in features)
+    if num_features > 1 and max(across, up) >= num_features:
+        raise ValueError(f"features must be two of 0 .. {num_features - 1}, got {features}")
+    if num_features == 1:
+        points, across, up = torch.cat([points, torch.zeros_like(points)], dim=1), 0, 1
+    ax = axes_or_new(ax, 4.2, 4)
+    size = 14 if len(points) <= 2000 else 5
+    shown = labels.clamp(max=len(COLOURS))
+    for cluster in range(int(shown.max()), -1, -1):  # the largest on top
+        own = points[shown == cluster]
+        ax.scatter(
+            own[:, across], own[:, up], s=size, color=_colour(cluster), alpha=0.6, linewidths=0
+        )
+    if leaders is not None:
+        chosen = torch.as_tensor(leaders).reshape(-1).tolist()
+        for token in chosen:
+            if as_int("leaders", token, 0) >= len(points):
+                raise ValueError(f"leaders must be among 0 .. {len(points) - 1}, got {token}")
+        marked = points[chosen]
+        ax.scatter(
+            marked[:, across],
+            marked[:, up],
+            s=160,
+            marker="*",
+            facecolors="none",  # its colour stays to be seen
+            edgecolors="#d62728",
+            linewidths=1.4,
+            zorder=3,
+        )
+    ax.set_xlabel(f"feature {across}")
+    ax.set_ylabel(f"feature {up}" if num_features > 1 else "")
+    style_axes(ax)
+    return ax
+
+
+def cluster_image(labels: Tensor, height: int, width: int, *, ax: Axes | None = None) -> Axes:
+    """Pixels of an image painted by cluster: the six largest, all others grey.
+
+    Args:
+        labels: cluster of every pixel, row by row, integers [height * width]; 0 is the largest.
+        height: rows.
+        width: columns.
+        ax: where to draw; new axes if None.
+
+    Returns:
+        The matplotlib axes.
+
+    Raises:
+        ValueError: if the sizes disagree.
+
+    Example:
+        >>> import torch, graphattn as ga
+        >>> ax = ga.plot.cluster_image(torch.tensor([0, 0, 1, 1, 0, 2]), 2, 3)
+        >>> ax.images[0].get_array().shape  # rows, columns, colour
+        (2, 3, 3)
+    """
+    height, width = as_int("height", height, 1), as_int("width", width, 1)
+    labels = as_labels("labels", labels, height * width)
+    from matplotlib.colors import to_rgb
+
+    colours = torch.tensor([to_rgb(_colour(c)) for c in range(int(labels.max()) + 1)])
+    ax = axes_or_new(ax, 4, 4 * height / width)
+    ax.imshow(colours[labels].view(height, width, 3).numpy(), interpolation="nearest")
+    ax.set_axis_off()
+    return ax
+
+
+def covariance_spectra(trajectory: Trajectory, *, ax: Axes | None = None) -> Axes:
+    """Share of the variance along every eigenvector of the covariance of X, step by step.
+
+    Figures 9 and 12-15 of Attention Clusters; there the eigenvalues themselves, here their share of
+    the sum, because X grows with every step. The six largest are coloured.
+
+    Args:
+        trajectory: of :func:`graphattn.dynamics.simulate`.
+        ax: where to draw; new axes if None.
+
+    Returns:
+        The matplotlib axes.
+
+    Raises:
+        ValueError: if `trajectory` is none.
+
+    Example:
+        >>> import torch, graphattn as ga
+        >>> x = torch.randn(50, 3, dtype=torch.float64)
+        >>> trajectory = ga.dynamics.simulate(x, ga.complete_graph(50), steps=5)
+        >>> len(ga.plot.covariance_spectra(trajectory).lines)
+        3
+    """
+    spectra = _checked("trajectory", trajectory).spectra
+    share = spectra / spectra.sum(dim=1, keepdim=True)
+    ax = axes_or_new(ax, 5, 3.2)
+    for k in range(share.shape[1] - 1, -1, -1):
+        name = f"λ{k + 1}" if k < len(COLOURS) else None
+        ax.plot(range(len(share)), share[:, k], color=_colour(k), linewidth=1.6, label=name)
+    ax.set(xlabel="step", ylabel="share of the variance", ylim=(-0.02, 1.02))
+    _whole_steps(ax)
+    handles, names = ax.get_legend_handles_labels()
+    ax.legend(handles[::-1], names[::-1], frameon=False, fontsize=8)
+    style_axes(ax)
+    return ax
+
+
+def cluster_counts(
+    trajectories: Mapping[str, Trajectory], *, tolerance: float = 0.1, ax: Axes | None = None
+) -> Axes:
+    """Number of merged clusters after every step, one line per trajectory, on a log scale.
+
+    Args:
+        trajectories: name -> trajectory, with at least one step.
+        tolerance: of the merging, see :func:`graphattn.dynamics.cluster`.
+        ax: where to draw; new axes if None.
+
+    Returns:
+        The matplotlib axes.
+
+    Raises:
+        ValueError: if there is no trajectory, or one without steps.
+
+    Example:
+        >>> import torch, graphattn as ga
+        >>> x = torch.randn(50, 3, dtype=torch.float64)
+        >>> run = ga.dynamics.simulate(x, ga.complete_graph(50), steps=5)
+        >>> [line.get_label() for line in ga.plot.cluster_counts({"global": run}).lines]
+        ['global']
+    """
+    if not trajectories:
+        raise ValueError("trajectories must hold at least one trajectory, got none")
+    tolerance = as_float("tolerance", tolerance, positive=True)
+    ax = axes_or_new(ax, 5, 3.2)
+    for i, (name, trajectory) in enumerate(trajectories.items()):
+        if _checked(f"trajectories[{name!r}]", trajectory).num_steps == 0:
+            raise ValueError(f"trajectories must have steps, got none for {name!r}")
+        counts = merged_counts(trajectory, tolerance=tolerance)
+        ax.plot(
+            range(1, len(counts) + 1),
+            counts,
+            marker="o",
+            markersize=3,
+            linewidth=1.6,
+            color=COLOURS[i % len(COLOURS)],
+            label=name,
+        )
+    ax.set_yscale("log")
+    ax.set(xlabel="step", ylabel="merged clusters")
+    _whole_steps(ax)
+    legend = ax.legend(
+        ax.lines[-len(trajectories) :], list(trajectories), frameon=False, fontsize=8
+    )
+    for text in legend.get_texts():
+        text.set_parse_math(False)  # a "$" in a name is no mathematics
+    style_axes(ax)
+    return ax
+
+
+def _whole_steps(ax: Axes) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+
+
+def _checked(name: str, trajectory: Trajectory) -> Trajectory:
+    if not isinstance(trajectory, Trajectory):
+        raise ValueError(f"{name} must be a Trajectory, got {type(trajectory).__name__}")
+    return trajectory
+
+
+def _colour(rank: int) -> str:
+    return COLOURS[rank] if rank < len(COLOURS) else SMALL

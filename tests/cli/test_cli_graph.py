@@ -1,0 +1,293 @@
+"""`graphattn graph` says what networkx and theory say, draws it, and refuses nonsense."""
+
+from __future__ import annotations
+
+import base64
+import itertools
+import json
+import math
+import re
+from pathlib import Path
+
+import networkx
+import numpy as np
+import pytest
+import scipy.sparse
+import torch
+from typer.testing import CliRunner, Result
+
+import graphattn as ga
+from graphattn.cli.app import app
+from graphattn.cli.graph.facts import diameter_bounds, farthest_path
+from graphattn.cli.graph.kinds import KINDS, build, sizes_of
+
+
+def run(*arguments: str | int | Path) -> Result:
+    return CliRunner().invoke(app, ["graph", *map(str, arguments)])
+
+
+def facts(folder: Path, *arguments: str | int) -> dict:
+    result = run(*arguments, "--json", folder / "facts.json")
+    assert result.exit_code == 0, result.output
+    return json.loads((folder / "facts.json").read_text(encoding="utf-8"))
+
+
+SMALL = {
+    "window-path": ["--tokens", 23, "--window", 3],
+    "window-cycle": ["--tokens", 17, "--window", 2],
+    "causal-window": ["--tokens", 19, "--window", 4],
+    "causal": ["--tokens", 11],
+    "complete": ["--tokens", 9, "--no-self-loops"],
+    "block-window": ["--tokens", 14, "--block-size", 5, "--shift", 2],
+    "dilated-window": ["--tokens", 20, "--window", 2, "--dilation", 3],
+    "longformer": ["--tokens", 16, "--window", 1, "--global-tokens", 2],
+    "bigbird": ["--tokens", 18, "--window", 1, "--random", 2, "--seed", 5],
+    "grid-window": ["--height", 3, "--width", 5, "--radius", 1, "--metric", "manhattan"],
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_facts_are_those_that_networkx_finds(kind, tmp_path):
+    said = facts(tmp_path, kind, *SMALL[kind])
+    graph = build(kind, {n: range(*v) if n == "global_tokens" else v for n, v in as_built(said)})
+    looks = graph.to_networkx()
+    N = looks.number_of_nodes()
+    assert (said["tokens"], said["edges"]) == (N, looks.number_of_edges())
+    degrees = [degree for _, degree in looks.in_degree()]
+    assert (said["least_degree"], said["most_degree"]) == (min(degrees), max(degrees))
+    assert said["mean_degree"] == pytest.approx(np.mean(degrees))
+    assert said["density"] == pytest.approx(looks.number_of_edges() / N**2)
+    assert said["is_causal"] == (kind.startswith("causal"))
+
+    both = looks.to_undirected()
+    parts = list(networkx.connected_components(both))
+    assert said["components"] == len(parts)
+    largest = both.subgraph(max(parts, key=len))
+    assert said["diameter"] == [networkx.diameter(largest)] * 2
+
+    W = networkx.to_numpy_array(looks)
+    W = (W + W.T) / 2
+    values = np.linalg.eigvalsh(np.diag(W.sum(1)) - W)
+    assert said["fiedler_value"] == pytest.approx(values[1], abs=1e-12)
+    assert said["max_eigenvalue"] == pytest.approx(values[-1])
+    assert said["max_step_size"] == said["step_size"] == pytest.approx(1 / (2 * values[-1]))
+    eta = said["step_size"]
+    rate, steps = said["smoothing_rate"], said["steps_until_consensus"]
+    assert rate == pytest.approx(ga.spectral.smoothing_rate(graph, eta), abs=1e-12)
+    expected = ga.spectral.steps_until_consensus(graph, eta)
+    assert steps == (expected if math.isfinite(expected) else None)
+    assert said["mask_bytes"] == N**2
+    assert said["edge_index_bytes"] == graph.edge_index.nbytes
+
+
+def as_built(said: dict) -> list[tuple[str, object]]:
+    """The sizes of a record; global tokens are listed in it."""
+    return [
+        (name, (0, len(value)) if name == "global_tokens" else value)
+        for name, value in said["sizes"].items()
+    ]
+
+
+def test_steps_to_consensus_are_counted_as_the_filter_does_them(tmp_path):
+    said = facts(tmp_path, "window-path", "--tokens", 30, "--window", 2, "--step-size", 0.05)
+    L = ga.spectral.laplacian(ga.window_path_graph(30, 2)).toarray()
+    H = np.eye(30) - 2 * 0.05 * L
+    factors = np.sort(np.abs(np.linalg.eigvalsh(H)))
+    assert said["smoothing_rate"] == pytest.approx(factors[-2])
+    steps = said["steps_until_consensus"]
+    for n, below in ((steps, True), (steps - 1, False)):
+        rest = np.linalg.matrix_power(H, n) - np.full((30, 30), 1 / 30)
+        assert (np.linalg.norm(rest, 2) <= 1e-3) == below
+
+
+def test_a_step_that_is_too_large_never_ends_in_consensus(tmp_path):
+    result = run("complete", "--tokens", 8, "--step-size", 0.2)
+    assert "never" in result.output
+    assert "the step is too large" in result.output
+    assert facts(tmp_path, "complete", "--step-size", 1)["steps_until_consensus"] is None
+    assert "do not hang together" in run("block-window").output
+
+
+THEORY = {
+    "window-path": [{"num_tokens": N, "window": w} for N, w in ((7, 3), (40, 1), (50, 24), (6, 3))],
+    "window-cycle": [{"num_tokens": N, "window": w} for N, w in ((7, 3), (40, 1), (8, 4))],
+    "causal-window": [{"num_tokens": N, "window": w} for N, w in ((9, 1), (9, 4), (40, 5), (8, 8))],
+    "causal": [{"num_tokens": N} for N in (1, 2, 13)],
+    "complete": [{"num_tokens": N} for N in (1, 2, 13)],
+    "block-window": [
+        {"num_tokens": N, "block_size": b, "shift": s}
+        for N, b, s in ((9, 9, 0), (9, 10, 4), (9, 3, 0), (9, 8, 0), (4, 8, 4), (4, 8, 3))
+    ],
+    "dilated-window": [
+        {"num_tokens": N, "window": 2, "dilation": d}
+        for N, d in ((12, 1), (12, 2), (2, 5), (12, 11))
+    ],
+    "longformer": [
+        {"num_tokens": N, "window": 1, "global_tokens": range(g), "dilation": 1}
+        for N, g in ((9, 0), (9, 1), (9, 3), (4, 4))
+    ],
+    "bigbird": [
+        {"num_tokens": N, "window": 1, "num_random": 2, "global_tokens": range(g), "seed": 3}
+        for N, g in ((12, 0), (12, 2), (3, 1))
+    ],
+    "grid-window": [
+        {"height": h, "width": w, "radius": r, "metric": metric, "class_token": token}
+        for h, w, r in ((3, 4, 1), (1, 6, 1), (1, 1, 1), (3, 3, 2), (2, 5, 3))
+        for metric in ("chebyshev", "manhattan")
+        for token in (False, True)
+    ],
+}
+
+
+@pytest.mark.parametrize(("kind", "sizes"), [(k, s) for k, all_ in THEORY.items() for s in all_])
+def test_what_theory_says_of_a_kind_holds_in_every_corner(kind, sizes):
+    theory = KINDS[kind].theory(sizes)
+    L = ga.spectral.laplacian(build(kind, sizes)).toarray()
+    value = np.linalg.eigvalsh(L)[1] if len(L) > 1 else 0.0
+    if theory is not None:
+        assert theory.lower - 1e-9 <= value <= theory.upper + 1e-9
+        assert theory.source
+
+
+def test_a_theory_that_fails_is_marked(monkeypatch):
+    monkeypatch.setattr(ga.spectral, "cycle_fiedler_value", lambda N, w: 0.5)
+    assert "VIOLATED" in run("window-cycle").output
+    monkeypatch.undo()
+    assert "VIOLATED" not in run("window-cycle").output
+
+
+def test_the_title_is_what_to_type_for_the_same_graph(tmp_path):
+    for kind, arguments in SMALL.items():
+        first = facts(tmp_path, kind, *arguments)
+        title = run(kind, *arguments).output.splitlines()[0]
+        name, typed = re.fullmatch(r"\s*([\w-]+): (.*?)\s*", title).groups()
+        assert name == kind
+        assert facts(tmp_path, kind, *typed.split()) == first
+
+
+def test_large_diameters_are_bounded_from_both_sides():
+    for graph, exact in (
+        (ga.window_path_graph(3001, 7), math.ceil(3000 / 7)),
+        (ga.window_cycle_graph(2000, 3), math.ceil(1000 / 3)),
+        (ga.grid_window_graph(40, 50, 1, metric="manhattan"), 88),
+        (ga.longformer_graph(2000, 2, [0]), 2),
+    ):
+        edges = graph.to_scipy()
+        lower, upper = diameter_bounds(
+            scipy.sparse.csr_array(edges + edges.T), np.zeros(graph.num_tokens, dtype=int)
+        )
+        assert lower <= exact <= upper
+        assert upper <= 2 * lower
+    lower, upper = diameter_bounds(ga.window_path_graph(3001, 7).to_scipy(), np.zeros(3001, int))
+    assert (lower, upper) in {(429, 429), (429, 430)}  # from the middle, twice the radius
+
+
+def test_the_farthest_path_is_a_shortest_path_to_a_farthest_token():
+    tree = networkx.random_labeled_tree(60, seed=1)
+    adjacency = scipy.sparse.csr_array(networkx.to_scipy_sparse_array(tree))
+    path = farthest_path(adjacency, 7)
+    distance = networkx.single_source_shortest_path_length(tree, 7)
+    assert path[0] == 7
+    assert all(tree.has_edge(a, b) for a, b in itertools.pairwise(path))
+    assert distance[path[-1]] == len(path) - 1 == max(distance.values())
+
+
+def test_pictures_are_written(tmp_path):
+    pytest.importorskip("matplotlib", reason="figures need the extra `plots`")
+    result = run("bigbird", "--png", tmp_path / "g.png", "--html", tmp_path / "g.html")
+    assert result.exit_code == 0, result.output
+    assert result.output.split()[-2:] == [str(tmp_path / "g.png"), str(tmp_path / "g.html")]
+    assert (tmp_path / "g.png").read_bytes().startswith(b"\x89PNG")
+    html = (tmp_path / "g.html").read_text(encoding="utf-8")
+    pictures = re.findall(r'src="data:image/png;base64,([^"]*)"', html)
+    assert len(pictures) == 3
+    assert all(base64.b64decode(data).startswith(b"\x89PNG") for data in pictures)
+    for number in re.findall(r"\d+\.\d+", result.output.split("fiedler")[0]):
+        assert number in html
+
+
+def test_a_long_graph_is_drawn_without_its_spectrum(tmp_path):
+    pytest.importorskip("matplotlib", reason="figures need the extra `plots`")
+    html = tmp_path / "g.html"
+    result = run("window-path", "--tokens", 1500, "--html", html)
+    assert result.exit_code == 0, result.output
+    assert html.read_text(encoding="utf-8").count("data:image/png") == 2
+
+
+def test_a_graph_with_too_many_edges_is_counted_and_not_listed(monkeypatch, tmp_path):
+    monkeypatch.setattr(ga.TokenGraph, "edge_index", property(lambda self: pytest.fail("listed")))
+    said = facts(tmp_path, "complete", "--tokens", 100_000)
+    assert said["edges"] == 10**10
+    assert said["mask_bytes"] == 10**10
+    assert "fiedler_value" not in said
+    assert "20,000,000 edges" in said["left_out"]
+    result = run("complete", "--tokens", 100_000, "--png", tmp_path / "g.png")
+    assert result.exit_code == 2
+    assert "10,000,000,000" in result.stderr
+
+
+def test_without_a_kind_all_of_them_are_listed_with_options_that_are_taken():
+    listing = run().output
+    for kind in KINDS:
+        assert [line.split()[0] for line in listing.splitlines() if line.strip()].count(kind) == 1
+        assert run(kind).exit_code == 0
+    assert "--block-size 16" in listing
+    assert "--no-class-token" in listing
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["window"], r"KIND must be one of window-path, .*got 'window'"),
+        (["causal", "--window", 3], r"causal has no --window; its options are --tokens$"),
+        (["window-path", "--tokens", -1], r"--tokens must be >= 0, got -1"),
+        (["window-path", "--window", 0], r"--window must be >= 1, got 0"),
+        (["block-window", "--shift", 20], r"--shift must be < block_size = 16, got 20"),
+        (["longformer", "--global-tokens", 65], r"--global-tokens must be from 0 to --tokens = 64"),
+        (["grid-window", "--metric", "round"], r"--metric must be one of 'chebyshev', 'manhattan'"),
+        (["complete", "--step-size", 0], r"--step-size must be a finite number > 0, got 0"),
+        (["complete", "--png", "nowhere/a.png"], r"--png: there is no folder nowhere"),
+        (["complete", "--png", "a.jpg"], r"--png: the ending must be one of '.png', got '.jpg'"),
+        (["complete", "--json", "nowhere/a.json"], r"--json: there is no folder nowhere"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(arguments, words):
+    result = run(*arguments)
+    assert result.exit_code == 2
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("graphattn: ")
+    assert re.search(words, line)
+    assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize("tokens", [0, 1])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "grid-window"])
+def test_the_smallest_graphs_have_facts_too(kind, tokens):
+    hubs = ["--global-tokens", 0] if "global_tokens" in KINDS[kind].options else []
+    result = run(kind, "--tokens", tokens, *hubs)
+    assert result.exit_code == 0, result.output
+    assert re.search(rf"tokens\s+{tokens}\b", result.output)
+
+
+def test_defaults_and_given_sizes_are_put_together():
+    assert sizes_of("window-path", {"window": 5, "num_tokens": None}) == {
+        "num_tokens": 64,
+        "window": 5,
+        "self_loops": False,
+    }
+    assert list(sizes_of("longformer", {"global_tokens": 2})["global_tokens"]) == [0, 1]
+    assert torch.equal(
+        build("longformer", sizes_of("longformer", {})).edge_index,
+        ga.longformer_graph(64, 4, [0]).edge_index,
+    )
+
+
+@pytest.mark.parametrize("share", [0.3, 1.5, 1.99, 2.5])
+def test_smoothing_beyond_the_largest_step_is_the_library_s(share, tmp_path):
+    """Between the largest step and twice it the top mode is the last to go; then it stays."""
+    graph = ga.window_path_graph(64, 2)
+    eta = share * ga.spectral.max_step_size(graph)
+    said = facts(tmp_path, "window-path", "--step-size", repr(eta))
+    assert said["smoothing_rate"] == pytest.approx(ga.spectral.smoothing_rate(graph, eta))
+    expected = ga.spectral.steps_until_consensus(graph, eta)
+    assert said["steps_until_consensus"] == (expected if math.isfinite(expected) else None)

@@ -1,0 +1,146 @@
+"""A report is one page: nothing is loaded, whatever it is told is text, and both modes are read."""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import re
+import sys
+from datetime import date
+from html.parser import HTMLParser
+
+import pytest
+import torch
+
+import graphattn as ga
+from graphattn.cli import outputs
+from graphattn.cli.report import Figure, write_report
+from graphattn.cli.tables import Cells
+
+HOSTILE = """<script>alert(1)</script>"><img src=x onerror=alert(2)>{{ 7 * 7 }}&lt;"""
+TABLE = Cells(
+    "a table", "its caption", ["name", "number"], [["one", "1"], ["two", "2"]], [False, True]
+)
+
+
+class Page(HTMLParser):
+    """Tags, links, classes and visible text of a page."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.html, self.text = html, ""
+        self.tags: list[str] = []
+        self.links: list[str] = []
+        self.feed(html)
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append(tag)
+        self.links += [value for name, value in attributes if name in ("src", "href")]
+
+    def handle_data(self, data):
+        self.text += data
+
+
+@pytest.fixture
+def page(tmp_path):
+    """(arguments of write_report) -> the page it writes."""
+
+    def write(title="a title", **rest) -> Page:
+        path = write_report(tmp_path / "report.html", title, **rest)
+        assert path == tmp_path / "report.html"
+        return Page(path.read_text(encoding="utf-8"))
+
+    return write
+
+
+@pytest.fixture
+def drawn():
+    figure = pytest.importorskip("matplotlib.figure", reason="figures need the extra `plots`")
+    made = figure.Figure(figsize=(2, 1))
+    made.add_subplot().plot([1, 2])
+    return made
+
+
+def test_everything_said_is_on_the_page(page, drawn):
+    found = page(
+        intro="an introduction",
+        figures=[Figure("a figure", "what it shows", drawn)],
+        tables=[TABLE],
+        facts={"seed": 17},
+    )
+    for words in ("a title", "an introduction", "a figure", "what it shows", "a table", "two"):
+        assert words in found.text
+    assert found.tags.count("img") == found.tags.count("figcaption") == 1
+    assert found.tags.count("tr") == 3
+    assert found.html.count('class="number"') == 3  # the header and both cells of one column
+
+
+def test_nothing_is_loaded_from_anywhere(page, drawn, tmp_path):
+    saved = tmp_path / "saved.png"
+    drawn.savefig(saved)
+    found = page(figures=[Figure("new", "", drawn), Figure("saved", "", saved)])
+    assert len(found.links) == 2
+    assert all(link.startswith("data:image/png;base64,") for link in found.links)
+    pictures = [base64.b64decode(link.split(",")[1]) for link in found.links]
+    assert all(picture.startswith(b"\x89PNG") for picture in pictures)
+    assert pictures[1] == saved.read_bytes()
+    assert not {"script", "link", "iframe"} & set(found.tags)
+    assert "url(" not in found.html
+    assert "@import" not in found.html
+
+
+def test_whatever_characters_it_is_given_are_text(page, drawn):
+    found = page(
+        HOSTILE,
+        intro=HOSTILE,
+        figures=[Figure(HOSTILE, HOSTILE, drawn)],
+        tables=[Cells(HOSTILE, HOSTILE, [HOSTILE], [[HOSTILE]], [False])],
+        facts={HOSTILE: HOSTILE},
+    )
+    assert "script" not in found.tags
+    assert found.tags.count("img") == 1
+    assert found.text.count(HOSTILE) >= 10
+    assert "49" not in re.sub(r"base64,[^\"]*", "", found.html)
+
+
+def test_the_footer_says_what_made_it(page):
+    footer = page(facts={"seed": 17, "size": "small"}).html.split("<footer>")[1]
+    for words in (ga.__version__, torch.__version__, date.today().isoformat(), "seed 17"):
+        assert words in footer
+
+
+def test_dark_mode_redefines_every_colour_and_no_other_colour_is_used(page, drawn):
+    style = page(figures=[Figure("f", "", drawn)]).html.split("<style>")[1].split("</style>")[0]
+    light, dark = re.findall(r":root \{(.*?)\}", style, flags=re.DOTALL)
+    names = [set(re.findall(r"(--[a-z]+):", part)) for part in (light, dark)]
+    assert names[0] == names[1] >= {"--ink", "--paper"}
+    assert set(re.findall(r"var\((--[a-z]+)\)", style)) <= names[0]
+    rules = re.sub(r":root \{.*?\}", "", style, flags=re.DOTALL)
+    # Pictures are drawn dark on white; their card is the one thing that has one colour.
+    assert re.findall(r"#[0-9a-f]{3,6}", rules) == ["#fff"]
+    assert "color-scheme: light dark" in light
+
+
+def test_a_page_without_figures_needs_no_matplotlib(page, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert page(tables=[TABLE]).tags.count("table") == 1
+    with pytest.raises(ImportError, match=r"graphattn\[plots\]"):
+        outputs.check_figures_can_be_drawn()
+
+
+def test_a_json_file_holds_null_where_a_number_is_infinite(tmp_path):
+    record = {"a": math.inf, "b": [1.5, math.nan, {"c": -math.inf}], "d": (1, "λ")}
+    outputs.write_json(tmp_path / "record.json", record)
+    text = (tmp_path / "record.json").read_text(encoding="utf-8")
+    read = json.loads(text, parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
+    assert read == {"a": None, "b": [1.5, None, {"c": None}], "d": [1, "λ"]}
+
+
+def test_a_file_that_cannot_be_written_is_refused_with_the_option_s_name(tmp_path):
+    with pytest.raises(ValueError, match=r"--png: there is no folder .*nowhere"):
+        outputs.check_output("--png", tmp_path / "nowhere" / "a.png", (".png",))
+    with pytest.raises(ValueError, match=r"--png: the ending must be one of '.png', got '.gif'"):
+        outputs.check_output("--png", tmp_path / "a.gif", (".png",))
+    outputs.check_output("--png", tmp_path / "a.png", (".png",))
+    outputs.check_output("--png", None, (".png",))

@@ -1,0 +1,281 @@
+"""`graphattn verify` passes on the library, and fails on every part of it that is made wrong."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner, Result
+
+import graphattn as ga
+from graphattn.cli import verify
+from graphattn.cli.app import app
+from graphattn.cli.verify import claims, errata, matrix_weights, windows
+from graphattn.cli.verify.claims import Case, Claim, Erratum, Exhibit, Size
+from graphattn.cli.verify.graphs import random_digraph
+
+TINY = Size(every=9, paths=((300, 1), (250, 40)), draws=3)
+BY_NAME = {claim.name: claim for claim in verify.CLAIMS}
+
+
+@pytest.fixture(autouse=True)
+def tiny(monkeypatch):
+    monkeypatch.setitem(claims.SIZES, "small", TINY)
+
+
+def run(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(app, ["verify", *map(str, arguments)])
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_every_claim_holds(name):
+    outcome = BY_NAME[name].run(TINY)
+    assert outcome.holds, (outcome.error, outcome.failures[:3])
+    assert len(outcome.cases) >= 2
+
+
+@pytest.mark.parametrize("erratum", verify.ERRATA, ids=lambda erratum: erratum.printed)
+def test_every_erratum_is_shown_and_its_correction_holds(erratum):
+    shown = erratum.run()
+    assert shown.holds, shown
+
+
+def test_the_command_ends_with_0_and_writes_everything_down(tmp_path):
+    result = run("--json", tmp_path / "v.json")
+    assert result.exit_code == 0, result.output
+    assert result.output.splitlines()[-1] == str(tmp_path / "v.json")
+    assert "FAILED" not in result.output
+    found = json.loads((tmp_path / "v.json").read_text(encoding="utf-8"))
+    assert found["passed"]
+    assert [claim["name"] for claim in found["claims"]] == list(BY_NAME)
+    assert all(claim["holds"] and claim["cases"] >= 2 for claim in found["claims"])
+    assert all(
+        claim["tightest"]["margin"] >= -claim["tightest"]["slack"] for claim in found["claims"]
+    )
+    assert len(found["errata"]) == len(verify.ERRATA)
+    assert all(erratum["shown"] and erratum["exhibit"]["numbers"] for erratum in found["errata"])
+    for claim in found["claims"]:
+        assert claim["statement"]
+        assert claim["source"]
+
+
+def test_the_report_has_both_tables_and_the_figures(tmp_path):
+    pytest.importorskip("matplotlib", reason="figures need the extra `plots`")
+    result = run("--html", tmp_path / "v.html")
+    assert result.exit_code == 0, result.output
+    html = (tmp_path / "v.html").read_text(encoding="utf-8")
+    assert html.count("data:image/png") == 2
+    assert html.count("<table>") == 2
+    assert html.count("holds") >= len(BY_NAME)
+    for words in ("Remark 4.2", "Eq. 42", "1.397"):
+        assert words in html
+
+
+def changed(by):
+    """Wraps a function of ga.spectral: what it returns is changed."""
+
+    def make(original):
+        return lambda *arguments, **keywords: by(original(*arguments, **keywords))
+
+    return make
+
+
+def the_papers(original):
+    """The Laplacian by out-degrees, symmetrised late."""
+
+    def laplacian(graph, weight=None):
+        ours = original(graph, weight)
+        looks = graph.to_scipy(weight).T
+        out, into = (np.asarray(looks.sum(axis=axis)).ravel() for axis in (1, 0))
+        ours.setdiag(ours.diagonal() + (out - into) / 2)
+        return ours
+
+    return laplacian
+
+
+PATH, LONG_PATH = "path: 2 S ≤ λ₁ ≤ 4 S", "long path: 2 S ≤ λ₁ ≤ 4 S"
+SIGNS, FALLS = "below 1 / (2 λ_max): signs stay", "below 1 / λ_max: energy falls"
+FLIPS, RISES = "above it: the top mode flips", "above it: energy can rise"
+FORM, STEPS = "E(u) = uᵀ L u", "steps to consensus: enough, none idle"
+SANDWICH = "matrix weights: a λ₁ ≤ λ ≤ b λ₁"
+
+# What is made wrong, how, and the claims that must notice.
+BROKEN = [
+    ("path_fiedler_bounds", changed(lambda b: (b[0], 0.999 * b[1])), [PATH, LONG_PATH]),
+    ("path_fiedler_bounds", changed(lambda b: (1.9 * b[0], b[1])), [PATH]),
+    ("cycle_fiedler_value", changed(lambda v: v * (1 + 1e-6)), ["cycle: λ₁ in closed form"]),
+    ("cycle_fiedler_value", changed(lambda v: 1 / v), ["cycle: λ₁ grows with the window"]),
+    ("fiedler_value", changed(lambda v: v + 1e-9), ["complete graph: λ₁ = N; apart: 0"]),
+    ("fiedler_value", changed(lambda v: 1.02 * v), ["measured rate of convergence = ω₁"]),
+    ("fiedler_value", changed(lambda v: 9 * v), ["path: λ₁ of the order w³ / N²"]),
+    ("fiedler_value", changed(lambda v: 1.2 * v), ["‖Hⁿ u - mean‖ ≤ ω₁ⁿ ‖u‖"]),
+    ("fiedler_pair", changed(lambda p: (1.01 * p[0], *p[1:])), [LONG_PATH]),
+    ("max_step_size", changed(lambda eta: 1.001 * eta), [SIGNS, FALLS]),
+    ("max_step_size", changed(lambda eta: 0.999 * eta), [FLIPS, RISES]),
+    ("energy", changed(lambda e: 1.001 * e), [FORM, "gradient step = I - 2 η L"]),
+    ("laplacian", the_papers, [FORM, "L has no negative eigenvalue"]),
+    ("smoothing_rate", changed(lambda r: r + 1e-6), ["smoothing rate = ω₁ of the filter"]),
+    ("steps_until_consensus", changed(lambda n: n + 1), [STEPS]),
+    ("steps_until_consensus", changed(lambda n: n - 1), [STEPS]),
+    ("steps_until_consensus", changed(lambda n: n // 3), ["the limit is the mean"]),
+    ("matrix_fiedler_bounds", changed(lambda b: (1.01 * b[0], b[1])), [SANDWICH]),
+    ("matrix_fiedler_bounds", changed(lambda b: (b[0], 0.99 * b[1])), [SANDWICH]),
+    (
+        "matrix_fiedler_value",
+        changed(lambda v: v * (1 + 1e-6)),
+        ["matrix weights: the Fiedler value"],
+    ),
+    (
+        "eigenvalue_one_multiplicity",
+        changed(lambda m: m + 1),
+        ["eigenvalue 1: once a closed class"],
+    ),
+    ("closed_classes", changed(lambda c: c[1:]), ["closed classes: as networkx finds"]),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "make", "noticed"), BROKEN, ids=[f"{n} {one[0]}" for n, one in enumerate(BROKEN)]
+)
+def test_a_function_made_wrong_is_noticed(monkeypatch, name, make, noticed):
+    monkeypatch.setattr(ga.spectral, name, make(getattr(ga.spectral, name)))
+    for claim in noticed:
+        assert not BY_NAME[claim].run(TINY).holds, claim
+
+
+def test_a_broken_bound_makes_the_command_end_with_1_and_say_where(monkeypatch, tmp_path):
+    original = ga.spectral.path_fiedler_bounds
+    monkeypatch.setattr(
+        ga.spectral, "path_fiedler_bounds", lambda N, w: (0.0, original(N, w)[1] * 0.99)
+    )
+    result = run("--json", tmp_path / "v.json")
+    assert result.exit_code == 1
+    assert re.search(r"FAILED path: 2 S ≤ λ₁ ≤ 4 S: \d+ cases, N \d, w 1: -0\.01\b", result.output)
+    found = json.loads((tmp_path / "v.json").read_text(encoding="utf-8"))
+    assert not found["passed"]
+    broken = {claim["name"] for claim in found["claims"] if not claim["holds"]}
+    assert broken == {"path: 2 S ≤ λ₁ ≤ 4 S", "long path: 2 S ≤ λ₁ ≤ 4 S"}
+
+
+def test_a_layer_whose_automatic_step_is_too_long_is_noticed(monkeypatch):
+    original = ga.consensus_update
+
+    def too_long(state, *rest, **keywords):
+        moved = original(state, *rest, **keywords)
+        return state + 20 * (moved - state)
+
+    monkeypatch.setattr(ga, "consensus_update", too_long)
+    outcome = BY_NAME["SelfConsensus auto: no oscillation"].run(TINY)
+    assert "ArithmeticError" in outcome.error  # the layer itself does something else
+    monkeypatch.setattr(matrix_weights.torch, "allclose", lambda *_, **__: True)
+    for name in ("no oscillation", "energy falls"):
+        assert BY_NAME[f"SelfConsensus auto: {name}"].run(TINY).failures
+
+
+def test_an_erratum_that_is_no_longer_one_ends_the_command_with_1(monkeypatch):
+    gone = Erratum("Eq. 0", "2 + 2 = 5", "4", lambda: Exhibit(0.0, 0.0, {"2 + 2": 4.0}))
+    monkeypatch.setattr(verify, "CLAIMS", [BY_NAME["the limit is the mean"]])
+    monkeypatch.setattr(verify, "ERRATA", [gone])
+    result = run()
+    assert result.exit_code == 1
+    assert "FAILED Eq. 0" in result.output
+
+
+def test_a_check_that_cannot_finish_has_not_passed(monkeypatch):
+    def fails(size):
+        yield Case("first", 1.0)
+        raise ValueError("no such graph")
+
+    monkeypatch.setattr(verify, "CLAIMS", [Claim("a claim", "here", "", fails)])
+    monkeypatch.setattr(verify, "ERRATA", [Erratum("there", "", "", lambda: 1 / 0)])
+    result = run()
+    assert result.exit_code == 1
+    assert "FAILED a claim: ValueError: no such graph" in result.output
+    assert "FAILED there: ZeroDivisionError" in result.output
+
+
+@pytest.mark.parametrize(
+    "cases", [[], [Case("a", math.nan, 1.0)], [Case("a", 1.0), Case("b", -1e-9, 1e-10)]]
+)
+def test_no_case_and_nan_and_what_exceeds_its_slack_fail(cases):
+    assert not Claim("c", "", "", lambda size: cases).run(TINY).holds
+    assert Claim("c", "", "", lambda size: [Case("a", -1e-9, 1e-8)]).run(TINY).holds
+
+
+def test_the_tightest_case_is_a_failure_where_there_is_one_and_else_the_nearest():
+    def tightest(kind, *cases):
+        return Claim("c", "", "", lambda size: cases, kind).run(TINY).tightest.name
+
+    assert tightest("inequality", Case("a", 0.5), Case("b", 0.1), Case("c", -1e-12, 1e-9)) == "c"
+    assert tightest("inequality", Case("a", 0.5), Case("b", 0.1), Case("c", 0.3)) == "b"
+    assert tightest("inequality", Case("a", -0.5, 1.0), Case("b", -0.1)) == "b"
+    assert tightest("equation", Case("a", -1e-9, 1e-3), Case("b", -1e-10, 1e-9)) == "b"
+
+
+def test_bad_input_is_one_line_and_exit_code_2():
+    for arguments, words in (
+        (["--size", "huge"], "size must be one of 'small', 'full', got 'huge'"),
+        (["--json", "nowhere/v.json"], "--json: there is no folder nowhere"),
+    ):
+        result = run(*arguments)
+        assert result.exit_code == 2
+        assert result.stderr == f"graphattn: {words}\n"
+
+
+# The oracles of the claims, beside other ways.
+
+
+@pytest.mark.parametrize("N", [3, 4, 9, 10])
+def test_spectra_by_symmetry_are_spectra(N):
+    for build, spectrum in (
+        (ga.window_cycle_graph, windows.circulant_spectrum),
+        (ga.window_path_graph, windows.mirror_spectrum),
+    ):
+        together = windows.laplacians(build, N)
+        alone = [ga.spectral.laplacian(build(N, w)).toarray() for w in windows.windows(N)]
+        np.testing.assert_array_equal(together, alone)
+        np.testing.assert_allclose(spectrum(together), np.linalg.eigvalsh(alone), atol=1e-13)
+    lopsided = np.diag(np.arange(float(N)))
+    for spectrum in (windows.circulant_spectrum, windows.mirror_spectrum):
+        with pytest.raises(ArithmeticError):
+            spectrum(lopsided)
+
+
+def test_every_window_below_half_is_tried_once():
+    every = {f"N {N}, w {w}" for N in range(1, 10) for w in range(1, 10) if w < N / 2}
+    for name in ("cycle: λ₁ in closed form", PATH):
+        names = [case.name for case in BY_NAME[name].run(TINY).cases]
+        assert len(names) == len(set(names))
+        assert set(names) == every
+
+
+def test_the_block_laplacian_is_the_hessian_of_the_energy():
+    graph, _ = random_digraph(3)
+    R = matrix_weights.random_matrices(graph, 3)
+    C = R.shape[-1]
+
+    def energy(flat):
+        u = flat.view(-1, C)
+        gap = u[graph.edge_index[1]] - u[graph.edge_index[0]]
+        return 0.5 * torch.einsum("ec,ecd,ed->", gap, R, gap)
+
+    start = torch.zeros(graph.num_tokens * C, dtype=torch.float64)
+    hessian = torch.autograd.functional.hessian(energy, start)
+    expected = matrix_weights.block_laplacian(graph, R)
+    np.testing.assert_allclose(hessian.numpy() / 2, expected, atol=1e-12)
+
+
+def test_exhibits_have_the_numbers_that_can_be_worked_out_by_hand():
+    numbers = errata.energy_by_out_degrees().numbers
+    assert list(numbers.values()) == pytest.approx([1.5, 0.0, 1.5])
+    shown = errata.semidefinite_by_out_degrees()
+    assert shown.violation == pytest.approx((math.sqrt(12) - 3) / 2)
+    assert errata.rope_amplifies().numbers["Eq. 42"] == pytest.approx(1.397, abs=5e-4)
+    star = errata.one_direction_on_a_star().numbers
+    assert list(star.values()) == pytest.approx([1 / 9, 0.25, -1.25, 1 / 16, 1 - 9 / 16])
+    assert errata.limit_of_equation_12().numbers["limit_0"] == pytest.approx(3.5)
