@@ -1,13 +1,16 @@
-"""Sphinx configuration; `make docs` builds the site. Figures are drawn first, by figures.py."""
+"""Sphinx configuration; `make docs` builds the site. Figures are drawn first, by figures.py and
+gallery.py.
+"""
 
 import re
 import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE))  # figures.py, records.py, support.py
+sys.path.insert(0, str(HERE))  # figures.py, gallery.py, records.py, support.py
 
 import figures  # noqa: E402
+import gallery  # noqa: E402
 import records  # noqa: E402
 import support  # noqa: E402
 from docutils import nodes  # noqa: E402
@@ -85,6 +88,7 @@ def one_signature_per_function(app) -> None:
 def draw_and_list(app) -> None:
     """What no one should write by hand: figures, benchmark records and the support matrix."""
     figures.draw_all(HERE / "_figures")
+    gallery.draw_all(HERE / "_figures")
     (HERE / "_figures" / "benchmarks.md").write_text(records.markdown(), encoding="utf-8")
     draw_support()
 

@@ -17,7 +17,7 @@ from graphattn import graphs
 from graphattn.nn.graph_layer import GraphLayer
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
-PARTS = ("nn", "spectral", "data", "plot", "models", "train")
+PARTS = ("nn", "spectral", "dynamics", "diagnostics", "data", "plot", "models", "train")
 MODULES = ["graphattn", *(f"graphattn.{name}" for name in PARTS)]
 DIRECTIVE = re.compile(
     r"^\.\. (?:auto|py:)?(currentmodule|module|function|class|exception|data)::"
@@ -103,7 +103,7 @@ def test_every_builder_has_a_picture_on_the_page_of_graphs(builder):
 
 def test_every_picture_of_a_page_is_drawn_and_every_picture_drawn_is_shown():
     figures = script("figures")
-    drawn = {*figures.BUILDERS, *figures.OTHERS}
+    drawn = {*figures.BUILDERS, *figures.OTHERS, *script("gallery").FIGURES}
     shown: set[str] = set()
     for page in DOCS.rglob("*.md"):
         shown |= set(re.findall(r"_figures/(\w+)\.png", page.read_text(encoding="utf-8")))

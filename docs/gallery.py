@@ -1,0 +1,444 @@
+"""The figures of gallery.md, one function each; numbers in them are computed as they are drawn.
+
+python docs/gallery.py            all of them, into docs/_figures (Sphinx does this by itself)
+python docs/gallery.py NAME ...   some
+
+Needs the extra `docs` (matplotlib, scikit-learn). The data are what scikit-learn ships.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+import graphattn as ga
+from graphattn.plot.style import COLOURS, INK, style_axes
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+HERE = Path(__file__).resolve().parent
+DPI = 192  # twice the resolution of a screen
+
+
+def canvas(
+    width: float,
+    height: float,
+    rows: int = 1,
+    columns: int = 1,
+    *,
+    maps: bool = False,
+    **options: Any,
+) -> Any:
+    """A figure of so many inches and its axes, as an array; no pyplot, so no window can open."""
+    from matplotlib.figure import Figure
+
+    layout = "compressed" if maps else "constrained"  # maps are square: no gaps between them
+    figure = Figure(figsize=(width, height), layout=layout)
+    return figure, figure.subplots(rows, columns, squeeze=False, **options)
+
+
+def name(ax: Axes, title: str) -> None:
+    ax.set_title(title, fontsize=9, color=INK)
+
+
+# Consensus: the filter and the rate of mixing.
+
+
+def gallery_low_pass() -> Figure:
+    """What a step keeps of every mode, and what that does to a noisy signal."""
+    graph = ga.window_path_graph(64, window=2)
+    eta = ga.spectral.max_step_size(graph)
+    shown = (1, 4, 16, 64)
+    figure, ((left, right),) = canvas(8.4, 3.3, 1, 2)
+    ga.plot.filter_response(graph, eta, steps=shown, ax=left)
+    name(left, "The filter: a window path, N = 64, w = 2")
+    noise = torch.randn(64, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    signal = (torch.arange(64) >= 32) + 0.25 * noise
+    right.plot(signal, color="#bbbbbb", linewidth=1.2, label="start")
+    for n in range(1, max(shown) + 1):
+        signal = signal - eta * ga.spectral.energy_gradient(graph, signal)
+        if n in shown:
+            colour = COLOURS[shown.index(n)]
+            label = "1 step" if n == 1 else f"{n} steps"
+            right.plot(signal, color=colour, linewidth=1.6, label=label)
+    right.axhline(float(signal.mean()), color=INK, linewidth=0.8, linestyle=(0, (4, 3)))
+    right.annotate("the mean", (63, float(signal.mean())), (0, 3), textcoords="offset points",
+                   ha="right", fontsize=8, color=INK)  # fmt: skip
+    right.set(xlabel="token", ylabel="signal (no unit)")
+    right.legend(frameon=False, fontsize=8, loc="upper left")
+    style_axes(right)
+    name(right, "A noisy step, filtered")
+    return figure
+
+
+def gallery_fiedler() -> Figure:
+    """The Fiedler value of window paths between its two bounds, and where between them."""
+    figure, ((by_window, by_length, between),) = canvas(10.2, 3.4, 1, 3)
+    ga.plot.path_fiedler_values(1024, [1, 2, 4, 8, 16, 32, 64, 128, 256], ax=by_window)
+    name(by_window, "Wider windows mix faster: w³")
+    ga.plot.path_fiedler_values([16, 32, 64, 128, 256, 512, 1024, 2048, 4096], 2, ax=by_length)
+    name(by_length, "Longer sequences slower: 1 / N²")
+    for i, N in enumerate((32, 128, 512)):
+        windows = sorted({max(1, round(N / 2 * share / 24)) for share in range(1, 25)})
+        windows = [w for w in windows if w < N / 2]
+        ratio = [
+            ga.spectral.fiedler_value(ga.window_path_graph(N, w))
+            / (ga.spectral.path_fiedler_bounds(N, w)[0] / 2)
+            for w in windows
+        ]
+        between.plot([w / N for w in windows], ratio, "o-", color=COLOURS[i], markersize=3,
+                     linewidth=1.2, label=f"N = {N}")  # fmt: skip
+    for bound in (2, 4):
+        between.axhline(bound, color=INK, linewidth=1)
+        between.annotate(f"bound: {bound} S", (0.01, bound), (0, 3), textcoords="offset points",
+                         fontsize=8, color=INK)  # fmt: skip
+    between.set(xlabel="window / length, w / N", ylabel="λ₁ / S", ylim=(1.85, 4.3))
+    between.legend(frameon=False, fontsize=8, loc="center left")
+    style_axes(between)
+    name(between, "The upper bound is the near one")
+    return figure
+
+
+# Attention without weights.
+
+
+class Picture(NamedTuple):
+    pixels: Tensor  # [side, side, 3], 0 .. 1
+    tokens: Tensor  # [side * side, 3], standardised
+
+
+@cache
+def flower(side: int = 64) -> Picture:
+    """The middle of scikit-learn's flower, averaged over blocks of pixels."""
+    from sklearn.datasets import load_sample_image
+
+    image = torch.from_numpy(load_sample_image("flower.jpg").copy()).double() / 255
+    height, width, _ = image.shape
+    edge = (width - height) // 2
+    square = image[:, edge : edge + height].permute(2, 0, 1)[None]
+    pixels = functional.interpolate(square, size=(side, side), mode="area")[0].permute(1, 2, 0)
+    return Picture(pixels, ga.dynamics.standardize(pixels.reshape(-1, 3)))
+
+
+PATTERNS: dict[str, Callable[[int], ga.TokenGraph]] = {
+    "global": ga.complete_graph,
+    "blocks of 512": lambda N: ga.block_window_graph(N, 512),
+    "blocks of 128": lambda N: ga.block_window_graph(N, 128),
+    "Longformer 512": lambda N: ga.longformer_graph(N, 256, [N // 2]),
+}
+
+
+@cache
+def simulated(pattern: str) -> ga.dynamics.Trajectory:
+    """20 steps of weightless attention among the pixels of the flower."""
+    x = flower().tokens
+    return ga.dynamics.simulate(x, PATTERNS[pattern](len(x)), steps=20)
+
+
+def gallery_clusters() -> Figure:
+    """Pixels of an image by cluster, under four patterns, beside KMeans without attention."""
+    picture, side = flower(), len(flower().pixels)
+    plain = ga.dynamics.cluster(picture.tokens, method="kmeans", num_clusters=2)
+    figure, axes = canvas(8.4, 6.2, 2, 3)
+    axes[0, 0].imshow(picture.pixels.numpy(), interpolation="nearest")
+    name(axes[0, 0], f"input, {side} x {side} pixels = {side * side:,} tokens")
+    ga.plot.cluster_image(plain, side, side, ax=axes[0, 1])
+    name(axes[0, 1], f"no attention: KMeans, k = 2\nsilhouette {score(picture.tokens, plain)}")
+    for ax, pattern in zip(axes.flat[2:], PATTERNS, strict=True):
+        update = simulated(pattern).updates[-1]
+        labels = ga.dynamics.cluster(update, method="kmeans", num_clusters=2)
+        merged = int(ga.dynamics.cluster(update).max()) + 1
+        ga.plot.cluster_image(labels, side, side, ax=ax)
+        same = 100 * agreement(labels, plain)
+        name(ax, f"{pattern}: silhouette {score(update, labels)}\n"
+                 f"{merged} merged; {same:.0f} % as KMeans")  # fmt: skip
+    for ax in axes.flat:
+        on_image(ax, "pixels")
+    return figure
+
+
+def score(points: Tensor, labels: Tensor) -> str:
+    return f"{ga.dynamics.silhouette(points, labels):.2f}"
+
+
+def agreement(labels: Tensor, others: Tensor) -> float:
+    """Share of tokens with the same of two clusters, whichever way round they are named."""
+    same = float((labels == others).double().mean())
+    return max(same, 1 - same)
+
+
+def on_image(ax: Axes, unit: str) -> None:
+    """A thin frame, axes that say what they count."""
+    ax.set_axis_on()
+    ax.set(xlabel=f"column ({unit})", ylabel=f"row ({unit})")
+    style_axes(ax, frame=True)
+
+
+def gallery_cluster_counts() -> Figure:
+    """How many merged clusters are left, step by step, under the four patterns."""
+    figure, ((ax,),) = canvas(5.6, 3.4)
+    ga.plot.cluster_counts({pattern: simulated(pattern) for pattern in PATTERNS}, ax=ax)
+    ax.lines[-1].set_linestyle((0, (3, 2)))  # Longformer's covers that of global attention
+    ax.legend(frameon=False, fontsize=8)
+    ax.set_ylabel("merged clusters (of 4,096 tokens)")
+    name(ax, "Small blocks leave more clusters")
+    return figure
+
+
+def gallery_scalings() -> Figure:
+    """Eigenvalues of the covariance under the three scalings of Attention Clusters, Figure 9."""
+    from sklearn.datasets import load_breast_cancer
+
+    # Radius, texture, perimeter.
+    table = torch.from_numpy(load_breast_cancer().data[:, :3]).double()
+    tables = {"breast cancer, 569 x 3": table, "flower, 4,096 x 3": flower().tokens}
+    figure, axes = canvas(9.6, 5.6, 2, 3)
+    for row, (title, x) in zip(axes, tables.items(), strict=True):
+        graph = ga.longformer_graph(len(x), 64, [0])
+        runs = {
+            scaling: ga.dynamics.simulate(
+                ga.dynamics.standardize(x), graph, steps=20, scaling=scaling
+            )
+            for scaling in ("sdp", "sq", "sq_inplace")
+        }
+        apart = (runs["sdp"].states - runs["sq"].states).abs().max() / runs["sdp"].max_abs[-1]
+        notes = {"sdp": "", "sq": f" (= sdp to {float(apart):.0e})", "sq_inplace": ""}
+        for ax, (scaling, run) in zip(row, runs.items(), strict=True):
+            ga.plot.covariance_spectra(run, ax=ax)
+            gap = run.spectra[:, 0] / run.spectra[:, 1]
+            name(
+                ax,
+                f"{title}: {scaling}{notes[scaling]}\n"
+                f"λ1 / λ2: {gap[1]:.1f} → {gap[-1]:,.1f}, largest |x| {run.max_abs[-1]:.1f}",
+            )
+            ax.set(yscale="log", ylim=(1e-6, 2))  # the gap is a distance
+        for ax in row[1:]:
+            ax.set_ylabel("")
+            ax.tick_params(labelleft=False)
+            ax.get_legend().remove()
+    return figure
+
+
+def gallery_flows() -> Figure:
+    """Particles that trust those near them, and particles that listen to all."""
+    generator = torch.Generator().manual_seed(4)
+    x = 2 * torch.rand(80, 2, generator=generator, dtype=torch.float64) - 1
+    steps = 400
+    flows = {
+        "softmax attention, all pairs": ga.dynamics.consensus_flow(
+            x, ga.complete_graph(len(x)), steps=steps
+        ),
+        "Krause: trust within 0.4": ga.dynamics.krause_flow(x, radius=0.4, steps=steps),
+        "Krause: the 8 nearest, σ = 0.5": ga.dynamics.krause_flow(
+            x, sigma=0.5, top_k=8, steps=steps
+        ),
+    }
+    figure, axes = canvas(11.2, 3.3, 1, 4)
+    for ax, (title, flow) in zip(axes[0], flows.items(), strict=False):
+        paths(ax, flow)
+        clusters = flow.num_clusters()
+        name(ax, f"{title}\nends in {clusters} cluster{'s' * (clusters > 1)}")
+    for i, flow in enumerate(flows.values()):
+        label = ("softmax", "Krause, within 0.4", "Krause, 8 nearest")[i]
+        style = ("-", "-", (0, (3, 2)))[i]  # the last two nearly coincide
+        axes[0, 3].plot(flow.spread.clamp(min=1e-12)[:61], color=COLOURS[i], linestyle=style,
+                        linewidth=1.6, label=label)  # fmt: skip
+    axes[0, 3].set(xlabel="step", ylabel="spread (units of the features)", yscale="log",
+                   ylim=(1e-6, 3))  # fmt: skip
+    axes[0, 3].legend(frameon=False, fontsize=8, loc="center right")
+    style_axes(axes[0, 3])
+    name(axes[0, 3], "Collapse, or not")
+    return figure
+
+
+def paths(ax: Axes, flow: ga.dynamics.ParticleFlow) -> None:
+    """The way of every particle, from a small grey dot to a large one."""
+    labels = ga.dynamics.cluster(flow.states[-1], tolerance=0.01, spread=float(flow.spread[0]))
+    for particle, cluster in enumerate(labels.tolist()):
+        way = flow.states[:, particle]
+        colour = COLOURS[cluster] if cluster < len(COLOURS) else "#888888"
+        ax.plot(way[:, 0], way[:, 1], color=colour, linewidth=0.7, alpha=0.7)
+        ax.plot(*way[0], ".", color="#999999", markersize=2.5)
+        ax.plot(*way[-1], "o", color=colour, markersize=5, zorder=3)
+    ax.set(xlabel="feature 0 (no unit)", ylabel="feature 1 (no unit)", aspect="equal")
+    style_axes(ax)
+
+
+# Gaussian kernel attention, trained: digits.py, beside this file, is imported where it is needed.
+
+
+def draw_digit(ax: Axes, digit: int) -> None:
+    from digits import image_of
+
+    ax.imshow(image_of(digit).view(8, 8).numpy(), cmap="gray_r", vmin=0, vmax=1)
+    on_image(ax, "pixels")
+
+
+def gallery_bandwidths() -> Figure:
+    """What a model that reads digits has learned: one bandwidth per head and layer."""
+    from digits import trained
+
+    found = trained()
+    sigma = ga.diagnostics.bandwidths(found.model).values
+    figure, ((left, right),) = canvas(8.4, 3.3, 1, 2)
+    ga.plot.bandwidth_map(sigma, ax=left)
+    name(left, f"Reads {100 * found.accuracy:.1f} % of 450 held-out digits")
+    ga.plot.bandwidth_lines(sigma, ax=right)
+    start = {"color": INK, "linewidth": 0.8, "linestyle": (0, (4, 3)), "label": "at the start"}
+    right.axhline(found.start, **start)
+    below = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.16), "ncols": 5}  # free of lines
+    right.legend(frameon=False, fontsize=7, **below)
+    name(right, "The same, head by head")
+    return figure
+
+
+def gallery_class_token() -> Figure:
+    """Where the class token looks, head by head, in the last layer; and the rollout of all."""
+    from digits import recorded
+
+    shown = (0, 3, 7)
+    figure, axes = canvas(10.4, 5.1, len(shown), 6, maps=True)
+    for row, digit in zip(axes, shown, strict=True):
+        layers = recorded(digit)
+        last = layers[-1]
+        draw_digit(row[0], digit)
+        rolled = ga.diagnostics.rollout([r.weights for r in layers], last.graph).flatten()
+        maps = [*last.weights.T, rolled]
+        darkest = max(float(weights[1:65].max()) for weights in maps)  # of the class token's edges
+        for ax, weights in zip(row[1:], maps, strict=True):
+            ga.plot.class_token_attention(weights, last.graph, grid=(8, 8), vmax=darkest, ax=ax)
+    titles = ["held-out digit", *(f"last layer, head {h}" for h in range(4)), "rollout, 4 layers"]
+    tidy_maps(axes, titles)
+    return figure
+
+
+def tidy_maps(axes: Any, titles: list[str]) -> None:
+    """Titles on the first row of a grid of maps, labels on its edge, a colour bar per row."""
+    for r, row in enumerate(axes):
+        for c, ax in enumerate(row):
+            if r == 0:
+                name(ax, titles[c])
+            ax.set_xlabel("column (pixels)" if r == len(axes) - 1 else "")
+            ax.set_ylabel("row (pixels)" if c == 0 else "")
+            ax.set_xticks([0, 3, 7])
+            ax.set_yticks([0, 3, 7])
+            bar = ax.images[0].colorbar
+            if bar is not None and c < len(row) - 1:
+                bar.remove()  # all of a row have the shades of its last
+
+
+def gallery_patches() -> Figure:
+    """Where four pixels look: the mean over heads, first and last layer."""
+    from digits import recorded
+
+    layers = recorded(3)
+    queries = ((2, 2), (4, 4), (6, 6), (2, 6))  # a quarter, half, three quarters; upper right
+    figure, axes = canvas(9.6, 3.9, 2, 5, maps=True)
+    for row, layer in zip(axes, (layers[0], layers[-1]), strict=True):
+        draw_digit(row[0], 3)
+        weights = layer.weights.mean(dim=-1)
+        rows = [1 + 8 * down + across for down, across in queries]
+        darkest = float(weights.view(65, 65)[rows, 1:].max())
+        for ax, query in zip(row[1:], queries, strict=True):
+            ga.plot.patch_attention(weights, layer.graph, query, grid=(8, 8), vmax=darkest, ax=ax)
+    titles = ["held-out digit", *(f"from pixel {query}" for query in queries)]
+    tidy_maps(axes, titles)
+    for row, layer in zip(axes, ("first layer", "last layer"), strict=True):
+        row[0].set_ylabel(f"{layer}\nrow (pixels)")
+    return figure
+
+
+def gallery_off_diagonal() -> Figure:
+    """One head per layer: all weights, and those that tokens give to others."""
+    from digits import recorded, trained
+
+    layers = recorded(3)
+    figure, axes = canvas(10.4, 5.2, 2, len(layers), maps=True)
+    for depth, (layer, pair) in enumerate(zip(layers, axes.T, strict=True)):
+        sigma = ga.diagnostics.bandwidths(trained().model).values[depth]
+        head = int(sigma.argmin())
+        weights = layer.weights[:, head]
+        own = weights[layer.graph.edge_index[0] == layer.graph.edge_index[1]].mean()
+        ga.plot.attention_weights(weights, layer.graph, ax=pair[0])
+        ga.plot.off_diagonal_attention(weights, layer.graph, ax=pair[1])
+        name(pair[0], f"layer {depth}, head {head}, σ = {sigma[head]:.2f}\n"
+                      f"to itself: {100 * float(own):.0f} %")  # fmt: skip
+        name(pair[1], "without the diagonal")
+    for ax in axes.flat:
+        colour_bar(ax, "attention weight" if ax in axes[:, -1] else "")
+        ax.set(xlabel="source token j", ylabel="target token i" if ax in axes[:, 0] else "")
+    return figure
+
+
+def colour_bar(ax: Axes, label: str) -> None:
+    bar = ax.figure.colorbar(ax.images[0], ax=ax)
+    bar.set_label(label, color=INK, fontsize=9)
+    bar.ax.tick_params(colors=INK, labelsize=7, width=0.6, length=3)
+    bar.outline.set(color="#999999", linewidth=0.6)
+
+
+def gallery_layers() -> Figure:
+    """How attention changes with depth: the matrix, the class token's map, and where it looks."""
+    from digits import recorded
+    from matplotlib.colors import to_rgb
+
+    layers = recorded(3)
+    figure, axes = canvas(8.6, 2.5 * len(layers), len(layers), 3)
+    for depth, (layer, row) in enumerate(zip(layers, axes, strict=True)):
+        mean = layer.weights.mean(dim=-1)
+        ga.plot.attention_weights(mean, layer.graph, ax=row[0])
+        colour_bar(row[0], "attention weight")
+        ga.plot.class_token_attention(mean, layer.graph, grid=(8, 8), ax=row[1])
+        draw_digit(row[2], 3)
+        share = mean.view(65, 65)[0, 1:].view(8, 8)
+        cover = torch.tensor(to_rgb(COLOURS[1])).expand(8, 8, 3)
+        cover = torch.cat([cover, (0.9 * share / share.max())[..., None]], dim=-1)
+        row[2].imshow(cover.numpy(), interpolation="bilinear")
+        name(row[0], f"layer {depth}: mean over heads")
+        name(row[1], "class token")
+        name(row[2], "the same, over the digit")
+        row[0].set(xlabel="source token j", ylabel="target token i")
+        for ax in row[1:]:
+            on_image(ax, "pixels")
+    return figure
+
+
+FIGURES: dict[str, Callable[[], Figure]] = {
+    draw.__name__: draw
+    for draw in (
+        gallery_low_pass,
+        gallery_fiedler,
+        gallery_clusters,
+        gallery_cluster_counts,
+        gallery_scalings,
+        gallery_flows,
+        gallery_bandwidths,
+        gallery_class_token,
+        gallery_patches,
+        gallery_off_diagonal,
+        gallery_layers,
+    )
+}
+
+
+def draw_all(folder: Path, names: list[str] | None = None) -> None:
+    """Every figure, or some, as ``folder/NAME.png``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # of tensors this small, threads wait for each other most of the time
+    for chosen in names or FIGURES:
+        FIGURES[chosen]().savefig(folder / f"{chosen}.png", dpi=DPI, facecolor="white")
+    torch.set_num_threads(threads)
+
+
+if __name__ == "__main__":
+    draw_all(HERE / "_figures", sys.argv[1:])
