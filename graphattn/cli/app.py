@@ -230,8 +230,9 @@ def graph(
             help="Of consensus. Default: the largest that changes no sign.", show_default=False
         ),
     ] = None,
-    png: Annotated[
-        Path | None, typer.Option(dir_okay=False, help="Draw it into this file.")
+    plot: Annotated[
+        Path | None,
+        typer.Option(dir_okay=False, help="Draw it into this file: .png, .svg or .pdf."),
     ] = None,
     html: Annotated[
         Path | None, typer.Option(dir_okay=False, help="Write a report with pictures.")
@@ -260,7 +261,7 @@ def graph(
         "class_token": class_token,
     }
     try:
-        run_graph(kind, sizes, step_size, png, html, json, _console())
+        run_graph(kind, sizes, step_size, plot, html, json, _console())
     except (ImportError, ValueError, OSError) as error:
         typer.echo(f"graphattn: {error}", err=True)
         raise typer.Exit(2) from None

@@ -194,10 +194,12 @@ def test_the_farthest_path_is_a_shortest_path_to_a_farthest_token():
 
 def test_pictures_are_written(tmp_path):
     pytest.importorskip("matplotlib", reason="figures need the extra `plots`")
-    result = run("bigbird", "--png", tmp_path / "g.png", "--html", tmp_path / "g.html")
+    result = run("bigbird", "--plot", tmp_path / "g.png", "--html", tmp_path / "g.html")
     assert result.exit_code == 0, result.output
     assert result.output.split()[-2:] == [str(tmp_path / "g.png"), str(tmp_path / "g.html")]
     assert (tmp_path / "g.png").read_bytes().startswith(b"\x89PNG")
+    run("complete", "--tokens", 20, "--plot", tmp_path / "g.svg")
+    assert "<svg" in (tmp_path / "g.svg").read_text()
     html = (tmp_path / "g.html").read_text(encoding="utf-8")
     pictures = re.findall(r'src="data:image/png;base64,([^"]*)"', html)
     assert len(pictures) == 3
@@ -221,7 +223,7 @@ def test_a_graph_with_too_many_edges_is_counted_and_not_listed(monkeypatch, tmp_
     assert said["mask_bytes"] == 10**10
     assert "fiedler_value" not in said
     assert "20,000,000 edges" in said["left_out"]
-    result = run("complete", "--tokens", 100_000, "--png", tmp_path / "g.png")
+    result = run("complete", "--tokens", 100_000, "--plot", tmp_path / "g.png")
     assert result.exit_code == 2
     assert "10,000,000,000" in result.stderr
 
@@ -246,8 +248,11 @@ def test_without_a_kind_all_of_them_are_listed_with_options_that_are_taken():
         (["longformer", "--global-tokens", 65], r"--global-tokens must be from 0 to --tokens = 64"),
         (["grid-window", "--metric", "round"], r"--metric must be one of 'chebyshev', 'manhattan'"),
         (["complete", "--step-size", 0], r"--step-size must be a finite number > 0, got 0"),
-        (["complete", "--png", "nowhere/a.png"], r"--png: there is no folder nowhere"),
-        (["complete", "--png", "a.jpg"], r"--png: the ending must be one of '.png', got '.jpg'"),
+        (["complete", "--plot", "nowhere/a.png"], r"--plot: there is no folder nowhere"),
+        (
+            ["complete", "--plot", "a.jpg"],
+            r"--plot: the ending must be one of '.png', '.svg', '.pdf', got '.jpg'",
+        ),
         (["complete", "--json", "nowhere/a.json"], r"--json: there is no folder nowhere"),
     ],
 )

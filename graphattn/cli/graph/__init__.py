@@ -21,7 +21,7 @@ def run_graph(
     kind: str | None,
     given: Mapping[str, Any],
     step_size: float | None,
-    png: Path | None,
+    plot: Path | None,
     html: Path | None,
     json: Path | None,
     console: Console,
@@ -33,15 +33,15 @@ def run_graph(
     sizes = sizes_of(kind, given)
     if step_size is not None:
         step_size = as_float("--step-size", step_size, positive=True)
-    check_output("--png", png, (".png",))
+    check_output("--plot", plot, (".png", ".svg", ".pdf"))
     check_output("--html", html)
     check_output("--json", json)
     graph = build(kind, sizes)
-    if png is not None or html is not None:
+    if plot is not None or html is not None:
         check_figures_can_be_drawn()  # before the work
         if graph.num_edges > MOST_EDGES or not graph.num_edges:
             raise ValueError(
-                f"--png and --html need 1 to {MOST_EDGES:,} edges to draw, got {graph.num_edges:,}"
+                f"--plot and --html need 1 to {MOST_EDGES:,} edges to draw, got {graph.num_edges:,}"
             )
     facts = facts_of(graph, KINDS[kind].theory(sizes), step_size)
     title = f"{kind}: {sizes_text(sizes)}"
@@ -53,11 +53,11 @@ def run_graph(
         record = {"kind": kind, "sizes": {name: plain(value) for name, value in sizes.items()}}
         write_json(json, {**record, **{fact.key: fact.value for fact in facts}})
         console.print(str(json), highlight=False, markup=False, soft_wrap=True)
-    if png is not None:
+    if plot is not None:
         from graphattn.cli.graph.figures import overview
 
-        overview(graph, title, step_size).savefig(png)
-        console.print(str(png), highlight=False, markup=False, soft_wrap=True)
+        overview(graph, title, step_size).savefig(plot)
+        console.print(str(plot), highlight=False, markup=False, soft_wrap=True)
     if html is not None:
         from graphattn.cli.graph.figures import separate
         from graphattn.cli.report import Figure, write_report
