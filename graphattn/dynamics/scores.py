@@ -114,7 +114,7 @@ def label_accuracy(labels: Tensor, truth: Tensor) -> float:
 
 
 def dice(labels: Tensor, mask: Tensor, *, ignore: int | None = None) -> float:
-    """Dice coefficient 2 |A and M| / (|A| + |M|) of a mask M and the best union A of clusters.
+    """Dice coefficient ``2 |A and M| / (|A| + |M|)`` of a mask M and the best union A of clusters.
 
     Source: Attention Clusters, Section 3.1 (two clusters, one painted white). Here every cluster is
     assigned to foreground or background so that the result is largest: sorted by the share of
