@@ -131,7 +131,7 @@ def certify(
         A :class:`Certificate`; print it, or take its ``to_json()``.
 
     Raises:
-        ValueError: if a layer comes without `x` or `graph`, or shapes disagree.
+        ValueError: if a layer comes without `x` or `graph`, shapes disagree, or `x` is not finite.
 
     Example:
         >>> import graphattn as ga
@@ -262,6 +262,7 @@ def _facts_of_signal(
     if not isinstance(x, Tensor) or x.dim() not in (1, 2) or x.shape[0] != N:
         got = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
         raise ValueError(f"x must be a signal of shape [{N}] or [{N}, C], got {got}")
+    check_finite(x)
     if fiedler == 0:
         reason = "a graph in parts has no rate of consensus"
         return (Fact("measured rate", "not applicable", reason),)
@@ -308,3 +309,11 @@ def _facts_of_signal(
             "Stabilizing Transformer Training Through Consensus, Eq. 12",
         ),
     )
+
+
+def check_finite(x: Tensor) -> None:
+    """Refuse tokens of which nothing could be said."""
+    wrong = ~x.isfinite()
+    if wrong.any():
+        place = [int(i) for i in wrong.nonzero()[0]]
+        raise ValueError(f"x must be finite, got x{place} = {x[tuple(place)].item()}")

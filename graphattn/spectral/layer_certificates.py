@@ -20,7 +20,7 @@ from graphattn.nn import (
     SelfConsensus,
 )
 from graphattn.ops import consensus_edge_matrices
-from graphattn.spectral.certificates import SLACK, Certificate, Fact
+from graphattn.spectral.certificates import SLACK, Certificate, Fact, check_finite
 from graphattn.spectral.classes import eigenvalue_one_multiplicity
 from graphattn.spectral.eigenvalues import fiedler_value
 
@@ -54,6 +54,7 @@ def certify_layer(layer: nn.Module, x: Tensor | None, graph: TokenGraph | None) 
             f"x must have shape [{graph.num_targets}, {layer.dim}] (tokens of the graph, width of "
             f"the layer), got {list(x.shape)}"
         )
+    check_finite(x)
     layer, graph = deepcopy(layer).cpu().double().eval(), graph.to("cpu")
     x = x.detach().to("cpu", torch.float64)
     with torch.no_grad():
@@ -186,7 +187,8 @@ def _energy_facts(layer: SelfConsensus, x: Tensor, graph: TokenGraph, step: Map)
     eta = layer.step_tensor()
     if isinstance(eta, float) and lowest >= -SLACK:
         # Smallest eigenvalue over all edges and heads times the unweighted Fiedler value.
-        bound = 1 - 2 * eta * float(eigenvalues.min()) * fiedler_value(graph)
+        weakest = float(eigenvalues.min()) if eigenvalues.numel() else 0.0
+        bound = 1 - 2 * eta * weakest * fiedler_value(graph)
         facts.append(
             Fact(
                 "rate",

@@ -162,6 +162,14 @@ def test_what_no_theorem_speaks_of_is_not_applicable_and_measured(options, why, 
     assert numbers["spectral radius"] == pytest.approx(float(radius), rel=1e-4)
 
 
+def test_without_edges_a_layer_moves_nothing_and_nothing_is_violated():
+    alone = ga.from_edge_index(torch.empty(2, 0, dtype=torch.int64), 5)
+    for step_size in (0.1, "auto"):
+        certificate = certify(layer(step_size=step_size), tokens(5, 12), graph=alone)
+        assert certificate.sound
+        assert certificate["low-pass filter"].numbers["1 - 2 eta lambda_max"] == pytest.approx(1)
+
+
 def test_a_layer_is_left_as_it_was():
     graph, x = ga.window_path_graph(8, window=2), tokens(8, 12)
     consensus = layer()
@@ -220,6 +228,11 @@ def test_bad_input_is_named():
         certify(layer(), tokens(7, 12), graph=graph)
     with pytest.raises(ValueError, match=r"x must be a signal of shape \[8\]"):
         certify(graph, tokens(7, 2))
+    bad = tokens(8, 12)
+    bad[3, 1] = math.nan
+    for subject in (graph, layer()):
+        with pytest.raises(ValueError, match=r"x must be finite, got x\[3, 1\] = nan"):
+            certify(subject, bad, graph=None if subject is graph else graph)
     with pytest.raises(ValueError, match="graph is for layers"):
         certify(graph, graph=graph)
     with pytest.raises(ValueError, match="got Linear"):
