@@ -165,12 +165,16 @@ class _Consensus(GraphLayer):
 
     def project_back(self, moved: Tensor, rotations: Rotations) -> Tensor:
         """W_o u' + b_o of u', which "isometric" has moved in the rotated frame."""
-        if self.isometric:
-            assert self.rotary is not None
-            assert rotations is not None
-            moved = self.rotary.turn(moved, rotations[0], back=True)
-        projected: Tensor = self.output_proj(moved.flatten(-2))
+        projected: Tensor = self.output_proj(self.turn_back(moved, rotations).flatten(-2))
         return projected
+
+    def turn_back(self, u: Tensor, rotations: Rotations) -> Tensor:
+        """u out of the rotated frame, in which "isometric" moves it; u itself otherwise."""
+        if not self.isometric:
+            return u
+        assert self.rotary is not None
+        assert rotations is not None
+        return self.rotary.turn(u, rotations[0], back=True)
 
     def step_tensor(self) -> Any:
         """The step size as the operation takes it."""

@@ -102,3 +102,11 @@ def as_edge_blocks(edge_weight: Any, num_edges: int) -> Tensor:
             f"[{e}] with the eigenvalue {least[e].item():.3g}"
         )
     return (edge_weight + edge_weight.mT) / 2
+
+
+def check_finite(x: Tensor) -> None:
+    """Refuse tokens of which nothing could be said."""
+    wrong = ~x.isfinite()
+    if wrong.any():
+        place = [int(i) for i in wrong.nonzero()[0]]
+        raise ValueError(f"x must be finite, got x{place} = {x[tuple(place)].item()}")

@@ -98,7 +98,7 @@ def slowest_mode(
     Inverse iteration on a few vectors at once, written as a correction: u - L^-1 (L u - lambda u),
     with the residual from differences, L u = B^T W B u. The value is their Rayleigh quotient, which
     has the square of the vector's error. It is accepted when ||r||^2 / (gap * value) is below
-    1e-13 (Temple's bound on the relative error), with the gap to the next vectors' values.
+    1e-11 (Temple's bound on the relative error), with the gap to the next vectors' values.
 
     Args:
         L: the Laplacian [N, N].

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from graphattn.graphs import TokenGraph
 from graphattn.graphs.structure import Band
-from graphattn.spectral.arguments import as_square_graph
+from graphattn.spectral.arguments import as_square_graph, check_finite
 from graphattn.spectral.bounds import path_fiedler_bounds
 from graphattn.spectral.classes import closed_classes
 from graphattn.spectral.eigenvalues import fiedler_pair, max_eigenvalue
@@ -309,11 +309,3 @@ def _facts_of_signal(
             "Stabilizing Transformer Training Through Consensus, Eq. 12",
         ),
     )
-
-
-def check_finite(x: Tensor) -> None:
-    """Refuse tokens of which nothing could be said."""
-    wrong = ~x.isfinite()
-    if wrong.any():
-        place = [int(i) for i in wrong.nonzero()[0]]
-        raise ValueError(f"x must be finite, got x{place} = {x[tuple(place)].item()}")

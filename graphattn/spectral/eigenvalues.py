@@ -255,12 +255,6 @@ def slowest_pair(adjacency: scipy.sparse.csr_array, refinements: int = 0) -> tup
     return _slowest_pair_by_elimination(adjacency, order) if pair is None else pair
 
 
-def _fiedler_value_by_elimination(
-    adjacency: scipy.sparse.csr_array, order: EliminationOrder
-) -> float:
-    return _slowest_pair_by_elimination(adjacency, order)[0]
-
-
 def _slowest_pair_by_elimination(
     adjacency: scipy.sparse.csr_array, order: EliminationOrder
 ) -> tuple[float, Array]:

@@ -53,10 +53,9 @@ def smoothing_rate(graph: TokenGraph, step_size: float, edge_weight: Tensor | No
     .. math:: \rho = \max_{\lambda > 0} \, \lvert 1 - 2 \eta \lambda \rvert
 
     over all modes that are not constant on the connected parts of the graph, which is the larger of
-    the two ends, at lambda_1 and at lambda_max. After n steps what tokens
-    disagree in has at most rho^n of its norm (Eq. 13), and some signal keeps exactly that. Up to
-    :func:`max_step_size` it is omega_1 = 1 - 2 eta lambda_1 of the paper; from 1 on, signals do not
-    settle.
+    the two ends, at lambda_1 and at lambda_max. After n steps what tokens disagree in has at most
+    rho^n of its norm (Eq. 13), and some signal keeps exactly that. Up to :func:`max_step_size` it
+    is omega_1 = 1 - 2 eta lambda_1 of the paper; from 1 on, signals do not settle.
 
     On a **disconnected** graph the rate speaks of each part for itself: tokens settle at the mean
     of their own part, at the pace of the slowest part, and different parts never agree (so

@@ -20,7 +20,8 @@ from graphattn.nn import (
     SelfConsensus,
 )
 from graphattn.ops import consensus_edge_matrices
-from graphattn.spectral.certificates import SLACK, Certificate, Fact, check_finite
+from graphattn.spectral.arguments import check_finite
+from graphattn.spectral.certificates import SLACK, Certificate, Fact
 from graphattn.spectral.classes import eigenvalue_one_multiplicity
 from graphattn.spectral.eigenvalues import fiedler_value
 
@@ -105,11 +106,7 @@ def _frozen_step(layer: SelfConsensus, x: Tensor, graph: TokenGraph) -> Map:
         compared = layer.rotate(u, u, rotations)
         start = compared[0] if layer.isometric else u
         moved = layer.move(start, compared, _like(hidden, u), graph, valid)
-        if layer.isometric:
-            assert layer.rotary is not None
-            assert rotations is not None
-            moved = layer.rotary.turn(moved, rotations[0], back=True)
-        return moved
+        return layer.turn_back(moved, rotations)
 
     return step
 
@@ -138,12 +135,9 @@ def _energy_facts(layer: SelfConsensus, x: Tensor, graph: TokenGraph, step: Map)
     lowest = _lowest(step, layer, graph)  # 1 - 2 eta lambda_max of the worst head
     eigenvalues = torch.linalg.eigvalsh(R)
     before, after = energy(u), energy(step(u))
-    constant = torch.ones_like(u) * u[:1]
+    constant = layer.turn_back(torch.ones_like(u) * u[:1], rotations)
     name, what = "constants stay", "tokens that agree do not move"
     if layer.isometric:
-        assert layer.rotary is not None
-        assert rotations is not None
-        constant = layer.rotary.turn(constant, rotations[0], back=True)
         what = "tokens that agree after rotation do not move"
     drift = float((step(constant) - constant).abs().max() / constant.abs().max().clamp(min=1e-300))
     facts = [
