@@ -84,9 +84,10 @@ def bench(
     cases: Annotated[
         list[str] | None,
         typer.Argument(
-            help="Attention: complete, causal-window, window, krause, million. Other operations: "
-            "consensus, knn, edges, fiedler, streaming. Growth with the number of tokens: "
-            "doubling, scaling. Default: all of them.",
+            help="Attention: complete, gka, causal-window, window, krause, million. Vision "
+            "transformers: gka-tiny, gka-small, gka-base, or models for all three. Other "
+            "operations: consensus, knn, edges, fiedler, streaming. Growth with the number of "
+            "tokens: doubling, scaling. Default: all of them.",
             show_default=False,
         ),
     ] = None,
@@ -94,8 +95,8 @@ def bench(
     size: Annotated[
         str,
         typer.Option(
-            help="small (two minutes), paper (half an hour: what the targets are stated for), "
-            "or long."
+            help="small (two minutes), paper (half an hour, on a GPU minutes: what the targets "
+            "are stated for), or long."
         ),
     ] = "small",
     json: Annotated[

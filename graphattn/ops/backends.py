@@ -41,11 +41,8 @@ def use_backend(backend: str) -> Iterator[None]:
 
 
 def check_backend(backend: str) -> str:
-    """`backend` if it is one that can run something; a ValueError otherwise."""
-    as_choice("backend", backend, ("auto", *BACKENDS))
-    if backend == "triton":
-        raise ValueError(f"backend 'triton' cannot run: {NOT_YET}")
-    return backend
+    """`backend` if there is one of this name; a ValueError otherwise."""
+    return as_choice("backend", backend, ("auto", *BACKENDS))
 
 
 def wanted_backend(backend: str) -> str:
@@ -56,20 +53,29 @@ def wanted_backend(backend: str) -> str:
     return _override_when_compiled if torch.compiler.is_compiling() else _override.get()
 
 
-def choose_backend(backend: str, support: dict[str, str | None]) -> str:
+def choose_backend(backend: str, support: dict[str, str | None], device: torch.device) -> str:
     """The backend to run: the one asked for, or of those that can the one that is fastest.
 
     "auto" keeps to "reference" inside torch.func and under forward-mode differentiation, which
-    look into its steps.
+    look into its steps, and to torch where kernels could only be interpreted.
     """
     wanted = wanted_backend(backend)
+    compiling = torch.compiler.is_compiling()
+    looked_into = not compiling and (
+        torch._C._functorch.maybe_current_level() is not None
+        or torch.autograd.forward_ad._current_level >= 0
+    )
     if wanted == "auto":
-        if torch.compiler.is_compiling():
-            return "structured"
-        transformed = torch._C._functorch.maybe_current_level() is not None
-        forward_mode = torch.autograd.forward_ad._current_level >= 0
-        able = support["structured"] is None
-        return "structured" if able and not transformed and not forward_mode else "reference"
+        if looked_into:
+            return "reference"
+        if device.type == "cuda" and support["triton"] is None:
+            return "triton"
+        return "structured" if compiling or support["structured"] is None else "reference"
     if support[wanted] is not None:
         raise ValueError(f"backend {wanted!r} cannot run this case: {support[wanted]}")
+    if wanted == "triton" and looked_into:
+        raise ValueError(
+            "backend 'triton' cannot run inside torch.func or under forward-mode differentiation, "
+            'which look into the steps of an operation: use backend="reference"'
+        )
     return wanted

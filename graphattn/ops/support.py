@@ -39,7 +39,7 @@ def backends(op: str, graph: Any, query: Tensor) -> dict[str, str | None]:
         >>> [backend for backend, why_not in support.items() if why_not is None]
         ['reference', 'structured']
         >>> print(support["triton"])
-        not implemented yet
+        its kernels run on CUDA and HIP devices, not on cpu
     """
     as_choice("op", op, OPERATIONS)
     if not isinstance(query, Tensor) or query.dim() < 3 or not query.is_floating_point():
@@ -52,4 +52,4 @@ def backends(op: str, graph: Any, query: Tensor) -> dict[str, str | None]:
         sources = int(edges[0].max()) + 1 if isinstance(edges, Tensor) and edges.numel() else N
         graph = as_token_graph(edges, N, sources)
     graph = as_token_graph(graph, N, graph.num_sources)
-    return consensus_support() if op == "consensus_update" else attention_support(graph)
+    return consensus_support() if op == "consensus_update" else attention_support(graph, query)

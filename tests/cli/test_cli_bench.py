@@ -2,25 +2,48 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import re
+import types
+import warnings
 from dataclasses import replace
 from pathlib import Path
 
 import numpy
 import pytest
 import torch
+from torch.nn.attention import SDPBackend
 from typer.testing import CliRunner, Result
 
 import graphattn as ga
 from graphattn.cli import bench
 from graphattn.cli.app import app
-from graphattn.cli.bench import cases, contenders, gate, inputs, measure, memory, record, runner
+from graphattn.cli.bench import (
+    cases,
+    contenders,
+    fused_attention,
+    gate,
+    gpu_clock,
+    inputs,
+    measure,
+    memory,
+    record,
+    runner,
+    tables,
+    vision,
+    work,
+)
+from graphattn.cli.bench.case import BOTH, FORWARD, Case
 from graphattn.cli.bench.targets import Target
 
 TINY = {
     "complete": {"tokens": 24},
+    "gka": {"tokens": 24},
+    "gka-tiny": {"pixels": 32, "dim": 12},
+    "gka-small": {"pixels": 32, "dim": 12},
+    "gka-base": {"pixels": 32, "dim": 12},
     "causal-window": {"tokens": 40, "window": 8},
     "window": {"tokens": 40, "window": 5},
     "krause": {"tokens": 40, "window": 8, "top_k": 3},
@@ -38,7 +61,7 @@ CPU = torch.device("cpu")
 MISSING = contenders.MissingError
 
 
-def tiny(case: cases.Case) -> cases.Case:
+def tiny(case: Case) -> Case:
     size = {**case.sizes["small"], **TINY[case.name]}
     few = {name: run for name, run in case.contenders.items() if name != "compiled"}  # a minute
     lengths = {"small": (16, 32, 64)} if case.lengths else {}
@@ -46,7 +69,12 @@ def tiny(case: cases.Case) -> cases.Case:
 
 
 CASES = {case.name: tiny(case) for case in cases.CASES}
-OPERATIONS = [name for name, case in CASES.items() if case.backward and not case.lengths]
+MODELS = ["gka-tiny", "gka-small", "gka-base"]
+OPERATIONS = [
+    name
+    for name, case in CASES.items()
+    if case.backward and not case.lengths and name not in MODELS
+]
 
 
 @pytest.fixture(autouse=True)
@@ -55,6 +83,10 @@ def small_and_quick(monkeypatch):
     monkeypatch.setitem(runner.SECONDS, "small", 0.0)
     monkeypatch.setattr(runner, "measure_machine", lambda *_: measure.Machine(1e11, 1e10))
     monkeypatch.setattr(memory.Peak, "of", lambda *_, **__: 2.0**20)
+
+
+def targets_on(case: Case, device: str) -> list[Target]:
+    return [target for target in case.targets if target.device == device]
 
 
 def run(*arguments: str | Path) -> Result:
@@ -70,15 +102,19 @@ def inputs_of(name: str):
 def test_every_contender_of_a_case_is_right(name):
     """Those that are installed; KeOps and others may be missing."""
     case = CASES[name]
-    truth = gate.truth_of(inputs_of(name), backward=case.backward)
+    x = inputs_of(name)
     checked = 0
-    for contender in case.contenders.values():
-        try:
-            errors = truth.errors_of(contender)
-        except MISSING:
+    for contenders_of_a_kind, is_dot in ((case.contenders, False), (case.dot_products, True)):
+        if not contenders_of_a_kind:
             continue
-        assert max(errors) < 1e-5
-        checked += 1
+        truth = gate.truth_of(x, backward=case.backward, dot_product=is_dot)
+        for contender in contenders_of_a_kind.values():
+            try:
+                errors = truth.errors_of(contender)
+            except MISSING:
+                continue
+            assert max(errors) < 1e-5
+            checked += 1
     assert checked >= (1 if case.lengths else 2)
 
 
@@ -99,7 +135,7 @@ def test_a_row_has_every_number(name, tmp_path):
         assert row.size == case.entries("small")[row.contender].size
         assert (row.error is None) == (row.contender in case.yardsticks)
         assert (row.ratio is None) == bool(case.lengths)
-    for target in case.targets:
+    for target in targets_on(case, "cpu"):
         assert any(
             (verdict.passes, verdict.quantity, verdict.at_most, verdict.at_least)
             == (target.passes, target.quantity, target.at_most, target.at_least)
@@ -129,7 +165,7 @@ def test_no_time_for_a_wrong_result(monkeypatch, how):
     result = run("window")
     assert result.exit_code == 0, result.output
     assert re.search(r"window, index_add: no time for a wrong result \(errors ", result.output)
-    rows = result.output.split("Targets")[0].split("forward")[1:]
+    rows = result.output.split("missing:")[0].split("forward")[1:]
     assert not any("index_add" in part for part in rows)
 
 
@@ -145,7 +181,7 @@ def test_a_result_is_checked_once_per_case(monkeypatch):
     monkeypatch.setattr(runner, "truth_of", lambda *a, **k: truths.append(0) or make(*a, **k))
     replace_index_add(monkeypatch, counted)
     assert run("window").exit_code == 0
-    assert len(truths) == 1
+    assert len(truths) == 2  # by distance, and by the dot product
     assert calls == ["gradient"] + ["forward"] * 4 + ["gradient"] * 4  # check; warm up and time
 
 
@@ -213,15 +249,15 @@ def test_what_fails_and_what_is_not_installed_is_listed(monkeypatch):
     output = run("window").output
     assert "missing: window, index_add: out of everything" in output
     assert "missing: window, torch-scatter: torch_scatter is not installed" in output
-    assert output.count("not measured") == len(CASES["window"].targets)
+    assert output.count("not measured") == len(targets_on(CASES["window"], "cpu"))
 
 
 def test_what_would_not_fit_is_not_tried(monkeypatch):
-    monkeypatch.setattr(contenders, "free_memory", lambda: 1e4)
+    monkeypatch.setattr(contenders, "free_memory", lambda device: 1e4)
     output = run("complete", "consensus").output
     assert "missing: complete, masked dense: all pairs would need" in output
     assert "missing: consensus, gather/scatter: its edge networks would need" in output
-    assert "SDPA (dot product)" in output
+    assert "SDPA flash (dot product)" in output
     assert "0.00x" not in output  # a ratio to what was not timed is none
 
 
@@ -254,7 +290,7 @@ def test_an_older_record_stands_beside_the_new_numbers(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["soft"], "case must be one of complete, causal-window"),
+        (["soft"], "case must be one of complete, gka, causal-window"),
         (["--size", "huge"], "size must be one of 'small'"),
         (["--device", "tpu"], "device must be one of 'cpu', 'cuda'"),
         (["--json", "no/such/folder/rows.json"], "no folder no/such/folder"),
@@ -331,10 +367,68 @@ def test_every_row_of_the_page_of_targets_has_one():
     scaling = {"scaling-window", "scaling-consensus"}
     assert {case.name for case in cases.CASES if case.targets} == set(CASES) - scaling
     for case in cases.CASES:
-        entries = case.entries("paper")
         for target in case.targets:
+            assert target.device in case.devices
+            entries = case.entries("paper", target.device)
             assert {target.of, *target.over} <= set(entries), case.name
             assert (target.at_most is None) != (target.at_least is None)
+
+
+def test_targets_of_another_device_are_not_judged(monkeypatch, tmp_path):
+    case = CASES["gka"]
+    on_cpu = Target("time", ("masked dense",), at_most=1e9)
+    on_gpu = replace(on_cpu, device="cuda")
+    monkeypatch.setattr(bench, "CASES", [replace(case, targets=(on_cpu, on_gpu))])
+    assert run("gka", "--json", tmp_path / "rows.json").exit_code == 0
+    (verdict,) = record.read(tmp_path / "rows.json").targets
+    assert verdict.met is True
+
+
+def test_the_targets_of_a_gpu_are_those_of_the_design():
+    """(case, quantity, rivals, bound) for attention on bands and for the models."""
+    found = {
+        (case.name, target.quantity, " or ".join(target.over), target.at_least or target.at_most)
+        for case in cases.CASES
+        for target in targets_on(case, "cuda")
+    }
+    flash, cudnn = "SDPA flash (dot product)", "SDPA cuDNN (dot product)"
+    deit = "DeiT (SDPA flash) or DeiT (SDPA cuDNN)"
+    assert found == {
+        ("gka", "time", f"{flash} or {cudnn}", 1.0),
+        *((name, "share of bound", "", 0.6) for name in ("gka", "causal-window", "window")),
+        *(
+            (name, "time", f"FlexAttention{score}", times)
+            for name, times in (("causal-window", 1.3), ("window", 2.5))
+            for score in ("", " (dot product)")
+        ),
+        ("causal-window", "time", "flash-attention (dot product)", 0.9),
+        *((name, "time", deit, 1.15) for name in MODELS),
+        *((name, "memory", deit, 0.9) for name in MODELS),
+    }
+    assert all(
+        {target.passes for target in targets_on(case, "cuda")} in (set(), {FORWARD, BOTH})
+        for case in cases.CASES
+    )
+
+
+def test_a_gpu_has_sizes_of_its_own():
+    by_name = {case.name: case for case in cases.CASES}
+    sizes = {name: case.size("paper", "cuda") for name, case in by_name.items()}
+    assert sizes["gka"] == {"batch": 16, "tokens": 4096, "heads": 16, "features": 64}
+    assert (sizes["causal-window"]["tokens"], sizes["causal-window"]["window"]) == (65536, 256)
+    assert sizes["window"] == by_name["window"].size("paper", "cpu")  # where nothing else is said
+    assert sizes["gka"] != by_name["gka"].size("paper", "cpu")
+    assert [sizes[name]["images"] for name in MODELS] == [256, 256, 128]
+    assert all(sizes[name]["pixels"] == 224 for name in MODELS)
+
+
+def test_a_share_of_the_bound_is_judged_and_shown_in_percent():
+    rows, timings = rows_of(graphattn=2.0)
+    rows["graphattn"] = replace(rows["graphattn"], share_of_bound=0.62)
+    verdict = Target("share of bound", at_least=0.6).judge("case", rows, timings)
+    assert (verdict.measured, verdict.met) == (0.62, True)
+    assert tables.target_text(verdict) == "share of bound: graphattn"
+    assert tables.target_cells(verdict) == ["62%", "", "≥ 60%", "met"]
 
 
 # Growth with the number of tokens.
@@ -363,6 +457,73 @@ def test_a_slope_is_the_exponent():
     assert exponents == {"time": pytest.approx(1.5), "memory": pytest.approx(1.0)}
 
 
+# A run that does not go well.
+
+
+class StoppedError(KeyboardInterrupt):
+    """Control-C, not taken by pytest for its own."""
+
+
+def test_a_case_that_breaks_is_noted_and_the_next_one_runs(monkeypatch, tmp_path):
+    measured = runner.Runner.measure
+
+    def breaks(self, case):
+        if case.name == "gka":
+            raise ZeroDivisionError("nobody thought of this")
+        return measured(self, case)
+
+    monkeypatch.setattr(runner.Runner, "measure", breaks)
+    result = run("gka", "knn", "--json", tmp_path / "rows.json")
+    assert result.exit_code == 0, result.output
+    found = record.read(tmp_path / "rows.json")
+    assert "gka: nobody thought of this" in found.missing
+    assert {row.case for row in found.rows} == {"knn"}
+
+
+def test_a_contender_that_breaks_while_it_is_warmed_up_is_noted(monkeypatch):
+    made = runner.clock
+
+    def breaks(run, own, **options):
+        if run is contenders.index_add and options["backward"]:
+            raise MemoryError("no more")
+        return made(run, own, **options)
+
+    monkeypatch.setattr(runner, "clock", breaks)
+    output = run("window").output
+    assert "missing: window, index_add, forward + backward: no more" in output
+    tables_before = output.split("missing:")[0]
+    forward, both = tables_before.split("forward + backward")
+    assert "index_add" in forward
+    assert "index_add" not in both
+    assert "graphattn" in both
+
+
+def test_what_was_measured_before_an_interruption_is_written_and_shown(monkeypatch, tmp_path):
+    measured = runner.Runner.measure
+    seen: list[set[str]] = []
+
+    def stops(self, case):
+        if case.name == "edges":
+            seen.append({row.case for row in record.read(tmp_path / "rows.json").rows})
+            raise StoppedError
+        return measured(self, case)
+
+    monkeypatch.setattr(runner.Runner, "measure", stops)
+    result = run("knn", "edges", "million", "--json", tmp_path / "rows.json")
+    assert result.exit_code == 0, result.output
+    assert seen == [{"knn"}]  # written before the next case began
+    found = record.read(tmp_path / "rows.json")
+    assert {row.case for row in found.rows} == {"knn"}
+    assert "edges and what follows it: interrupted" in found.missing
+    assert "Targets" in result.output
+    assert list(tmp_path.iterdir()) == [tmp_path / "rows.json"]
+
+
+def test_the_table_of_targets_comes_last():
+    lines = run("window").output
+    assert lines.index("missing:") < lines.index("Targets")
+
+
 # The figure.
 
 
@@ -382,7 +543,7 @@ def test_the_truth_of_a_few_rows_is_that_of_all(name):
     """A graph of the edges at the sampled rows gives their outputs and gradients exactly."""
     x = inputs_of(name)
     truth = gate.OperationTruth(x, backward=True)
-    learned = [t.detach().double().requires_grad_() for t in x.learned()]
+    learned = [t.detach()[truth.last].double().requires_grad_() for t in x.learned()]
     out = gate.in_float64(x.like(learned, x.graph))[..., truth.rows, :, :]
     torch.testing.assert_close(truth.out, out, rtol=0, atol=1e-12)
     gradients = torch.autograd.grad((out * truth.loss).sum(), learned)
@@ -406,8 +567,11 @@ def test_contenders_take_turns():
     def contender(name):
         return lambda x: order.append(name) or x
 
-    runs = {name: (contender(name), torch.ones(1)) for name in ("a", "b")}
-    timings = measure.time_interleaved(runs, backward=False, seconds=0.0, device=CPU)
+    clocks = {
+        name: measure.clock(contender(name), torch.ones(1), backward=False, device=CPU)
+        for name in ("a", "b")
+    }
+    timings = measure.time_interleaved(clocks, seconds=0.0)
     assert order == ["a", "b"] * 4  # one round to warm up
     assert {len(timing.times) for timing in timings.values()} == {3}
 
@@ -437,9 +601,204 @@ def test_peak_memory_is_that_of_the_pass_alone(monkeypatch):
     big = {**CASES["complete"].sizes["small"], "tokens": 1500}
     peak = memory.Peak()
     masked = peak.of("complete", "masked dense", big, backward=False)
-    fused = peak.of("complete", "SDPA (dot product)", big, backward=False)
+    fused = peak.of("complete", "SDPA flash (dot product)", big, backward=False)
     assert masked is not None
     assert fused is not None
     output, logits = 1500 * 8 * 64 * 4, 8 * 1500**2 * 4
     assert 0.9 * output <= fused < 10 * output
     assert 2 * logits <= masked < 5 * logits
+
+
+# Fused attention of others.
+
+
+BANDS = ("complete", "gka", "causal-window", "window")
+
+
+@pytest.mark.parametrize("name", BANDS)
+@pytest.mark.parametrize("score", ["flex_rbf", "flex_dot"])
+def test_flex_attention_with_the_mask_of_the_graph_is_the_same_attention(name, score, monkeypatch):
+    """Uncompiled, which torch allows on a CPU for the forward pass alone: 300 tokens, 3 blocks."""
+    flex = pytest.importorskip("torch.nn.attention.flex_attention")
+    monkeypatch.setattr(fused_attention, "on_gpu", lambda x, attend: attend)
+    monkeypatch.setattr(flex, "_validate_device", lambda *_: None)
+    case = CASES[name]
+    size = {**case.sizes["small"], "tokens": 300, "features": 16}
+    x = case.make(size, CPU, torch.float32)
+    truth = gate.truth_of(x, backward=True, dot_product=score == "flex_dot")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it is not compiled
+        assert max(truth.errors_of(getattr(fused_attention, score))) < 1e-5
+    mask = x.prepared.get("block_mask")
+    assert (mask is None) == (name in ("complete", "gka"))  # all pairs need none
+    assert fused_attention.block_mask(x) is mask  # listed once
+    if mask is not None:
+        assert torch.equal(
+            mask.to_dense()[0, 0].bool().repeat_interleave(128, 0).repeat_interleave(128, 1)
+            [:300, :300] & x.graph.to_mask(),
+            x.graph.to_mask(),
+        )  # fmt: skip
+
+
+def test_peers_that_need_a_gpu_or_a_package_say_so():
+    x = inputs_of("causal-window")
+    for peer, reason in (
+        (fused_attention.flex_rbf, "no backward pass on a CPU"),
+        (fused_attention.flex_dot, "no backward pass on a CPU"),
+        (fused_attention.sdpa(SDPBackend.CUDNN_ATTENTION), "cuDNN needs a GPU"),
+        (fused_attention.flash_window, "flash_attn is not installed"),
+    ):
+        with pytest.raises(MISSING, match=reason):
+            peer(x)
+
+
+@pytest.mark.parametrize("name", ["gka", "causal-window", "window"])
+def test_flash_attention_is_asked_for_the_window_of_the_graph(name, monkeypatch):
+    """A stand-in with the signature and layout of flash_attn, by a mask written down here."""
+
+    def flash_attn_func(q, k, v, *, window_size):
+        assert q.dim() == 4
+        left, right = (10**6 if n < 0 else n for n in window_size)
+        i, j = torch.arange(q.shape[1])[:, None], torch.arange(k.shape[1])
+        mask = (j >= i - left) & (j <= i + right)
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        return out.transpose(1, 2)
+
+    module = types.SimpleNamespace(flash_attn_func=flash_attn_func)
+    monkeypatch.setattr(fused_attention, "installed", lambda _: module)
+    truth = gate.truth_of(inputs_of(name), backward=True, dot_product=True)
+    assert max(truth.errors_of(fused_attention.flash_window)) < 1e-5
+
+
+def test_a_dot_product_is_judged_by_the_dot_product():
+    x = inputs_of("window")
+    truth = gate.truth_of(x, backward=True, dot_product=True)
+    by_distance = CASES["window"].contenders["graphattn"]
+    assert max(truth.errors_of(CASES["window"].dot_products["graphattn (dot product)"])) < 1e-5
+    assert max(truth.errors_of(by_distance)) > 1e-2
+
+
+def test_a_batch_is_judged_by_its_last_sequence_too():
+    x = inputs_of("gka")
+    assert len(x.learned()) == 1
+    assert x.query is x.key is x.value
+    truth = gate.truth_of(x, backward=True)
+    right = CASES["gka"].contenders["graphattn"]
+
+    def first_sequence_everywhere(x):
+        return right(x)[:1].expand_as(x.query)
+
+    assert max(truth.errors_of(right)) < 1e-5
+    assert truth.errors_of(first_sequence_everywhere)[0] > 0.1
+
+
+# Whole models.
+
+
+@pytest.mark.parametrize(
+    ("dim", "heads", "dot", "gka"),
+    [(192, 3, 5.72, 4.38), (384, 6, 22.05, 16.73), (768, 12, 86.57, 65.31)],
+    ids=MODELS,
+)
+def test_the_models_have_as_many_parameters_as_the_papers_say(dim, heads, dot, gka):
+    """In millions, rounded as Projection-Free Transformers prints them."""
+    with torch.device("meta"):
+        counts = {
+            mixer: sum(
+                parameter.numel()
+                for parameter in vision.VisionTransformer(dim, heads, 12, mixer).parameters()
+            )
+            for mixer in ("dot", "gka")
+        }
+    assert {mixer: round(count / 1e6, 2) for mixer, count in counts.items()} == {
+        "dot": dot,
+        "gka": gka,
+    }
+
+
+def test_the_fused_mixer_is_multi_head_attention():
+    """torch's own, with the same weights."""
+    torch.manual_seed(0)
+    mixer, x = vision.FusedAttention(24, heads=3), torch.randn(2, 10, 24)
+    theirs = torch.nn.MultiheadAttention(24, 3, batch_first=True)
+    theirs.in_proj_weight, theirs.in_proj_bias = mixer.qkv.weight, mixer.qkv.bias
+    theirs.out_proj = mixer.output_proj
+    torch.testing.assert_close(mixer(x), theirs(x, x, x, need_weights=False)[0])
+
+
+def test_a_step_of_training_is_that_of_adamw_and_leaves_no_gradients():
+    x = inputs_of("gka-tiny")
+    run = vision.VisionRun("gka")
+    model = x.trained["gka"].model
+    twin = copy.deepcopy(model)
+    optimizer = torch.optim.AdamW(twin.parameters(), lr=vision.LEARNING_RATE)
+    torch.nn.functional.cross_entropy(twin(x.images), x.labels).backward()
+    optimizer.step()
+    weights = sum(4.0 * p.numel() for p in model.parameters())
+    assert run.held(x) == weights
+    measure.one_pass(run, x, backward=True)
+    for mine, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        assert mine.grad is None
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-8)
+    assert run.held(x) == pytest.approx(3 * weights, rel=1e-2)  # and two moments per weight
+
+
+@pytest.mark.parametrize("backend", [SDPBackend.FLASH_ATTENTION])
+def test_a_model_with_a_wrong_mixer_is_wrong(backend, monkeypatch):
+    x = inputs_of("gka-tiny")
+    truth = gate.truth_of(x, backward=True)
+    right = torch.nn.functional.scaled_dot_product_attention
+    run = vision.VisionRun("dot", backend)
+    assert max(truth.errors_of(run)) < 1e-5
+
+    def wrong_in_float32(q, k, v):
+        return right(q, k, v) * (1.05 if q.dtype == torch.float32 else 1)
+
+    monkeypatch.setattr(
+        vision, "functional", types.SimpleNamespace(
+            scaled_dot_product_attention=wrong_in_float32,
+            cross_entropy=torch.nn.functional.cross_entropy,
+        ),
+    )  # fmt: skip
+    assert min(truth.errors_of(run)) > 1e-4
+
+
+def test_images_per_second_stand_under_the_table_of_a_model():
+    output = run("gka-tiny").output
+    assert re.search(r"forward, images/s: graphattn [\d,]+, DeiT \(SDPA flash\) [\d,]+", output)
+    assert re.search(r"forward \+ backward, images/s: graphattn [\d,]+", output)
+
+
+def test_models_stand_for_all_of_them():
+    assert [case.name for case in bench.chosen(["models"])] == MODELS
+
+
+# Work.
+
+
+def test_the_bound_counts_bytes_of_the_dtype_and_every_sequence_of_a_batch():
+    size = {"batch": 3, "tokens": 100, "heads": 2, "features": 8}
+    count = work.attention(lambda size: size["tokens"] ** 2)
+    numbers = 3 * 100 * 2 * 8
+    assert count(size, 2, False) == (4 * 100 * numbers, 4 * 2 * numbers)
+    assert count(size, 4, False)[1] == 2 * count(size, 2, False)[1]
+    one_tensor = work.attention(lambda size: size["tokens"] ** 2, tensors=2)
+    assert one_tensor(size, 2, False)[1] == 2 * 2 * numbers
+    # Seven products in place of two; q, k, v, o, do read and dq, dk, dv written besides.
+    assert count(size, 2, True) == (14 * 100 * numbers, (4 + 5 + 3) * 2 * numbers)
+
+
+# A GPU's clock, on a GPU.
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_what_waits_for_the_gpu_is_launched_one_by_one_and_still_timed():
+    x = torch.ones(1000, device="cuda")
+    replayed = gpu_clock.GpuClock(lambda: x + 1)
+    launched = gpu_clock.GpuClock(lambda: float(x.sum()))
+    assert replayed.is_captured
+    assert not launched.is_captured
+    assert 0 < replayed.sample() < 1e-3
+    assert 0 < launched.sample() < 1e-1
+    assert gpu_clock.GpuClock(lambda: x + 1).is_captured  # also after a capture that failed

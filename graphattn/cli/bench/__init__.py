@@ -8,9 +8,10 @@ import torch
 from rich.console import Console
 
 from graphattn.cli.bench import record, tables
-from graphattn.cli.bench.cases import CASES, Case
+from graphattn.cli.bench.case import Case
+from graphattn.cli.bench.cases import CASES
 from graphattn.cli.bench.record import Record
-from graphattn.cli.bench.runner import SECONDS, Runner
+from graphattn.cli.bench.runner import SECONDS, Runner, reason_of
 from graphattn.graphs.arguments import as_choice
 
 
@@ -39,25 +40,19 @@ def run_bench(
         raise ValueError("--device cuda: torch sees no GPU")
 
     found = Record(record.provenance(where, size))
+    runner = Runner(where, size, found, console)
+    found.provenance["products of matrices"] = f"{runner.machine.flops / 1e9:,.0f} GFLOP/s"
+    found.provenance["copies"] = f"{runner.machine.bytes / 1e9:,.0f} GB/s"
     facts = ", ".join(f"{name} {value}" for name, value in found.provenance.items())
     console.print(facts, highlight=False, markup=False)
-    runner = Runner(where, size, found, console)
-    console.print(
-        f"{runner.machine.flops / 1e9:,.0f} GFLOP/s in products of matrices, "
-        f"{runner.machine.bytes / 1e9:,.0f} GB/s in copies",
-        highlight=False,
-    )
-    for case in cases:
-        rows = runner.measure(case)
-        console.print()
-        console.print(tables.case_table(case, rows, found.slopes, size))
-    console.print()
-    console.print(tables.target_table(found.targets, size))
+    measure_all(cases, runner, json)
     for line in found.missing:
         console.print(f"missing: {line}", highlight=False, markup=False)
     if older is not None:
         console.print()
         console.print(tables.comparison(older, found.rows))
+    console.print()
+    console.print(tables.target_table(found.targets, size))
     if json is not None:
         found.write(json)
         console.print(str(json), highlight=False, markup=False, soft_wrap=True)
@@ -66,9 +61,34 @@ def run_bench(
         console.print(str(plot), highlight=False, markup=False, soft_wrap=True)
 
 
+def measure_all(cases: list[Case], runner: Runner, json: Path | None) -> None:
+    """One case after the other; what is found is written after each, and kept when interrupted."""
+    found, device = runner.record, runner.device.type
+    for case in cases:
+        if device not in case.devices:
+            runner.note(f"{case.name}: it is no work for {device}")
+            continue
+        try:
+            rows = runner.measure(case)
+        except KeyboardInterrupt:
+            runner.note(f"{case.name} and what follows it: interrupted")
+            return
+        except Exception as failure:  # the next case may well run
+            runner.note(f"{case.name}: {reason_of(failure)}")
+            continue
+        finally:
+            runner.release()
+            if json is not None:
+                found.write(json)
+        runner.console.print()
+        table = tables.case_table(case, rows, found.slopes, runner.size, device)
+        runner.console.print(table)
+
+
 def chosen(names: list[str]) -> list[Case]:
-    """The cases of these names, all for none; "scaling" stands for those at several lengths."""
+    """The cases of these names, all for none; "models" and "scaling" stand for several."""
     known = {case.name: [case] for case in CASES}
+    known["models"] = [case for case in CASES if case.name.startswith("gka-")]
     known["scaling"] = [case for case in CASES if case.lengths]
     for name in names:
         if name not in known:

@@ -1,210 +1,87 @@
 """What is measured: one case per row of the performance targets, in three sizes.
 
-The targets are those of ``--size paper`` on two cores; at other sizes their numbers are shown and
-say little.
+The targets are those of ``--size paper``, of a CPU with two cores and of a data-centre GPU; at
+other sizes their numbers are shown and say little.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
-
 import torch
+from torch.nn.attention import SDPBackend
 
-import graphattn as ga
 from graphattn.cli.bench import contenders as other
 from graphattn.cli.bench import ours, work
+from graphattn.cli.bench.attention_cases import ATTENTION, THOUSANDS
+from graphattn.cli.bench.case import BOTH, FORWARD, Case
 from graphattn.cli.bench.inputs import (
-    AttentionInputs,
     NeighborInputs,
     WindowSize,
-    attention_inputs,
     consensus_inputs,
     spectral_inputs,
     stream_inputs,
 )
 from graphattn.cli.bench.record import OURS
 from graphattn.cli.bench.targets import Target
-from graphattn.cli.bench.work import Size, Work
-
-FORWARD, BOTH = "forward", "forward + backward"
-
-
-class Entry(NamedTuple):
-    """What is run under one name."""
-
-    contender: str
-    run: other.Run
-    size: Size
-
-
-@dataclass(frozen=True)
-class Case:
-    """One workload; every contender computes the same from the same inputs.
-
-    With `lengths`, a number of tokens takes a contender's place: graphattn alone, at every length.
-    """
-
-    name: str
-    title: str
-    sizes: dict[str, Size]
-    make: Callable[[Size, torch.device, torch.dtype], Any]
-    contenders: dict[str, other.Run]
-    yardsticks: dict[str, other.Run] = field(default_factory=dict)  # they compute something else
-    targets: tuple[Target, ...] = ()
-    lengths: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    backward: bool = True
-    memory: bool = True  # whether the peak is measured, from inputs made anew
-    work: Callable[[Size], Work] = lambda size: (0.0, 0.0)
-
-    def runs(self) -> dict[str, other.Run]:
-        """Everything to be timed, by the name of the contender."""
-        return {**self.contenders, **self.yardsticks}
-
-    def entries(self, size_name: str) -> dict[str, Entry]:
-        """Everything to be timed, by the name it has in tables and records."""
-        size = self.sizes[size_name]
-        if self.lengths:
-            return {
-                tokens_label(n): Entry(OURS, self.contenders[OURS], {**size, "tokens": n})
-                for n in self.lengths[size_name]
-            }
-        return {name: Entry(name, run, size) for name, run in self.runs().items()}
-
-
-def tokens_label(tokens: int) -> str:
-    """The name of a length."""
-    return f"{tokens:,} tokens"
-
-
-# Inputs.
-
-
-def attention_over(
-    graph: Callable[[Size], ga.TokenGraph],
-) -> Callable[[Size, torch.device, torch.dtype], AttentionInputs]:
-    """Random tensors over a graph of that size."""
-
-    def make(size: Size, device: torch.device, dtype: torch.dtype) -> AttentionInputs:
-        return attention_inputs(
-            graph(size), size["heads"], size["features"], device, dtype, size.get("top_k")
-        )
-
-    return make
-
-
-def causal_window(size: Size) -> ga.TokenGraph:
-    """`window` keys, the token itself among them."""
-    return ga.causal_window_graph(size["tokens"], size["window"])
-
-
-def centred_window(size: Size) -> ga.TokenGraph:
-    """`window` keys around the token, itself among them."""
-    return ga.window_path_graph(size["tokens"], size["window"] // 2, self_loops=True)
+from graphattn.cli.bench.vision import VisionRun, vision_inputs
+from graphattn.cli.bench.work import Size
 
 
 def points(size: Size, device: torch.device, dtype: torch.dtype) -> NeighborInputs:
-    """Normal random points."""
+    """Normal random points, in float32 everywhere: bfloat16 does not tell neighbours apart."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(size["tokens"], size["features"], generator=generator)
-    return NeighborInputs(x.to(device, dtype), size["k"])
+    return NeighborInputs(x.to(device), size["k"])
 
 
-in_window = work.attention(lambda size: size["tokens"] * size["window"])
-GATHER_SCATTER = {
-    "index_add": other.index_add,
-    "torch-scatter": other.torch_scatter,
-    "compiled": other.compiled,
-}
 SEARCHES = {
     "cdist + topk": other.cdist_topk,
     "chunked matmul + topk": other.chunked_matmul_topk,
     "scikit-learn brute": other.sklearn_brute,
 }
-HEADS = {"heads": 8, "features": 64}
-THOUSANDS = {
-    "small": (512, 1024, 2048, 4096),
-    "paper": tuple(1024 * 2**i for i in range(8)),
-    "long": tuple(1024 * 2**i for i in range(10)),
-}
-DOT, CAUSAL_DOT = "SDPA (dot product)", "SDPA, causal (dot product)"
-OUR_DOT = f"{OURS} (dot product)"
+DEIT_FLASH, DEIT_CUDNN = "DeiT (SDPA flash)", "DeiT (SDPA cuDNN)"
 
-CASES = [
-    Case(
-        "complete",
-        "RBF attention, complete graph",
+
+def vision_case(name: str, title: str, dim: int, heads: int, images: int) -> Case:
+    """A vision transformer of that width: inference, and a step of training."""
+    model = {"dim": dim, "heads": heads}
+    return Case(
+        name,
+        f"{title}: inference, and a step of training in place of the backward pass",
         {
-            "small": {"tokens": 512, **HEADS},
-            "paper": {"tokens": 4096, **HEADS},
-            "long": {"tokens": 16384, **HEADS},
+            "small": {"images": 2, "pixels": 64, "depth": 2, **model},
+            "paper": {"images": 4, "pixels": 224, "depth": 12, **model},
+            "long": {"images": 8, "pixels": 224, "depth": 12, **model},
         },
-        attention_over(lambda size: ga.complete_graph(size["tokens"])),
-        {OURS: ours.rbf, "masked dense": other.masked_dense, "KeOps": other.keops},
-        {DOT: other.sdpa_dot},
-        (
-            Target("time", (DOT,), at_most=1.1),
-            Target("time", (DOT,), at_most=1.25, passes=BOTH),
-        ),
-        work=work.attention(lambda size: size["tokens"] ** 2),
-    ),
-    Case(
-        "causal-window",
-        "RBF attention, causal window",
+        vision_inputs,
         {
-            "small": {"tokens": 1024, "window": 64, **HEADS},
-            "paper": {"tokens": 16384, "window": 256, **HEADS},
-            "long": {"tokens": 131072, "window": 256, **HEADS},
+            OURS: VisionRun("gka"),
+            DEIT_FLASH: VisionRun("dot"),
+            DEIT_CUDNN: VisionRun("dot", SDPBackend.CUDNN_ATTENTION),
         },
-        attention_over(causal_window),
-        {OURS: ours.rbf, "index_add": other.index_add, "masked dense": other.masked_dense},
-        {OUR_DOT: ours.dot_product, CAUSAL_DOT: other.sdpa_causal},
-        tuple(
-            Target("time", (CAUSAL_DOT,), at_least=10, of=own, passes=passes)
-            for own in (OURS, OUR_DOT)
-            for passes in (FORWARD, BOTH)
-        ),
-        work=in_window,
-    ),
-    Case(
-        "window",
-        "RBF attention, 8 tokens on each side",
-        {
-            "small": {"tokens": 2048, "window": 17, **HEADS},
-            "paper": {"tokens": 65536, "window": 17, **HEADS},
-            "long": {"tokens": 131072, "window": 17, **HEADS},
-        },
-        attention_over(centred_window),
-        {OURS: ours.rbf, **GATHER_SCATTER},
         targets=tuple(
             target
             for passes in (FORWARD, BOTH)
-            for rival in (("index_add", "torch-scatter"), ("compiled",))
             for target in (
-                Target("time", rival, at_least=10, passes=passes),
-                Target("memory", rival, at_most=1 / 5, passes=passes),
+                Target(
+                    "time", (DEIT_FLASH, DEIT_CUDNN), at_least=1.15, passes=passes, device="cuda"
+                ),
+                Target(
+                    "memory", (DEIT_FLASH, DEIT_CUDNN), at_most=0.9, passes=passes, device="cuda"
+                ),
             )
         ),
-        work=in_window,
-    ),
-    Case(
-        "krause",
-        "Krause attention: causal window, top-k",
-        {
-            "small": {"tokens": 512, "window": 64, "top_k": 48, **HEADS},
-            "paper": {"tokens": 8192, "window": 256, "top_k": 192, **HEADS},
-            "long": {"tokens": 65536, "window": 256, "top_k": 192, **HEADS},
+        cuda={
+            size: {"images": count, "pixels": 224, "depth": 12, **model}
+            for size, count in (("small", 8), ("paper", images), ("long", 2 * images))
         },
-        attention_over(causal_window),
-        {OURS: ours.rbf, "masked dense": other.masked_dense},
-        {"without top-k": ours.rbf_without_top_k},
-        (
-            Target("time", ("masked dense",), at_least=30),
-            Target("time", ("without top-k",), at_most=3),
-        ),
-        work=in_window,
-    ),
+    )
+
+
+CASES = [
+    *ATTENTION,
+    vision_case("gka-tiny", "GKA-Ti and DeiT-Ti", 192, 3, 256),
+    vision_case("gka-small", "GKA-S and DeiT-S", 384, 6, 256),
+    vision_case("gka-base", "GKA-B and DeiT-B", 768, 12, 128),
     Case(
         "consensus",
         "Consensus step, window-path graph",
@@ -218,8 +95,8 @@ CASES = [
         },
         consensus_inputs,
         {OURS: ours.consensus, "gather/scatter": other.gather_scatter_consensus},
-        {"its product alone": other.dominant_product},
-        (
+        yardsticks={"its product alone": other.dominant_product},
+        targets=(
             Target("time", ("gather/scatter",), at_least=3.5),
             Target("time", ("its product alone",), at_most=2),
             Target("memory", ("gather/scatter",), at_most=1 / 4),
@@ -255,26 +132,14 @@ CASES = [
         },
         lambda size, device, dtype: WindowSize(size["tokens"], size["window"]),
         {OURS: ours.list_edges, "offsets and mask": other.offsets_and_mask},
-        {"graph without edges": ours.build_graph},
-        (
+        yardsticks={"graph without edges": ours.build_graph},
+        targets=(
             Target("time", at_most=1e-3, of="graph without edges"),
             Target("time", at_most=1.0),
         ),
         backward=False,
         work=work.edges,
-    ),
-    Case(
-        "million",
-        "RBF attention, causal window, a million tokens",
-        {
-            "small": {"tokens": 20_000, "window": 64, "heads": 2, "features": 16},
-            "paper": {"tokens": 1_000_000, "window": 64, "heads": 2, "features": 16},
-            "long": {"tokens": 4_000_000, "window": 64, "heads": 2, "features": 16},
-        },
-        attention_over(causal_window),
-        {OURS: ours.rbf, "index_add": other.index_add},
-        targets=(Target("memory", at_most=3e9, passes=BOTH),),
-        work=in_window,
+        devices=("cpu",),
     ),
     Case(
         "fiedler",
@@ -288,6 +153,7 @@ CASES = [
         {OURS: ours.fiedler_value, "eigsh, shift-invert": other.shift_invert_lanczos},
         targets=(Target("time", at_most=1.0), Target("error", at_most=1e-9)),
         backward=False,
+        devices=("cpu",),
     ),
     Case(
         "streaming",
@@ -299,44 +165,15 @@ CASES = [
         },
         stream_inputs,
         {OURS: ours.late_step, "early in a stream": ours.early_step},
-        {"its projections alone": other.projections_alone},
-        (
+        yardsticks={"its projections alone": other.projections_alone},
+        targets=(
             Target("time", ("early in a stream",), at_most=1.1),
             Target("time", ("its projections alone",), at_most=2),
         ),
         backward=False,
         memory=False,
         work=work.stream_step,
-    ),
-    Case(
-        "doubling",
-        "RBF attention, causal window, twice as long",
-        {
-            "small": {"window": 64, **HEADS},
-            "paper": {"window": 256, **HEADS},
-            "long": {"window": 256, **HEADS},
-        },
-        attention_over(causal_window),
-        {OURS: ours.rbf},
-        targets=(
-            Target("time", (tokens_label(16384),), at_most=2.2, of=tokens_label(32768)),
-        ),
-        lengths={"small": (1024, 2048), "paper": (16384, 32768), "long": (65536, 131072)},
-        backward=False,
-        work=in_window,
-    ),
-    Case(
-        "scaling-window",
-        "RBF attention, causal window, by length",
-        {
-            "small": {"window": 32, "heads": 2, "features": 32},
-            "paper": {"window": 256, "heads": 2, "features": 64},
-            "long": {"window": 256, "heads": 2, "features": 64},
-        },
-        attention_over(causal_window),
-        {OURS: ours.rbf},
-        lengths=THOUSANDS,
-        work=in_window,
+        cuda={"paper": {"window": 256, "dim": 512, "heads": 8, "early": 1_000, "late": 5_000}},
     ),
     Case(
         "scaling-consensus",

@@ -29,8 +29,11 @@ from graphattn.cli.bench.inputs import (
 Run = Callable[[Any], Any]
 
 
-def free_memory() -> float:
+def free_memory(device: torch.device) -> float:
     """Bytes that a process may still take; 8 GB where the system does not say."""
+    if device.type == "cuda":
+        held_and_unused = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+        return float(torch.cuda.mem_get_info(device)[0] + held_and_unused)
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:
@@ -38,46 +41,33 @@ def free_memory() -> float:
     return next((1024.0 * int(s.split()[1]) for s in lines if s.startswith("MemAvailable")), 8e9)
 
 
-def afford(numbers: float, what: str) -> None:
-    """Refuse what would not fit: six float32 tensors of so many numbers, backward included."""
-    if 24.0 * numbers > 0.8 * free_memory():
-        raise MissingError(f"{what} would need about {24e-9 * numbers:,.0f} GB")
+def afford(numbers: float, what: str, like: Tensor) -> None:
+    """Refuse what would not fit: six tensors of so many numbers `like` this, backward included."""
+    size = 6.0 * like.element_size() * numbers
+    if size > 0.8 * free_memory(like.device):
+        raise MissingError(f"{what} would need about {1e-9 * size:,.0f} GB")
 
 
 def afford_edges(x: AttentionInputs) -> None:
     """Refuse to hold the features of too many edges."""
-    afford(float(x.graph.num_edges) * x.query.shape[-2:].numel(), "its messages")
+    sequences = x.query.shape[:-3].numel()
+    numbers = float(x.graph.num_edges) * sequences * x.query.shape[-2:].numel()
+    afford(numbers, "its messages", x.query)
 
 
 def afford_edge_networks(x: ConsensusInputs) -> None:
     """Refuse to hold the matrices Lambda of too many edges."""
     edges = x.state.shape[:-3].numel() * x.graph.num_edges
-    afford(float(edges) * x.network.shear_bias.numel(), "its edge networks")
+    afford(float(edges) * x.network.shear_bias.numel(), "its edge networks", x.state)
 
 
 # Attention.
 
 
-def sdpa_dot(x: AttentionInputs) -> Tensor:
-    """Dense dot-product SDPA on the same tensors: the yardstick for a complete graph."""
-    return _sdpa(x, is_causal=False)
-
-
-def sdpa_causal(x: AttentionInputs) -> Tensor:
-    """Dense causal SDPA: what a causal window replaces."""
-    return _sdpa(x, is_causal=True)
-
-
-def _sdpa(x: AttentionInputs, *, is_causal: bool) -> Tensor:
-    """With a batch dimension: without one, torch does not take its fused kernel on a CPU."""
-    q, k, v = (t.transpose(-3, -2)[None] for t in (x.query, x.key, x.value))
-    out = functional.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
-    return out[0].transpose(-3, -2)
-
-
 def masked_dense(x: AttentionInputs) -> Tensor:
     """All pairs, then a mask, then top-k: what papers' code does."""
-    afford(float(x.graph.num_targets) ** 2 * x.query.shape[-2], "all pairs")
+    rows = x.query.shape[:-3].numel() * x.query.shape[-2] * x.graph.num_targets
+    afford(float(rows) * x.graph.num_sources, "all pairs", x.query)
     q, k, v = (t.transpose(-3, -2) for t in (x.query, x.key, x.value))
     logits = (q @ k.mT - k.square().sum(-1)[..., None, :] / 2) / x.sigma**2
     logits = logits.masked_fill(~x.graph.to_mask(), -torch.inf)
@@ -120,7 +110,7 @@ def index_add(x: AttentionInputs) -> Tensor:
 
 def torch_scatter(x: AttentionInputs) -> Tensor:
     """Gather and scatter with torch-scatter."""
-    scatter = _import("torch_scatter")
+    scatter = installed("torch_scatter")
     return _gather_scatter(
         x,
         lambda logits, target, n: scatter.scatter_softmax(logits, target, dim=-2, dim_size=n),
@@ -153,7 +143,7 @@ def compiled(x: AttentionInputs) -> Tensor:
 
 def keops(x: AttentionInputs) -> Tensor:
     """KeOps' symbolic matrices (complete graphs)."""
-    LazyTensor = _import("pykeops.torch").LazyTensor
+    LazyTensor = installed("pykeops.torch").LazyTensor
     q, k, v = (t.transpose(-3, -2).contiguous() for t in (x.query, x.key, x.value))
     difference = LazyTensor(q[..., :, None, :]) - LazyTensor(k[..., None, :, :])
     logits = -difference.square().sum(-1) / (2 * x.sigma**2)
@@ -162,7 +152,8 @@ def keops(x: AttentionInputs) -> Tensor:
     )
 
 
-def _import(name: str) -> Any:
+def installed(name: str) -> Any:
+    """The module, if it is."""
     if importlib.util.find_spec(name.split(".")[0]) is None:
         raise MissingError(f"{name.split('.')[0]} is not installed")
     return importlib.import_module(name)
@@ -220,7 +211,9 @@ def chunked_matmul_topk(x: NeighborInputs) -> tuple[Tensor, Tensor]:
 
 def sklearn_brute(x: NeighborInputs) -> tuple[Tensor, Tensor]:
     """scikit-learn's brute force."""
-    search = _import("sklearn.neighbors").NearestNeighbors(n_neighbors=x.k, algorithm="brute")
+    if x.points.device.type != "cpu":
+        raise MissingError("scikit-learn searches on a CPU")
+    search = installed("sklearn.neighbors").NearestNeighbors(n_neighbors=x.k, algorithm="brute")
     distance, index = search.fit(x.points.numpy()).kneighbors()
     return torch.from_numpy(distance).square(), torch.from_numpy(index)
 

@@ -26,6 +26,7 @@ from graphattn.cli.bench.inputs import (
     StreamInputs,
     WindowSize,
 )
+from graphattn.cli.bench.vision import VisionInputs, VisionRun
 
 SAMPLED_ROWS = 16
 ALLOWED = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 3e-2, torch.float64: 1e-10}
@@ -38,8 +39,8 @@ class Truth(Protocol):
         """Relative errors of a contender's output and, worst of all inputs, its gradients."""
 
 
-def truth_of(inputs: Any, *, backward: bool) -> Truth:
-    """For one case, computed once for all its contenders."""
+def truth_of(inputs: Any, *, backward: bool, dot_product: bool = False) -> Truth:
+    """For one case, computed once for all its contenders; of attention, by either score."""
     match inputs:
         case NeighborInputs():
             return NeighborTruth(inputs)
@@ -49,7 +50,9 @@ def truth_of(inputs: Any, *, backward: bool) -> Truth:
             return SpectralTruth(inputs)
         case StreamInputs():
             return StreamTruth(inputs)
-    return OperationTruth(inputs, backward=backward)
+        case VisionInputs():
+            return ModelTruth(inputs)
+    return OperationTruth(inputs, backward=backward, dot_product=dot_product)
 
 
 def relative_error(value: Tensor, truth: Tensor) -> float:
@@ -69,14 +72,26 @@ def sample(count: int, generator: torch.Generator) -> Tensor:
 
 
 class OperationTruth:
-    """Outputs of an operation, and gradients of a random loss on them."""
+    """Outputs of an operation, and gradients of a random loss on them.
 
-    def __init__(self, inputs: AttentionInputs | ConsensusInputs, *, backward: bool) -> None:
+    Of a batch the last sequence is looked at: a wrong stride shows most there.
+    """
+
+    def __init__(
+        self,
+        inputs: AttentionInputs | ConsensusInputs,
+        *,
+        backward: bool,
+        dot_product: bool = False,
+    ) -> None:
         self.inputs = inputs
+        is_batch = isinstance(inputs, AttentionInputs) and inputs.query.dim() > 3
+        self.last = slice(-1, None) if is_batch else slice(None)
         generator = torch.Generator().manual_seed(1)
         self.rows = sample(inputs.graph.num_targets, generator).to(inputs.graph.device)
-        learned = [t.detach().double().requires_grad_() for t in inputs.learned()]
-        out = in_float64(inputs.like(learned, self.edges_at_rows()))[..., self.rows, :, :]
+        learned = [t.detach()[self.last].double().requires_grad_() for t in inputs.learned()]
+        few_edges = inputs.like(learned, self.edges_at_rows())
+        out = in_float64(few_edges, dot_product=dot_product)[..., self.rows, :, :]
         self.loss = torch.randn(out.shape, generator=generator, dtype=torch.float64).to(out.device)
         self.gradients: list[Tensor] = []
         if backward:
@@ -106,18 +121,21 @@ class OperationTruth:
 
     def errors_of(self, run: Run) -> tuple[float, float]:
         """Of the output and of the gradients."""
-        out = run(self.inputs)[..., self.rows, :, :]
+        out = run(self.inputs)[self.last][..., self.rows, :, :]
         gradients: list[Tensor] = []
         if self.gradients:
             loss = (out * self.loss.to(out.dtype)).sum()
-            gradients = list(torch.autograd.grad(loss, self.inputs.learned()))
+            found = torch.autograd.grad(loss, self.inputs.learned())
+            gradients = [gradient[self.last] for gradient in found]
         pairs = zip(gradients, self.gradients, strict=True)
         return relative_error(out, self.out), worst(relative_error(g, t) for g, t in pairs)
 
 
-def in_float64(x: Any) -> Tensor:
+def in_float64(x: Any, *, dot_product: bool = False) -> Tensor:
     """An operation on inputs in float64, by the reference backend."""
     with ga.use_backend("reference"):
+        if dot_product:
+            return ga.dot_product_attention(x.query, x.key, x.value, x.graph)
         if isinstance(x, AttentionInputs):
             return ga.rbf_attention(x.query, x.key, x.value, x.graph, x.sigma, top_k=x.top_k)
         return ga.consensus_update(
@@ -218,3 +236,33 @@ class StreamTruth:
         graph = ga.causal_graph(len(tokens)).to(tokens.device)
         with torch.no_grad(), ga.use_backend("reference"):
             return self.layer(tokens, graph)[-1]
+
+
+class ModelTruth:
+    """Logits of the last image, and the gradient of its loss, by the same weights in float64."""
+
+    def __init__(self, inputs: VisionInputs) -> None:
+        self.inputs = inputs
+
+    def errors_of(self, run: Run) -> tuple[float, float]:
+        """Of the logits, and of all gradients together."""
+        assert isinstance(run, VisionRun)
+        x, last = self.inputs, slice(-1, None)
+        parameters = list(x.trained[run.mixer].model.parameters())
+        with torch.no_grad():
+            logits = run(x)[last]
+        gradients = torch.autograd.grad(run.loss(x, last), parameters)
+
+        model = copy.deepcopy(x.trained[run.mixer].model).double()
+        with ga.use_backend("reference"):
+            truth = model(x.images[last].double())
+            loss = torch.nn.functional.cross_entropy(truth, x.labels[last])
+            true_gradients = torch.autograd.grad(loss, list(model.parameters()))
+        return relative_error(logits, truth.detach()), relative_error(
+            flat(gradients), flat(true_gradients)
+        )
+
+
+def flat(tensors: Iterable[Tensor]) -> Tensor:
+    """All their numbers in one row."""
+    return torch.cat([t.flatten().double() for t in tensors])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -18,7 +18,7 @@ class MissingError(Exception):
 
 @dataclass(frozen=True)
 class AttentionInputs:
-    """RBF attention: head-split tensors [N, H, D] and a graph."""
+    """Attention: head-split tensors [*, N, H, D], the same one three times or not, and a graph."""
 
     query: Tensor
     key: Tensor
@@ -26,15 +26,16 @@ class AttentionInputs:
     graph: ga.TokenGraph
     sigma: float
     top_k: int | None = None
+    prepared: dict[str, Any] = field(default_factory=dict)  # what peers derive from the graph once
 
     def learned(self) -> list[Tensor]:
-        """What gradients are taken of."""
-        return [self.query, self.key, self.value]
+        """What gradients are taken of: one tensor, or three."""
+        return [self.query] if self.query is self.key else [self.query, self.key, self.value]
 
     def like(self, learned: list[Tensor], graph: ga.TokenGraph) -> AttentionInputs:
         """The same with other tensors and edges."""
-        query, key, value = learned
-        return replace(self, query=query, key=key, value=value, graph=graph)
+        query, key, value = learned * 3 if len(learned) == 1 else learned
+        return replace(self, query=query, key=key, value=value, graph=graph, prepared={})
 
 
 @dataclass(frozen=True)
@@ -136,13 +137,25 @@ def attention_inputs(
     device: torch.device,
     dtype: torch.dtype,
     top_k: int | None = None,
+    *,
+    batch: int | None = None,
+    shared: bool = False,
 ) -> AttentionInputs:
-    """Normal random queries, keys and values; sigma = sqrt(D), the layers' own default."""
+    """Normal random queries, keys and values; sigma = sqrt(D), the layers' own default.
+
+    With `batch` of shape [B, N, H, D]; `shared` is one tensor in all three roles, as in GKA.
+    """
     generator = torch.Generator().manual_seed(0)
-    shape = (graph.num_targets, heads, features)
-    query, key, value = (
-        torch.randn(shape, generator=generator).to(device, dtype).requires_grad_() for _ in range(3)
+    shape = (
+        (graph.num_targets, heads, features)
+        if batch is None
+        else (batch, graph.num_targets, heads, features)
     )
+    tensors = [
+        torch.randn(shape, generator=generator).to(device, dtype).requires_grad_()
+        for _ in range(1 if shared else 3)
+    ]
+    query, key, value = tensors * 3 if shared else tensors
     return AttentionInputs(query, key, value, graph.to(device), features**0.5, top_k)
 
 

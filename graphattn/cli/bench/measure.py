@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 from graphattn.cli.bench.contenders import Run
+from graphattn.cli.bench.gpu_clock import GpuClock
+from graphattn.cli.bench.vision import VisionRun
 
-MEGABYTE = 2**20
+GIGABYTE = 2**30
 
 
 class Timing(NamedTuple):
@@ -45,10 +47,16 @@ def _median_and_spread(values: list[float]) -> tuple[float, float]:
 
 
 def one_pass(run: Run, inputs: Any, *, backward: bool) -> None:
-    """Forward, or forward and backward from a gradient of ones to all that the run has read."""
+    """Forward, or forward and backward from a gradient of ones to all that the run has read.
+
+    A model takes a step of training instead of the latter.
+    """
     if not backward:
         with torch.no_grad():
             run(inputs)
+        return
+    if isinstance(run, VisionRun):
+        run.step(inputs)
         return
     out = run(inputs)
     torch.autograd.grad(out, leaves(out), torch.ones_like(out))
@@ -68,32 +76,47 @@ def leaves(out: Tensor) -> list[Tensor]:
     return found
 
 
-def time_interleaved(
-    runs: Mapping[str, tuple[Run, Any]], *, backward: bool, seconds: float, device: torch.device
-) -> dict[str, Timing]:
-    """Every contender in turn on its inputs, round after round, for so many seconds in all.
+class HostClock:
+    """Samples of one pass on a CPU, in seconds."""
 
-    A busy machine is then slow for all of them, and ratios hold. Three rounds at least, after one
-    that warms up (and compiles, where something compiles), and a hundred at most.
-    """
-    wait = _wait(device)
-    for run, inputs in runs.values():
+    is_captured: bool | None = None  # nothing to capture
+
+    def __init__(self, work: Callable[[], object]) -> None:
+        self.work = work
+
+    def sample(self) -> float:
+        """One pass."""
+        start = time.perf_counter()
+        self.work()
+        return time.perf_counter() - start
+
+
+Clock = HostClock | GpuClock
+
+
+def clock(run: Run, inputs: Any, *, backward: bool, device: torch.device) -> Clock:
+    """What times a pass of this run, after one that warms up (and compiles, if anything does)."""
+
+    def work() -> None:
         one_pass(run, inputs, backward=backward)
-    times: dict[str, list[float]] = {name: [] for name in runs}
+
+    work()
+    return GpuClock(work) if device.type == "cuda" else HostClock(work)
+
+
+def time_interleaved(clocks: Mapping[str, Clock], *, seconds: float) -> dict[str, Timing]:
+    """Every contender in turn, round after round, for so many seconds in all.
+
+    A busy machine is then slow for all of them, and ratios hold. Three rounds at least and a
+    hundred at most.
+    """
+    times: dict[str, list[float]] = {name: [] for name in clocks}
     started, rounds = time.perf_counter(), 0
     while rounds < 3 or (rounds < 100 and time.perf_counter() - started < seconds):
-        for name, (run, inputs) in runs.items():
-            wait()
-            start = time.perf_counter()
-            one_pass(run, inputs, backward=backward)
-            wait()
-            times[name].append(time.perf_counter() - start)
+        for name, own in clocks.items():
+            times[name].append(own.sample())
         rounds += 1
     return {name: Timing(values) for name, values in times.items()}
-
-
-def _wait(device: torch.device) -> Callable[[], None]:
-    return torch.cuda.synchronize if device.type == "cuda" else lambda: None
 
 
 # The bound.
@@ -111,22 +134,23 @@ class Machine(NamedTuple):
 
 
 def measure_machine(device: torch.device, dtype: torch.dtype) -> Machine:
-    """Best of five: a product of 2048 x 2048 matrices, and a copy of 256 MB (read and written)."""
-    a = torch.randn(2048, 2048, device=device, dtype=dtype)
-    source = torch.empty(64 * MEGABYTE, device=device, dtype=torch.float32).fill_(1.0)
+    """Best of five: a product of square matrices, and a copy (read and written).
+
+    2048 x 2048 and 256 MB; on a GPU, where that is too small, 8192 x 8192 and 2 GB.
+    """
+    on_gpu = device.type == "cuda"
+    width, size = (8192, 2 * GIGABYTE) if on_gpu else (2048, GIGABYTE // 4)
+    a = torch.randn(width, width).to(device, dtype)
+    product = torch.empty_like(a)
+    source = torch.ones(size, device=device, dtype=torch.uint8)
     target = torch.empty_like(source)
+
+    def best(work: Callable[[], Tensor]) -> float:
+        work()
+        timer = GpuClock(work) if on_gpu else HostClock(work)
+        return min(timer.sample() for _ in range(5))
+
     return Machine(
-        2 * 2048**3 / _best(lambda: a @ a, device),
-        2 * source.nbytes / _best(lambda: target.copy_(source), device),
+        2 * width**3 / best(lambda: torch.mm(a, a, out=product)),
+        2 * source.nbytes / best(lambda: target.copy_(source)),
     )
-
-
-def _best(run: Callable[[], Tensor], device: torch.device) -> float:
-    wait, times = _wait(device), []
-    for _ in range(6):
-        wait()
-        start = time.perf_counter()
-        run()
-        wait()
-        times.append(time.perf_counter() - start)
-    return min(times[1:])

@@ -1,4 +1,4 @@
-"""Peak memory of one pass beyond its inputs."""
+"""Peak memory of one pass beyond its inputs; of a model, its weights and their steps included."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from typing import Any
 
 import torch
 
-from graphattn.cli.bench.cases import CASES, Size
+from graphattn.cli.bench.cases import CASES
 from graphattn.cli.bench.contenders import Run
 from graphattn.cli.bench.measure import one_pass
 from graphattn.cli.bench.record import OURS
+from graphattn.cli.bench.vision import VisionRun
+from graphattn.cli.bench.work import Size
 
 
 class Peak:
@@ -44,15 +46,15 @@ class Peak:
 
 def _report_peak(sender: Any, case: str, contender: str, size: Size, backward: bool) -> None:
     own = next(c for c in CASES if c.name == case)
-    peaks = []
+    run, peaks = own.runs()[contender], []
     for _ in range(2):  # the first pass also loads code, or even compiles it
         inputs = own.make(size, torch.device("cpu"), torch.float32)
         if hasattr(inputs, "graph") and contender != OURS:
             inputs.graph.edge_index  # noqa: B018  # message passing is given its edges
         is_forgotten = _forget_peak()
-        before = _peak()
-        one_pass(own.runs()[contender], inputs, backward=backward)
-        peaks.append(1024.0 * (_peak() - before))
+        before, of_model = _peak(), held(run, inputs)
+        one_pass(run, inputs, backward=backward)
+        peaks.append(1024.0 * (_peak() - before) + of_model)
     sender.send(peaks[-1] if is_forgotten else peaks[0])
 
 
@@ -71,8 +73,14 @@ def _forget_peak() -> bool:
 
 
 def cuda_peak(run: Run, inputs: Any, *, backward: bool) -> float:
-    """Bytes on a GPU, by torch's own accounting."""
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
+    """Bytes on a GPU, by torch's own accounting, in a pass after the first."""
     one_pass(run, inputs, backward=backward)
-    return float(torch.cuda.max_memory_allocated() - before)
+    torch.cuda.reset_peak_memory_stats()
+    before, of_model = torch.cuda.memory_allocated(), held(run, inputs)
+    one_pass(run, inputs, backward=backward)
+    return torch.cuda.max_memory_allocated() - before + of_model
+
+
+def held(run: Run, inputs: Any) -> float:
+    """Bytes that belong to a contender between passes: a model's weights and optimizer state."""
+    return run.held(inputs) if isinstance(run, VisionRun) else 0.0

@@ -16,7 +16,7 @@ import torch
 import graphattn
 
 OURS = "graphattn"
-Quantity = Literal["time", "memory", "error"]
+Quantity = Literal["time", "memory", "error", "share of bound"]
 
 
 @dataclass(frozen=True)
@@ -34,10 +34,16 @@ class Row:
     peak: float | None
     share_of_bound: float | None
     error: float | None
+    captured: bool | None = None  # on a GPU: replayed, or launched anew, which the host may slow
 
     def number(self, quantity: Quantity) -> float | None:
-        """The row's median time, peak memory or error."""
-        return {"time": self.median, "memory": self.peak, "error": self.error}[quantity]
+        """The row's median time, peak memory, error or share of the bound."""
+        return {
+            "time": self.median,
+            "memory": self.peak,
+            "error": self.error,
+            "share of bound": self.share_of_bound,
+        }[quantity]
 
 
 @dataclass(frozen=True)
@@ -85,8 +91,10 @@ class Record:
     missing: list[str] = field(default_factory=list)
 
     def write(self, path: Path) -> None:
-        """As JSON: one object with a key per field."""
-        path.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
+        """As JSON: one object with a key per field. A file that is there is never half of one."""
+        unfinished = path.with_name(path.name + ".part")
+        unfinished.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
+        unfinished.replace(path)
 
 
 def read(path: Path) -> Record:
@@ -107,7 +115,7 @@ def read(path: Path) -> Record:
 def provenance(device: torch.device, size: str) -> dict[str, Any]:
     """Where the numbers of a record come from."""
     if device.type == "cuda":
-        hardware = torch.cuda.get_device_name(device)
+        hardware = f"{torch.cuda.get_device_name(device)}, CUDA {torch.version.cuda}"
     else:
         hardware = f"{_processor()}, {torch.get_num_threads()} threads"
     return {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,11 +10,13 @@ import numpy
 import torch
 from rich.console import Console
 
-from graphattn.cli.bench.cases import BOTH, FORWARD, Case, Entry
-from graphattn.cli.bench.gate import ALLOWED, truth_of
+from graphattn.cli.bench.case import BOTH, FORWARD, Case, Entry
+from graphattn.cli.bench.gate import ALLOWED, Truth, truth_of
 from graphattn.cli.bench.inputs import MissingError
 from graphattn.cli.bench.measure import (
+    Clock,
     Timing,
+    clock,
     measure_machine,
     one_pass,
     ratio_of_rounds,
@@ -22,48 +25,63 @@ from graphattn.cli.bench.measure import (
 from graphattn.cli.bench.memory import Peak, cuda_peak
 from graphattn.cli.bench.record import OURS, Quantity, Record, Row, Slope
 
-SECONDS = {"small": 0.5, "paper": 20.0, "long": 30.0}  # of timing, per case and pass
-FAILURES = (MissingError, RuntimeError, MemoryError)  # the last two: too large, most likely
+# Of timing, per case and pass; on a GPU, where a round takes milliseconds, less will do.
+SECONDS = {"small": 0.5, "paper": 20.0, "long": 30.0}
+SECONDS_ON_GPU = {"small": 0.5, "paper": 2.0, "long": 5.0}
 Errors = dict[str, tuple[float, float] | None]  # of output and gradients; None for yardsticks
 
 
 class Runner:
-    """Measures cases on a device and adds what it finds to a record."""
+    """Measures cases on a device and adds what it finds to a record.
+
+    Whatever a contender raises (too little memory, a kernel that does not compile) is noted, and
+    the others go on.
+    """
 
     def __init__(self, device: torch.device, size: str, record: Record, console: Console) -> None:
         self.device, self.size, self.record, self.console = device, size, record, console
-        self.dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+        on_cpu = device.type == "cpu"
+        self.dtype = torch.float32 if on_cpu else torch.bfloat16
+        self.seconds = (SECONDS if on_cpu else SECONDS_ON_GPU)[size]
         self.machine = measure_machine(device, self.dtype)
-        self.peak = Peak() if device.type == "cpu" else None
+        self.peak = Peak() if on_cpu else None
 
     def measure(self, case: Case) -> list[Row]:
         """The rows of one case, which are added to the record together with their verdicts."""
         first = len(self.record.rows)
-        entries = case.entries(self.size)
+        if self.device.type == "cuda":
+            torch.compiler.reset()  # of one function, no more than 8 variants are compiled
+        entries = case.entries(self.size, self.device.type)
         with self.console.status(f"{case.title}: checking"):
             inputs, errors = self.check(case, entries)
         for passes in (FORWARD, BOTH) if case.backward else (FORWARD,):
-            runs = {name: (entries[name].run, inputs[name]) for name in errors}
             with self.console.status(f"{case.title}, {passes}: timing"):
-                timings = time_interleaved(
-                    runs,
-                    backward=passes == BOTH,
-                    seconds=SECONDS[self.size],
-                    device=self.device,
-                )
+                clocks, peaks = self.warm(case, passes, entries, inputs)
+                timings = time_interleaved(clocks, seconds=self.seconds)
                 rows = {
-                    name: self.row(case, passes, name, entries[name], inputs, errors, timings)
-                    for name in runs
-                }
+                    name: self.row(
+                        case, passes, name, entries[name], clocks[name], peaks[name], errors[name],
+                        timings,
+                    )
+                    for name in clocks
+                }  # fmt: skip
             self.record.rows.extend(rows.values())
             self.record.targets.extend(
                 target.judge(case.name, rows, timings)
                 for target in case.targets
-                if target.passes == passes
+                if (target.passes, target.device) == (passes, self.device.type)
             )
             if case.lengths:
                 self.record.slopes.extend(slopes(list(rows.values())))
+            del clocks  # captured passes hold their memory
+            self.release()
         return self.record.rows[first:]
+
+    def release(self) -> None:
+        """Hand back what a GPU has lent to passes that are over."""
+        if self.device.type == "cuda":
+            gc.collect()
+            torch.cuda.empty_cache()
 
     def check(self, case: Case, entries: Mapping[str, Entry]) -> tuple[dict[str, Any], Errors]:
         """Inputs, and the errors of those that run and are right; the others are noted as missing.
@@ -80,20 +98,49 @@ class Runner:
             try:
                 own = case.make(dict(size), self.device, self.dtype)
                 truth = truth_of(own, backward=case.backward)
-            except FAILURES as failure:
+                of_dot_product: Truth | None = None
+                if case.dot_products:
+                    of_dot_product = truth_of(own, backward=case.backward, dot_product=True)
+            except Exception as failure:
                 self.note(f"{case.name}: {reason_of(failure)}")
                 continue
             for name in names:
+                run, contender = entries[name].run, entries[name].contender
                 try:
-                    if entries[name].contender in case.yardsticks:  # nothing to compare
-                        one_pass(entries[name].run, own, backward=case.backward)
+                    if contender in case.yardsticks:  # nothing to compare
+                        one_pass(run, own, backward=case.backward)
                         errors[name] = None
                     else:
-                        errors[name] = self.right(truth.errors_of(entries[name].run))
+                        is_dot = contender in case.dot_products
+                        own_truth = of_dot_product if is_dot and of_dot_product else truth
+                        errors[name] = self.right(own_truth.errors_of(run))
                     inputs[name] = own
-                except FAILURES as failure:
+                except Exception as failure:
                     self.note(f"{case.name}, {name}: {reason_of(failure)}")
+                self.release()
         return inputs, errors
+
+    def warm(
+        self, case: Case, passes: str, entries: Mapping[str, Entry], inputs: Mapping[str, Any]
+    ) -> tuple[dict[str, Clock], dict[str, float | None]]:
+        """Clocks of all that were right, warm, and peaks of memory; failures are noted."""
+        clocks: dict[str, Clock] = {}
+        peaks: dict[str, float | None] = {}
+        backward = passes == BOTH
+        for name, own in inputs.items():
+            entry = entries[name]
+            try:
+                peak = None
+                if case.memory and self.peak is None:
+                    peak = cuda_peak(entry.run, own, backward=backward)
+                elif case.memory and self.peak is not None:
+                    peak = self.peak.of(case.name, entry.contender, entry.size, backward=backward)
+                clocks[name] = clock(entry.run, own, backward=backward, device=self.device)
+                peaks[name] = peak
+            except Exception as failure:
+                self.note(f"{case.name}, {name}, {passes}: {reason_of(failure)}")
+                self.release()
+        return clocks, peaks
 
     def right(self, errors: tuple[float, float]) -> tuple[float, float]:
         """The same, unless one is too large."""
@@ -112,19 +159,14 @@ class Runner:
         passes: str,
         name: str,
         entry: Entry,
-        inputs: Mapping[str, Any],
-        errors: Errors,
+        own_clock: Clock,
+        peak: float | None,
+        error: tuple[float, float] | None,
         timings: Mapping[str, Timing],
     ) -> Row:
         """All numbers of one contender."""
-        timing, backward, error = timings[name], passes == BOTH, errors[name]
-        flops, moved = case.work(entry.size)
-        bound = self.machine.seconds((flops * (3.5 if backward else 1), moved))
-        peak = None
-        if case.memory and self.peak is None:
-            peak = cuda_peak(entry.run, inputs[name], backward=backward)
-        elif case.memory and self.peak is not None:
-            peak = self.peak.of(case.name, entry.contender, entry.size, backward=backward)
+        timing, backward = timings[name], passes == BOTH
+        bound = self.machine.seconds(case.work(entry.size, self.dtype.itemsize, backward))
         return Row(
             case.name,
             passes,
@@ -137,6 +179,7 @@ class Runner:
             peak=peak,
             share_of_bound=bound / timing.median if bound > 0 else None,
             error=None if error is None else max(error) if backward else error[0],
+            captured=own_clock.is_captured,
         )
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from rich.table import Table
 
-from graphattn.cli.bench.cases import FORWARD, Case
+from graphattn.cli.bench.case import FORWARD, Case
 from graphattn.cli.bench.record import Quantity, Record, Row, Slope, Verdict
 from graphattn.cli.tables import plain_table, short
 
@@ -13,9 +15,11 @@ ROW_HEADER = ("time", "spread", "ratio", "memory", "of bound", "error")
 TARGET_HEADER = ("measured", "spread", "target", "")
 
 
-def case_table(case: Case, rows: list[Row], slopes: list[Slope], size_name: str) -> Table:
+def case_table(
+    case: Case, rows: list[Row], slopes: list[Slope], size_name: str, device: str
+) -> Table:
     """Every contender, one pass after the other."""
-    size = ", ".join(f"{name} {value:,}" for name, value in case.sizes[size_name].items())
+    size = ", ".join(f"{name} {value:,}" for name, value in case.size(size_name, device).items())
     table = plain_table(f"{case.title} ({size})")
     table.add_column("", min_width=20)
     for name in ROW_HEADER:
@@ -26,8 +30,22 @@ def case_table(case: Case, rows: list[Row], slopes: list[Slope], size_name: str)
             passes = row.passes
             table.add_row(f"[bold]{passes}[/bold]")
         table.add_row(row.contender, *row_cells(row))
-    table.caption = "\n".join(slope_text(slope) for slope in slopes if slope.case == case.name)
+    lines = [slope_text(slope) for slope in slopes if slope.case == case.name]
+    table.caption = "\n".join(lines + list(notes(rows)))
     return table
+
+
+def notes(rows: list[Row]) -> Iterable[str]:
+    """Images per second, and which times on a GPU hold more than its work."""
+    for passes in dict.fromkeys(row.passes for row in rows if "images" in row.size):
+        speeds = (
+            f"{row.contender} {row.size['images'] / row.median:,.0f}"
+            for row in rows
+            if row.passes == passes
+        )
+        yield f"{passes}, images/s: {', '.join(speeds)}"
+    if slow := dict.fromkeys(row.contender for row in rows if row.captured is False):
+        yield f"Launched one by one, so with the time of the host: {', '.join(slow)}"
 
 
 def row_cells(row: Row) -> list[str]:
@@ -96,6 +114,8 @@ def amount(value: float, quantity: Quantity, is_ratio: bool) -> str:
         return f"{short(value)}x"
     if quantity == "time":
         return f"{short(1000 * value)} ms"
+    if quantity == "share of bound":
+        return f"{value:.0%}"
     return f"{short(value / MEGABYTE)} MB" if quantity == "memory" else f"{value:.0e}"
 
 

@@ -15,7 +15,8 @@ class Target:
 
     `over` names that other contender, or several, of which the fastest counts. ``at_most`` bounds
     of / over, and ``at_least`` over / of: how many times faster or smaller graphattn is. Without
-    `over` the bound is in seconds, in bytes, or on the error itself.
+    `over` the bound is in seconds, in bytes, or on the error or the share itself. Other devices
+    than `device` have targets of their own.
     """
 
     quantity: Quantity
@@ -24,6 +25,7 @@ class Target:
     at_least: float | None = None
     of: str = OURS
     passes: str = "forward"
+    device: str = "cpu"
 
     def judge(self, case: str, rows: Mapping[str, Row], timings: Mapping[str, Timing]) -> Verdict:
         """What the rows of one pass, by contender, say; nothing measured where one is missing."""

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from graphattn.graphs.arguments import as_float, as_int
 from graphattn.graphs.token_graph import TokenGraph
-from graphattn.ops.attention import compiled, reference, structured
+from graphattn.ops.attention import operators, reference, structured, triton
 from graphattn.ops.attention.reference import Score
-from graphattn.ops.backends import NOT_YET, check_backend, choose_backend
+from graphattn.ops.backends import check_backend, choose_backend
 from graphattn.ops.inputs import (
     Valid,
     check_graph,
@@ -281,29 +281,50 @@ def _attend(
     check_backend(backend)
     per_edge = edge_bias is not None
     graph = check_graph(graph, query, query.shape[-3], key.shape[-3], per_edge=per_edge)
-    chosen = choose_backend(backend, support(graph))
+    top_k = None if top_k is None else as_int("top_k", top_k, 1)
     dtype = compute_dtype(query.dtype)
+    bias = _check_bias(edge_bias, graph, query.shape[-2], dtype, query.device)
+    per_offset = bias is not None and bias.shape[0] != graph.num_edges
+    able = support(
+        graph,
+        query,
+        value.shape[-1],
+        top_k=top_k,
+        per_edge=bias is not None and not per_offset,
+    )
+    chosen = choose_backend(backend, able, query.device)
     options: dict[str, Any] = {
         "score": score,
         "scale": scale,
-        "top_k": None if top_k is None else as_int("top_k", top_k, 1),
+        "top_k": top_k,
         "valid": check_valid(
             valid, query.shape[:-3], query.device, graph.num_targets, graph.num_sources
         ),
     }
     with full_precision(query.device):
+        if chosen == "triton":  # half precision stays what it is: kernels sum up in float32
+            options |= {"bias": bias, "per_offset": per_offset, "backend": chosen}
+            return operators.attend(query, key, value, graph, **options)
         tensors = query.to(dtype), key.to(dtype), value.to(dtype)
-        bias = _check_bias(edge_bias, graph, query.shape[-2], dtype, query.device)
         if chosen == "structured":
-            attend = compiled.attend if torch.compiler.is_compiling() else structured.attend
-            per_offset = bias is not None and bias.shape[0] != graph.num_edges
-            return attend(*tensors, graph, bias=bias, per_offset=per_offset, **options)
+            options |= {"bias": bias, "per_offset": per_offset}
+            if torch.compiler.is_compiling():
+                return operators.attend(*tensors, graph, backend=chosen, **options)
+            return structured.attend(*tensors, graph, **options)
         return reference.attend(*tensors, graph, edge_bias=_per_edge(bias, graph), **options)
 
 
-def support(graph: TokenGraph) -> dict[str, str | None]:
+def support(
+    graph: TokenGraph,
+    query: Tensor,
+    value_width: int | None = None,
+    *,
+    top_k: int | None = None,
+    per_edge: bool = False,
+) -> dict[str, str | None]:
     """Backend -> None where it can run attention on this graph, otherwise the reason."""
-    return {"reference": None, "structured": None, "triton": NOT_YET}
+    why_not = triton.why_not(graph, query, value_width, top_k=top_k, per_edge=per_edge)
+    return {"reference": None, "structured": None, "triton": why_not}
 
 
 def _check_qkv(query: Any, key: Any, value: Any) -> int:

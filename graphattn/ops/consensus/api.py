@@ -97,13 +97,13 @@ def consensus_update(
         >>> ga.consensus_update(u, u, hidden, hidden, network, graph, 0.1).flatten()
         tensor([0.0000, 0.1386, 0.8614])
     """
-    update_by: Callable[..., Tensor] = reference.consensus_update
-    if choose_backend(backend, support()) == "structured":
-        traced = torch.compiler.is_compiling()
-        update_by = (compiled if traced else structured).consensus_update
     graph, network, pair = _check(
         state, neighbor_state, target_hidden, source_hidden, edge_network, graph, valid
     )
+    update_by: Callable[..., Tensor] = reference.consensus_update
+    if choose_backend(backend, support(), state.device) == "structured":
+        traced = torch.compiler.is_compiling()
+        update_by = (compiled if traced else structured).consensus_update
     if as_choice("update", update, ("energy", "target")) == "energy":
         check_energy_graph(graph)
     dtype = compute_dtype(state.dtype)

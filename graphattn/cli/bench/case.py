@@ -1,0 +1,72 @@
+"""One workload of the benchmark: its inputs, its contenders, and what is expected of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from graphattn.cli.bench import work
+from graphattn.cli.bench.contenders import Run
+from graphattn.cli.bench.record import OURS
+from graphattn.cli.bench.targets import Target
+from graphattn.cli.bench.work import Size
+
+FORWARD, BOTH = "forward", "forward + backward"
+
+
+class Entry(NamedTuple):
+    """What is run under one name."""
+
+    contender: str
+    run: Run
+    size: Size
+
+
+@dataclass(frozen=True)
+class Case:
+    """One workload; every contender computes the same from the same inputs.
+
+    With `lengths`, a number of tokens takes a contender's place: graphattn alone, at every length.
+    """
+
+    name: str
+    title: str
+    sizes: dict[str, Size]
+    make: Callable[[Size, torch.device, torch.dtype], Any]
+    contenders: dict[str, Run]
+    dot_products: dict[str, Run] = field(default_factory=dict)  # over the same edges
+    yardsticks: dict[str, Run] = field(default_factory=dict)  # they compute something else
+    targets: tuple[Target, ...] = ()
+    lengths: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    backward: bool = True
+    memory: bool = True  # whether the peak is measured, from inputs made anew
+    work: work.Count = work.unknown
+    cuda: dict[str, Size] = field(default_factory=dict)  # sizes on a GPU, where they are others
+    devices: tuple[str, ...] = ("cpu", "cuda")
+
+    def runs(self) -> dict[str, Run]:
+        """Everything to be timed, by the name of the contender."""
+        return {**self.contenders, **self.dot_products, **self.yardsticks}
+
+    def size(self, size_name: str, device: str) -> Size:
+        """The size of that name on this kind of device."""
+        own = self.cuda if device == "cuda" else self.sizes
+        return own.get(size_name, self.sizes[size_name])
+
+    def entries(self, size_name: str, device: str = "cpu") -> dict[str, Entry]:
+        """Everything to be timed, by the name it has in tables and records."""
+        size = self.size(size_name, device)
+        if self.lengths:
+            return {
+                tokens_label(n): Entry(OURS, self.contenders[OURS], {**size, "tokens": n})
+                for n in self.lengths[size_name]
+            }
+        return {name: Entry(name, run, size) for name, run in self.runs().items()}
+
+
+def tokens_label(tokens: int) -> str:
+    """The name of a length."""
+    return f"{tokens:,} tokens"

@@ -1,0 +1,209 @@
+"""Structured and Triton attention as an operator of torch.library: torch.compile keeps it whole.
+
+The graph travels as tensors (:mod:`graphattn.graphs.encoding`), so one compilation serves all
+windows and lengths. Eager second derivatives go through structured attention, in operations that
+can be differentiated again; of a compiled function nobody can take second ones.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphattn.graphs.encoding import decode
+from graphattn.graphs.token_graph import TokenGraph
+from graphattn.ops.attention import structured, triton
+from graphattn.ops.inputs import ValidPair, compute_dtype
+
+INPUTS = "Tensor query, Tensor key, Tensor value, Tensor scale, Tensor? bias"
+OPTIONS = (
+    "Tensor? valid_targets, Tensor? valid_sources, Tensor code, Tensor? edge_index, "
+    "str score, int? top_k, bool per_offset, str backend, bool shared"
+)
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    graph: TokenGraph,
+    *,
+    score: str,
+    scale: Tensor,
+    bias: Tensor | None,
+    per_offset: bool,
+    top_k: int | None,
+    valid: ValidPair,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    """Output [*, N, H, Dv] and log-sums [*, N, H]; kernels take the inputs in their own dtype."""
+    shared = backend == "triton" and query is key and key is value
+    edge_index = graph.edge_index if graph.structure is None else None
+    options = score, top_k, per_offset, backend, shared
+    out, lse, _ = torch.ops.graphattn.attention(
+        query, key, value, scale, bias, *valid, graph.code, edge_index, *options
+    )
+    return out, lse.transpose(-1, -2) if backend == "triton" else lse
+
+
+def _structured(inputs: tuple[Any, ...], options: tuple[Any, ...]) -> tuple[Any, Any]:
+    """The inputs as a plan wants them, and the plan."""
+    of_target, of_source, code, edge_index, score, top_k, per_offset, _, _ = options
+    return structured.plan_call(
+        inputs,
+        decode(code, edge_index, inputs[0].device),
+        score=score,
+        per_offset=per_offset,
+        top_k=top_k,
+        valid=(of_target, of_source),
+    )
+
+
+def _triton(inputs: tuple[Any, ...], options: tuple[Any, ...]) -> triton.Call:
+    of_target, of_source, code, _, score, _, _, _, shared = options
+    graph = decode(code, None, inputs[0].device)
+    return triton.Call(inputs, graph, score, (of_target, of_source), shared)
+
+
+@torch.library.custom_op(
+    "graphattn::attention",
+    mutates_args=(),
+    schema=f"({INPUTS}, {OPTIONS}) -> (Tensor, Tensor, Tensor)",
+)
+def _attention(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Output, log-sums, and what the backward wants to see again."""
+    of_out, of_lse = _shapes(*arguments)
+    if arguments[-2] == "triton":
+        out, lse, saved = _triton(arguments[:5], arguments[5:]).forward()
+    else:
+        inputs, plan = _structured(arguments[:5], arguments[5:])
+        out, lse, saved = plan.forward(inputs)
+        saved = saved.clone() if saved is lse else saved  # an operator's results share no memory
+    return out.reshape(of_out), lse.reshape(of_lse), saved.reshape(of_lse)
+
+
+@_attention.register_fake
+def _(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    query = arguments[0]
+    of_out, of_lse = _shapes(*arguments)
+    dtype = compute_dtype(query.dtype)
+    lse, saved = (query.new_empty(of_lse, dtype=dtype) for _ in range(2))
+    return query.new_empty(of_out), lse, saved
+
+
+def _shapes(*arguments: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Of the output and of the log-sums, which kernels write head by head."""
+    query, _, value = arguments[:3]
+    *batch, tokens, heads, _ = query.shape
+    numbers = (heads, tokens) if arguments[-2] == "triton" else (tokens, heads)
+    return (*query.shape[:-1], value.shape[-1]), (*batch, *numbers)
+
+
+@torch.library.custom_op(
+    "graphattn::attention_backward",
+    mutates_args=(),
+    schema=f"({INPUTS}, {OPTIONS}, Tensor out, Tensor lse, Tensor saved, Tensor d_out, "
+    "Tensor d_lse, bool needs_scale) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+def _attention_backward(*arguments: Any) -> tuple[Tensor, ...]:
+    """Gradients of the inputs; empty tensors for those that are not there or not asked for."""
+    given, (*results, needs_scale) = arguments[:5], arguments[-6:]
+    gradients: tuple[Tensor | None, ...]
+    if arguments[-8] == "triton":
+        call = _triton(given, arguments[5:-6])
+        gradients = call.backward(*results, needs_scale=needs_scale)
+    else:
+        inputs, plan = _structured(given, arguments[5:-6])
+        out, _, saved, d_out, d_lse = (
+            x.reshape(len(inputs[0]), *x.shape[-d:])
+            for x, d in zip(results, (3, 2, 2, 3, 2), strict=True)
+        )
+        gradients = plan.backward(inputs, out, saved, d_out, d_lse)
+    return tuple(
+        given[0].new_empty(0) if x is None or gradient is None else gradient.reshape(x.shape)
+        for x, gradient in zip(given, gradients, strict=True)
+    )
+
+
+@_attention_backward.register_fake
+def _(*arguments: Any) -> tuple[Tensor, ...]:
+    (query, key, value, scale, bias), needs_scale = arguments[:5], arguments[-1]
+    shared, is_triton = arguments[-7], arguments[-8] == "triton"
+
+    def like(x: Tensor | None, there: bool) -> Tensor:
+        if x is None or not there:
+            return query.new_empty(0)
+        return x.new_empty(x.shape)
+
+    return (
+        like(query, True),
+        like(key, not shared),
+        like(value, not shared),
+        like(scale, needs_scale or not is_triton or shared),
+        like(bias, True),
+    )
+
+
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    *tensors, score, top_k, per_offset, backend, shared = inputs
+    ctx.options = score, top_k, per_offset, backend, shared
+    ctx.save_for_backward(*tensors, *output)
+
+
+def _backward(ctx: Any, d_out: Tensor, d_lse: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    *tensors, out, lse, saved = ctx.saved_tensors
+    needed = ctx.needs_input_grad[:5]
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        # create_graph=True: somebody differentiates this again.
+        return *_plain_gradients(ctx, tensors, (d_out, d_lse), needed), *[None] * 9
+    found = torch.ops.graphattn.attention_backward(
+        *tensors, *ctx.options, out, lse, saved, d_out, d_lse, needed[3]
+    )
+    there = list(needed)
+    if ctx.options[-1]:  # one tensor, one gradient
+        there[1] = there[2] = False
+    return *(x if n else None for x, n in zip(found, there, strict=True)), *[None] * 9
+
+
+def _plain_gradients(
+    ctx: Any,
+    tensors: list[Any],
+    upstream: tuple[Tensor, Tensor],
+    needed: tuple[bool, ...],
+) -> list[Tensor | None]:
+    *given, of_target, of_source, code, edge_index = tensors
+    # Each an alias: one tensor in several places has one gradient for every place.
+    inputs: list[Any] = [None if x is None else x.view_as(x) for x in given]
+    score, top_k, per_offset, backend, _ = ctx.options
+    dtype = compute_dtype(inputs[0].dtype)
+    wide: list[Any] = [None if x is None else x.to(dtype) for x in inputs]
+    query, key, value, scale, bias = wide
+    out, lse = structured.attend(
+        query,
+        key,
+        value,
+        decode(code, edge_index, query.device),
+        scale=scale,
+        bias=bias,
+        score=score,
+        per_offset=per_offset,
+        top_k=top_k,
+        valid=(of_target, of_source),
+    )
+    results = out, lse.transpose(-1, -2) if backend == "triton" else lse
+    wanted = [x for x, n in zip(inputs, needed, strict=True) if n]
+    gradients = iter(
+        torch.autograd.grad(
+            results,
+            wanted,
+            [d.to(x.dtype) for d, x in zip(upstream, results, strict=True)],
+            create_graph=True,
+            allow_unused=True,
+        )
+    )
+    return [next(gradients) if n else None for n in needed]
+
+
+_attention.register_autograd(_backward, setup_context=_remember)

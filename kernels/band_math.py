@@ -1,0 +1,163 @@
+"""What every band kernel does with a tile, and nothing else.
+
+Names: ``i_`` program ids and other scalars, ``o_`` offsets, ``m_`` masks, ``p_`` pointers, ``b_``
+tiles. Logarithms and exponentials are base 2 inside kernels (one instruction), natural outside.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+NOWHERE = tl.constexpr(1 << 30)  # out of everybody's window
+
+
+@triton.jit
+def load_sequence(p_sequences, i_sequence):
+    """A row of the table: starts and the step in 64 bits, lengths and reaches in 32."""
+    p_row = p_sequences + 8 * i_sequence
+    i_target = tl.load(p_row)
+    n_targets = tl.load(p_row + 1).to(tl.int32)
+    i_source = tl.load(p_row + 2)
+    n_sources = tl.load(p_row + 3).to(tl.int32)
+    i_step = tl.load(p_row + 4)
+    n_before = tl.load(p_row + 5).to(tl.int32)
+    n_after = tl.load(p_row + 6).to(tl.int32)
+    i_loops = tl.load(p_row + 7).to(tl.int32)
+    return i_target, n_targets, i_source, n_sources, i_step, n_before, n_after, i_loops
+
+
+@triton.jit
+def load_tile(
+    p_first, i_row, i_step, i_stride, n_rows,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, BLOCK_WIDTH: tl.constexpr,
+    STRIDED: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Rows i_row, i_row + 1, ... of a sequence that begins at `p_first`, [BLOCK, BLOCK_WIDTH].
+
+    Zeros beyond `n_rows` (looked at if MASKED) and beyond WIDTH features. The base moves in 64
+    bits; offsets within a tile fit into 32 unless the sequence takes long steps.
+    """
+    o_row = tl.arange(0, BLOCK)
+    o_feature = tl.arange(0, BLOCK_WIDTH)
+    p_base = p_first + i_row * (i_step * i_stride)  # the step is a number of 64 bits
+    if STRIDED:
+        p_tile = p_base + o_row[:, None] * (i_step * i_stride) + o_feature[None, :]
+    else:
+        p_tile = p_base + o_row[:, None] * i_stride + o_feature[None, :]
+    if MASKED:
+        m_row = i_row + o_row < n_rows
+        if BLOCK_WIDTH != WIDTH:
+            b_tile = tl.load(p_tile, mask=m_row[:, None] & (o_feature < WIDTH)[None, :], other=0.0)
+        else:
+            b_tile = tl.load(p_tile, mask=m_row[:, None], other=0.0)
+    elif BLOCK_WIDTH != WIDTH:
+        b_tile = tl.load(p_tile, mask=(o_feature < WIDTH)[None, :], other=0.0)
+    else:
+        b_tile = tl.load(p_tile)
+    return b_tile
+
+
+@triton.jit
+def store_tile(
+    p_first, b_tile, i_row, i_step, i_stride, n_rows,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, BLOCK_WIDTH: tl.constexpr,
+):  # fmt: skip
+    """The way back of :func:`load_tile`, in the dtype of the pointer."""
+    o_row = tl.arange(0, BLOCK)
+    o_feature = tl.arange(0, BLOCK_WIDTH)
+    p_row = p_first + (i_row + o_row) * (i_step * i_stride)
+    m_tile = (i_row + o_row < n_rows)[:, None] & (o_feature < WIDTH)[None, :]
+    tl.store(p_row[:, None] + o_feature[None, :], b_tile.to(p_first.dtype.element_ty), mask=m_tile)
+
+
+@triton.jit
+def row_pointers(p_first, i_row, i_step, BLOCK: tl.constexpr, STRIDED: tl.constexpr):
+    """Where the numbers of rows i_row, i_row + 1, ... lie: one number a token, [BLOCK]."""
+    o_row = tl.arange(0, BLOCK)
+    if STRIDED:
+        p_rows = p_first + (i_row + o_row) * i_step
+    else:
+        p_rows = p_first + i_row * i_step + o_row
+    return p_rows
+
+
+@triton.jit
+def product(b_a, b_b, PRECISION: tl.constexpr):
+    """a @ b, summed up in float32."""
+    if PRECISION == "widened":  # Triton's interpreter multiplies the bits of bfloat16 numbers
+        b_product = tl.dot(b_a.to(tl.float32), b_b.to(tl.float32), input_precision="ieee")
+    else:
+        b_product = tl.dot(b_a, b_b, input_precision=PRECISION)
+    return b_product
+
+
+@triton.jit
+def add_product(b_sum, b_a, b_b, PRECISION: tl.constexpr):
+    """sum + a @ b, in float32."""
+    if PRECISION == "widened":
+        b_sum = tl.dot(b_a.to(tl.float32), b_b.to(tl.float32), b_sum, input_precision="ieee")
+    else:
+        b_sum = tl.dot(b_a, b_b, b_sum, input_precision=PRECISION)
+    return b_sum
+
+
+@triton.jit
+def half_square(b_x):
+    """||x||^2 / 2 of every row, [rows], in float32."""
+    b_wide = b_x.to(tl.float32)
+    return 0.5 * tl.sum(b_wide * b_wide, axis=1)
+
+
+@triton.jit
+def cleaned(b_x):
+    """Zeros in place of NaN and infinity, and which rows held some, [rows].
+
+    A product touches every pair of a tile, edges or not, and 0 * NaN is NaN.
+    """
+    b_wide = b_x.to(tl.float32)
+    m_sound = tl.abs(b_wide) < float("inf")  # NaN is not smaller, either
+    m_bad = tl.sum(tl.where(m_sound, 0, 1), axis=1) > 0
+    return tl.where(m_sound, b_x, 0.0).to(b_x.dtype), m_bad
+
+
+@triton.jit
+def poisoned(b_weight, b_logit, m_bad):
+    """Weights of the rows across; NaN where an edge leads to something bad, which is rare.
+
+    Logits are -inf where there is no edge: asking them is cheaper than keeping the mask.
+    """
+    if tl.max(m_bad.to(tl.int32), axis=0) > 0:
+        m_seen = (b_logit != float("-inf")) & m_bad[None, :]
+        b_weight = tl.where(m_seen, float("nan"), b_weight)
+    return b_weight
+
+
+@triton.jit
+def is_edge(o_target, o_source, n_before, n_after, i_loops, HOLES: tl.constexpr):
+    """Whether pairs are edges; `o_target` and `o_source` broadcast against each other.
+
+    One comparison, unsigned, for both ends of the window. Tokens that take no part are at NOWHERE.
+    """
+    o_hop = o_source - o_target
+    m_edge = (o_hop + n_before).to(tl.uint32) <= (n_before + n_after).to(tl.uint32)
+    if HOLES:
+        m_edge = m_edge & (2 * o_hop + i_loops != 0)  # loops or not is 1 or 0
+    return m_edge
+
+
+@triton.jit
+def whole_tiles(i_begin, i_end, i_common, i_common_end, TILE: tl.constexpr, PARTS: tl.constexpr):
+    """The whole tiles of [i_begin, i_end) that lie in [i_common, i_common_end), which all see.
+
+    Only with three PARTS: a masked one before them, themselves, and a masked one behind.
+    """
+    i_full, i_full_end = i_end, i_end
+    if PARTS == 3:
+        i_full = i_begin + (tl.maximum(i_common - i_begin, 0) + TILE - 1) // TILE * TILE
+        i_full_end = i_full + tl.maximum(i_common_end - i_full, 0) // TILE * TILE
+        i_full_end = tl.where(i_full < i_end, i_full_end, i_end)
+        i_full = tl.minimum(i_full, i_end)
+    return i_full, i_full_end
