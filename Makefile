@@ -5,7 +5,7 @@ TORCH ?= torch==2.13.0
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test slow scatter bench lint docs format clean
+.PHONY: demo test slow scatter bench kernels-check kernels-check-all lint docs format clean
 
 # torch goes first and alone: a looser requirement would be resolved to the newest CUDA build.
 $(VENV)/.installed: pyproject.toml Makefile
@@ -33,6 +33,13 @@ scatter: $(VENV)/.installed  ## torch-scatter as an independent oracle
 
 bench: $(VENV)/.installed  ## every operation beside its peers
 	$(BIN)/graphattn bench
+
+kernels-check: $(VENV)/.installed  ## every Triton kernel compiled for sm_90, without a GPU
+	env -u TRITON_INTERPRET $(BIN)/python -m graphattn.kernels.check
+
+kernels-check-all: $(VENV)/.installed  ## for every architecture; writes the table that is kept
+	env -u TRITON_INTERPRET $(BIN)/python -m graphattn.kernels.check --all \
+		--markdown docs/benchmarks/kernels.md
 
 lint: $(VENV)/.installed  ## formatting, lint and types
 	$(BIN)/ruff format --check .

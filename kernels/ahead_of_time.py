@@ -211,12 +211,13 @@ def _fits_buffer_instructions(value: Any) -> bool:
     return fits and bool(knobs.amd.use_buffer_ops)
 
 
-def problems(compiled: Compiled, *, matrix: bool = True) -> list[str]:
+def problems(compiled: Compiled, *, main: bool = True) -> list[str]:
     """What keeps a kernel from running as meant, one sentence each; nothing if all is well.
 
     Args:
         compiled: from :func:`compile_launch`.
-        matrix: whether the kernel must use the matrix instruction of its architecture.
+        main: whether the kernel must use the matrix instruction of its architecture and spill
+            nothing; other kernels may spill a little outside their main loop.
 
     >>> compiled = Compiled("sm_90", 255, 8, 2, 240 * 1024, 0, {"HMMA.16816.F32": 4}, 90, 4, 1, 8)
     >>> for problem in problems(compiled):
@@ -227,7 +228,7 @@ def problems(compiled: Compiled, *, matrix: bool = True) -> list[str]:
     """
     device = ARCHITECTURES[compiled.arch]
     found = []
-    if compiled.spills or compiled.stack:
+    if compiled.loop_spills or (main and (compiled.spills or compiled.stack)):
         what = "registers" if device.backend == "hip" else "times"
         found.append(
             f"spills {compiled.spills} {what}, {compiled.loop_spills} times in the main loop, "
@@ -243,7 +244,7 @@ def problems(compiled: Compiled, *, matrix: bool = True) -> list[str]:
             f"needs {compiled.tensor_memory} columns of tensor memory, "
             f"{compiled.arch} has {TENSOR_MEMORY_LIMIT}"
         )
-    if matrix and not any(re.match(device.matrix, name) for name in compiled.matrix):
+    if main and not any(re.match(device.matrix, name) for name in compiled.matrix):
         others = ", ".join(sorted(matrix_families(compiled))) or "no other"
         found.append(f"has no {device.matrix_name}, but {others}")
     return found

@@ -10,6 +10,7 @@ import torch
 import triton
 from torch import Tensor
 
+from graphattn.kernels import tuning
 from graphattn.kernels.band_tables import BandTables, Side
 
 # With so many tiles of targets looking at every source, half squares are better computed once.
@@ -84,7 +85,7 @@ class BandInputs:
         if self.query.device.type == "cpu":
             return "widened"
         is_single = self.query.dtype == torch.float32
-        return "tf32x3" if is_single and torch.version.hip is None else "ieee"
+        return "tf32x3" if is_single and not tuning.is_amd() else "ieee"
 
     def centers(self, side: Side, tiles: Tensor, rows: int) -> Tensor:
         """What the keys of every tile are measured from, [B, tiles, Hk, D]; any if not centred.

@@ -20,6 +20,7 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
+from graphattn.kernels import tuning
 from graphattn.kernels.ahead_of_time import (
     ARCHITECTURES,
     KIB,
@@ -95,7 +96,8 @@ def check(archs: Sequence[str], configurations: str = CONFIGURATIONS) -> list[Ro
 def check_one(job: tuple[str, int, str]) -> Row:
     """One configuration on one architecture; what the compiler refuses is a problem, too."""
     module, i, arch = job
-    configuration = importlib.import_module(module).main_configurations()[i]
+    with tuning.compiling_for(arch):
+        configuration = importlib.import_module(module).main_configurations()[i]
     name, target = configuration.name, configuration.target
     try:
         compiled = compile_launch(configuration.launch, arch)
@@ -104,7 +106,7 @@ def check_one(job: tuple[str, int, str]) -> Row:
         return Row(name, arch, target, None, None, [refused])
     prediction = predict(configuration, compiled) if arch == "sm_90" else None
     return Row(
-        name, arch, target, compiled, prediction, problems(compiled, matrix=configuration.matrix)
+        name, arch, target, compiled, prediction, problems(compiled, main=configuration.main)
     )
 
 

@@ -53,8 +53,8 @@ def log_affinities(
     else:
         b_half = half_square(b_other)
     b_dot = product(b_x, tl.trans(b_other), PRECISION)
-    b_affinity = (b_dot - b_half[None, :]) - b_own_half[:, None]
-    return tl.minimum(b_affinity * i_scale, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    b_log = b_dot * i_scale - (b_half * i_scale)[None, :] - (b_own_half * i_scale)[:, None]
+    return tl.minimum(b_log, 0.0, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit

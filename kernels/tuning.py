@@ -1,7 +1,8 @@
-"""Sizes of tiles: small tables, one line per kernel, dtype and width of a head.
+"""Sizes of tiles: two small tables, one line per kernel, by dtype and width of a head.
 
 Not yet measured on a GPU: these sizes were chosen by registers, shared memory and instructions of
-kernels compiled ahead of time (docs/benchmarks). Another choice can be tried without editing::
+kernels compiled ahead of time (docs/benchmarks/kernels.md). Another choice can be tried without
+editing::
 
     from graphattn.kernels import tuning
     with tuning.override(forward=tuning.Choice(rows=64, columns=64, num_warps=4, num_stages=2)):
@@ -13,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -27,28 +29,58 @@ class Choice(NamedTuple):
     num_stages: int
 
 
-# By width of a head, up to: half precision, then float32.
-HALF: dict[str, dict[int, Choice]] = {
+Table = dict[str, dict[int, Choice]]  # kernel -> widest head -> choice
+
+# Half precision on Hopper, whose matrix instructions take 64 rows of a program's first factor.
+HOPPER: Table = {
     "forward": {64: Choice(128, 64, 8, 3), 128: Choice(128, 32, 8, 2), 256: Choice(64, 32, 8, 2)},
-    "d_query": {64: Choice(128, 64, 8, 2), 128: Choice(64, 32, 4, 2), 256: Choice(32, 32, 4, 1)},
+    "d_query": {64: Choice(128, 64, 8, 2), 128: Choice(64, 32, 4, 2), 256: Choice(32, 32, 8, 1)},
     "d_source": {64: Choice(32, 128, 8, 2), 128: Choice(16, 128, 8, 1), 256: Choice(16, 32, 8, 1)},
     "shared_forward": {
-        64: Choice(128, 64, 8, 3), 128: Choice(128, 32, 8, 2), 256: Choice(64, 32, 8, 2),
+        64: Choice(128, 128, 8, 2), 128: Choice(128, 32, 8, 2), 256: Choice(64, 32, 8, 2),
     },
     "shared_backward": {
         64: Choice(128, 32, 8, 2), 128: Choice(64, 32, 8, 2), 256: Choice(32, 32, 4, 1),
     },
-    "d_table": {64: Choice(64, 64, 8, 1), 128: Choice(64, 64, 8, 1), 256: Choice(32, 32, 4, 1)},
+    "d_table": {128: Choice(64, 64, 8, 1), 256: Choice(32, 32, 4, 1)},
 }  # fmt: skip
-SINGLE: dict[str, dict[int, Choice]] = {
-    kernel: {64: Choice(32, 32, 4, 2), 128: Choice(32, 32, 4, 1), 256: Choice(16, 32, 4, 1)}
-    for kernel in HALF
+# Half precision on Ampere, AMD's and others.
+OTHERS: Table = {
+    "forward": {64: Choice(64, 32, 4, 2), 128: Choice(64, 32, 8, 2), 256: Choice(32, 32, 8, 1)},
+    "d_query": {128: Choice(64, 32, 8, 2), 256: Choice(32, 16, 8, 1)},
+    "d_source": {64: Choice(16, 64, 8, 2), 128: Choice(16, 64, 8, 1), 256: Choice(16, 32, 8, 1)},
+    "shared_forward": {64: Choice(64, 64, 4, 2), 256: Choice(32, 32, 8, 1)},
+    "shared_backward": {64: Choice(32, 32, 4, 2), 256: Choice(32, 32, 8, 1)},
+    "d_table": {256: Choice(32, 32, 4, 1)},
 }
+BLACKWELL: Table = OTHERS | {
+    "forward": {64: Choice(128, 32, 8, 2), 128: Choice(64, 64, 8, 2), 256: Choice(64, 32, 8, 2)},
+    "shared_backward": {64: Choice(64, 64, 8, 1), 256: Choice(32, 32, 8, 1)},
+    "d_table": {128: Choice(64, 64, 8, 1), 256: Choice(32, 32, 4, 1)},
+}
+SINGLE: Table = {  # float32
+    "forward": {64: Choice(32, 32, 4, 2), 256: Choice(16, 32, 4, 1)},
+    "d_query": {64: Choice(32, 32, 8, 1), 256: Choice(16, 32, 4, 1)},
+    "d_source": {64: Choice(32, 32, 8, 1), 256: Choice(32, 16, 4, 1)},
+    "shared_forward": {64: Choice(32, 32, 4, 2), 256: Choice(16, 32, 4, 1)},
+    "shared_backward": {256: Choice(16, 32, 4, 1)},
+    "d_table": {256: Choice(16, 32, 4, 1)},
+}
+SINGLE_ON_AMD: Table = SINGLE | {
+    "d_query": {256: Choice(16, 32, 4, 1)},
+    "d_source": {256: Choice(16, 32, 4, 1)},
+}
+KERNELS = tuple(HOPPER)
 # Windows narrower than this have more borders than inside: smaller tiles waste less.
 NARROW = 64
-OF_NARROW = {"rows": 64, "columns": 32}
+OF_NARROW = {"d_source": (32, 64)}
+# Short sequences have few whole tiles of 128 columns.
+LONG = 1024
+# AMD's compute units have 64 KiB of shared memory, and loads in flight take some.
+STAGES_ON_AMD = 1
 
 _override: ContextVar[dict[str, Choice]] = ContextVar("graphattn_tuning", default={})  # noqa: B039
+_architecture: ContextVar[str | None] = ContextVar("graphattn_architecture", default=None)
 
 
 def choose(kernel: str, dtype: torch.dtype, width: int, window: int) -> Choice:
@@ -57,7 +89,8 @@ def choose(kernel: str, dtype: torch.dtype, width: int, window: int) -> Choice:
     Example:
         >>> import torch
         >>> from graphattn.kernels import tuning
-        >>> tuning.choose("forward", torch.bfloat16, 64, 4096).rows
+        >>> with tuning.compiling_for("sm_90"):
+        ...     tuning.choose("forward", torch.bfloat16, 64, 4096).rows
         128
         >>> with tuning.override(forward=tuning.Choice(32, 32, 2, 1)):
         ...     tuning.choose("forward", torch.bfloat16, 64, 4096).rows
@@ -65,16 +98,53 @@ def choose(kernel: str, dtype: torch.dtype, width: int, window: int) -> Choice:
     """
     if kernel in _override.get():
         return _override.get()[kernel]
-    table = (SINGLE if dtype == torch.float32 else HALF)[kernel]
+    table = _table(dtype)[kernel]
     choice = next(choice for widest, choice in table.items() if width <= widest)
-    if window < NARROW and kernel != "d_table":
-        rows, columns = OF_NARROW["rows"], OF_NARROW["columns"]
-        if kernel == "d_source":
-            rows, columns = columns, rows
-        choice = choice._replace(
-            rows=min(choice.rows, rows), columns=min(choice.columns, columns), num_warps=4
-        )
-    return choice
+    if kernel == "shared_forward" and window < LONG:
+        choice = choice._replace(columns=min(choice.columns, 64))
+    if window < NARROW and architecture() == "sm_90" and kernel != "d_table":
+        rows, columns = OF_NARROW.get(kernel, (64, 32))
+        rows, columns = min(choice.rows, rows), min(choice.columns, columns)
+        choice = choice._replace(rows=rows, columns=columns, num_warps=4)
+    return choice._replace(num_stages=STAGES_ON_AMD) if is_amd() else choice
+
+
+def _table(dtype: torch.dtype) -> Table:
+    if dtype == torch.float32:
+        return SINGLE_ON_AMD if is_amd() else SINGLE
+    if architecture() == "sm_90":
+        return HOPPER
+    return BLACKWELL if architecture() == "sm_100" else OTHERS
+
+
+def architecture() -> str:
+    """What kernels are compiled for: "sm_90", "gfx942", or another of their makers' names."""
+    return _architecture.get() or _of_device()
+
+
+def is_amd() -> bool:
+    """Whether that is AMD's."""
+    return architecture().startswith("gfx")
+
+
+@cache
+def _of_device() -> str:
+    if torch.version.hip is not None:
+        return str(torch.cuda.get_device_properties().gcnArchName).split(":")[0]
+    if not torch.cuda.is_available():
+        return "none"
+    major, minor = torch.cuda.get_device_capability()
+    return f"sm_{major}{minor}"
+
+
+@contextmanager
+def compiling_for(architecture: str) -> Iterator[None]:
+    """Within the block launches are those of another architecture: for compiling ahead of time."""
+    token = _architecture.set(architecture)
+    try:
+        yield
+    finally:
+        _architecture.reset(token)
 
 
 @contextmanager
@@ -85,8 +155,8 @@ def override(**choices: Choice) -> Iterator[None]:
         ValueError: for a kernel that does not exist, or sizes that are no powers of two from 16 on.
     """
     for kernel, choice in choices.items():
-        if kernel not in HALF:
-            raise ValueError(f"kernels are {', '.join(HALF)}; got {kernel!r}")
+        if kernel not in KERNELS:
+            raise ValueError(f"kernels are {', '.join(KERNELS)}; got {kernel!r}")
         for size in choice[:2]:
             if size < 16 or size & (size - 1):
                 raise ValueError(f"rows and columns of {kernel} must be powers of 2 >= 16: {size}")

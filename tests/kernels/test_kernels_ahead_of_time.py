@@ -43,7 +43,7 @@ from graphattn.kernels.launch import Launch
 class Configuration(NamedTuple):
     name: str
     launch: Launch
-    matrix: bool
+    main: bool
     flops: float
     bytes: float
     iterations: float
@@ -71,9 +71,9 @@ def arguments(dtype=torch.bfloat16, device="meta", **changed) -> dict[str, Any]:
                 causal=True, M=128, N=64, K=64) | changed
 
 
-def case(name, *, matrix=True, num_warps=4, num_stages=3, **changed):
+def case(name, *, main=True, num_warps=4, num_stages=3, **changed):
     launch = Launch(product, (32,), arguments(**changed), num_warps, num_stages)
-    return Configuration(name, launch, matrix, 2e9, 1e6, 2048, "")
+    return Configuration(name, launch, main, 2e9, 1e6, 2048, "")
 
 
 def sound():
@@ -390,7 +390,7 @@ def test_shared_memory_may_be_used_to_the_last_byte(arch: str, limit: int) -> No
 def test_another_architectures_matrix_instruction_does_not_count() -> None:
     slow = compiled("sm_90", matrix={"HMMA.16816.F32.BF16": 64})
     assert problems(slow) == ["has no wgmma (HGMMA), but HMMA"]
-    assert problems(slow, matrix=False) == []
+    assert problems(slow, main=False) == []
 
 
 def test_tensor_memory_is_limited() -> None:

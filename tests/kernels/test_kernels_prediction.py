@@ -16,7 +16,7 @@ TF32 = {"HGMMA.64x64x8.F32.TF32": 16}
 def configuration(**changed: Any) -> Any:
     launch = Launch(None, (132,), {"PRECISION": changed.pop("precision", "tf32")}, 4, 3)
     work = {"flops": 0.0, "bytes": 0.0, "iterations": 0.0}
-    return SimpleNamespace(name="", launch=launch, matrix=True, target="", **(work | changed))
+    return SimpleNamespace(name="", launch=launch, main=True, target="", **(work | changed))
 
 
 def compiled(matrix: dict[str, int], *, instructions: int = 0, special: int = 0) -> Compiled:

@@ -289,7 +289,7 @@ def test_use_backend_lasts_for_its_block_only() -> None:
     with pytest.raises(ValueError, match=r"backend.*'cuda'"), ga.use_backend("cuda"):
         pass
     with pytest.raises(ValueError, match=r"backend.*'triton'"), ga.use_backend("triton"):
-        pass
+        rbf()
     with pytest.raises(RuntimeError, match="inside"), ga.use_backend("reference"):
         raise RuntimeError("inside")
     rbf()

@@ -1,0 +1,233 @@
+"""Tables of bands say what the graph's own edges say, and their tiles cover it exactly once."""
+
+from collections import Counter
+
+import pytest
+import torch
+
+import graphattn as ga
+from graphattn.graphs.bands import bands_of, has_bands
+from graphattn.kernels.band_tables import BandTables
+
+BANDS = {
+    "path": lambda: ga.window_path_graph(9, 2),
+    "path with self loops": lambda: ga.window_path_graph(9, 2, self_loops=True),
+    "path shorter than its window": lambda: ga.window_path_graph(4, 9),
+    "one token that sees nobody": lambda: ga.window_path_graph(1, 1),
+    "causal window": lambda: ga.causal_window_graph(9, 3),
+    "causal": lambda: ga.causal_graph(20),
+    "causal, transposed": lambda: ga.causal_window_graph(9, 3).transpose(),
+    "complete": lambda: ga.complete_graph(19),
+    "complete without self": lambda: ga.complete_graph(6, self_loops=False),
+    "blocks": lambda: ga.block_window_graph(19, 4),
+    "shifted blocks": lambda: ga.block_window_graph(19, 5, shift=2),
+    "block longer than the sequence": lambda: ga.block_window_graph(4, 10, shift=3),
+    "blocks of one token": lambda: ga.block_window_graph(4, 1),
+    "dilated": lambda: ga.dilated_window_graph(41, 2, 3),
+    "dilated without self": lambda: ga.dilated_window_graph(20, 2, 4, self_loops=False),
+    "dilation beyond the sequence": lambda: ga.dilated_window_graph(5, 2, 40),
+    "more sources": lambda: ga.bipartite_complete_graph(4, 17),
+    "more targets": lambda: ga.bipartite_complete_graph(17, 4),
+    "no sources": lambda: ga.bipartite_complete_graph(3, 0),
+    "batch": lambda: ga.batch(
+        [ga.causal_graph(5), ga.window_path_graph(20, 1), ga.dilated_window_graph(7, 1, 2)]
+    ),
+    "batch of equal windows": lambda: ga.batch([ga.window_path_graph(n, 2) for n in (5, 1, 18)]),
+    "batch of rectangles": lambda: ga.batch(
+        [ga.bipartite_complete_graph(2, 5), ga.bipartite_complete_graph(18, 1)]
+    ),
+    "batch of a batch": lambda: ga.batch(
+        [ga.batch([ga.causal_graph(3), ga.complete_graph(2)]), ga.block_window_graph(5, 2)]
+    ),
+    "empty": lambda: ga.complete_graph(0),
+    "empty window": lambda: ga.causal_window_graph(0, 3),
+    "empty blocks": lambda: ga.block_window_graph(0, 3),
+}
+OTHERS = {
+    "cycle": lambda: ga.window_cycle_graph(8, 2),
+    "longformer": lambda: ga.longformer_graph(10, 1, [0, 5]),
+    "bigbird": lambda: ga.bigbird_graph(10, 1, 2, [0], seed=3),
+    "grid": lambda: ga.grid_window_graph(3, 4, 1),
+    "union": lambda: ga.union(ga.window_path_graph(9, 1), ga.dilated_window_graph(9, 1, 4)),
+    "batch with a cycle": lambda: ga.batch([ga.causal_graph(3), ga.window_cycle_graph(8, 2)]),
+}
+
+
+def edges_of(sequences: torch.Tensor) -> list[tuple[int, int]]:
+    """(source, target) in plain loops, as the columns are documented."""
+    found = []
+    for target, targets, source, sources, step, before, after, loops in sequences.tolist():
+        for i in range(targets):
+            for j in range(max(i - before, 0), min(i + after + 1, sources)):
+                if loops or i != j:
+                    found.append((source + j * step, target + i * step))
+    return sorted(found, key=lambda edge: (edge[1], edge[0]))
+
+
+@pytest.fixture(params=BANDS)
+def graph(request: pytest.FixtureRequest) -> ga.TokenGraph:
+    return BANDS[request.param]()
+
+
+def test_the_table_lists_the_edges_of_the_graph(graph: ga.TokenGraph) -> None:
+    assert has_bands(graph.structure)
+    bands = bands_of(graph.structure)
+    assert bands is not None
+    assert bands.sequences.shape[1:] == (8,)
+    assert bands.sequences.dtype == torch.int64
+    assert edges_of(bands.sequences) == [tuple(edge) for edge in graph.edge_index.T.tolist()]
+
+
+def test_every_target_and_every_source_lies_in_one_sequence(graph: ga.TokenGraph) -> None:
+    sequences = bands_of(graph.structure).sequences.tolist()
+    for start, length, count in ((0, 1, graph.num_targets), (2, 3, graph.num_sources)):
+        tokens = Counter(row[start] + k * row[4] for row in sequences for k in range(row[length]))
+        assert tokens == Counter(range(count))
+
+
+def test_what_is_said_of_all_sequences_holds_for_the_edges(graph: ga.TokenGraph) -> None:
+    bands, edges = bands_of(graph.structure), graph.to_mask()
+    degrees = edges.sum(1).tolist()
+    # A row near a border sees less than the window, and one that skips itself one less.
+    assert bands.window >= max(degrees, default=0)
+    width = min(graph.num_sources, max((row[3] for row in bands.sequences.tolist()), default=0))
+    assert bands.window <= width
+    square = graph.num_targets == graph.num_sources
+    if bands.has_self_loops:
+        assert square
+        assert edges.diagonal().all()
+    if bands.is_symmetric:
+        assert square
+        assert torch.equal(edges, edges.T)
+
+
+@pytest.mark.parametrize(
+    ("name", "self_loops", "symmetric", "window"),
+    [
+        ("path", False, True, 5),
+        ("path with self loops", True, True, 5),
+        ("path shorter than its window", False, True, 4),
+        ("causal window", True, False, 3),
+        ("causal", True, False, 20),
+        ("complete", True, True, 19),
+        ("complete without self", False, True, 6),
+        ("shifted blocks", True, True, 5),
+        ("dilated", True, True, 5),
+        ("dilated without self", False, True, 5),
+        ("more sources", False, False, 17),
+        ("more targets", False, False, 4),
+        ("batch", False, False, 5),
+    ],
+)
+def test_what_fast_paths_ask(name: str, self_loops: bool, symmetric: bool, window: int) -> None:
+    bands = bands_of(BANDS[name]().structure)
+    assert bands.has_self_loops == self_loops
+    assert bands.is_symmetric == symmetric
+    assert bands.window == window
+
+
+def test_the_origin_is_the_row_that_a_token_reads_for_itself(graph: ga.TokenGraph) -> None:
+    structure, bands = graph.structure, bands_of(graph.structure)
+    assert (bands.origin is None) == (structure.num_offsets is None)
+    if bands.origin is None or not graph.num_edges:
+        return
+    source, target = graph.edge_index
+    rows = structure.offset_index(target, source)
+    (step,) = {row[4] for row in bands.sequences.tolist()} - {0}
+    hops = torch.div(graph.source_positions[source] - graph.positions[target], step)
+    assert torch.equal(rows.double(), hops.double() + bands.origin)
+    assert 0 <= int(rows.min())
+    assert int(rows.max()) < structure.num_offsets
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_graphs_have_no_table(name: str) -> None:
+    structure = OTHERS[name]().structure
+    assert bands_of(structure) is None
+    assert not has_bands(structure)
+
+
+@pytest.mark.parametrize("rows", [16, 32])
+def test_tiles_cover_every_token_exactly_once(graph: ga.TokenGraph, rows: int) -> None:
+    bands = bands_of(graph.structure)
+    tables = BandTables(bands.sequences, "cpu", origin=bands.origin)
+    for side, start, length, count in (
+        ("targets", 0, 1, graph.num_targets),
+        ("sources", 2, 3, graph.num_sources),
+    ):
+        tiles = tables.tiles(side, rows)
+        assert tiles.dtype == torch.int32
+        seen: Counter[int] = Counter()
+        for sequence, first in tiles.tolist():
+            row = bands.sequences[sequence].tolist()
+            assert first % rows == 0
+            assert first < row[length]
+            seen.update(
+                row[start] + k * row[4] for k in range(first, min(first + rows, row[length]))
+            )
+        assert seen == Counter(range(count))
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(16, 16), (16, 32), (4, 2)])
+def test_pairs_of_tiles_are_those_a_program_goes_over(
+    graph: ga.TokenGraph, rows: int, columns: int
+) -> None:
+    """From the first token that somebody of a tile reaches to the last, `columns` at a time."""
+    bands = bands_of(graph.structure)
+    tables = BandTables(bands.sequences, "cpu")
+    for side in ("targets", "sources"):
+        total = 0
+        for _, targets, _, sources, _, before, after, _ in bands.sequences.tolist():
+            own, other = (targets, sources) if side == "targets" else (sources, targets)
+            for first in range(0, own, rows):
+                reached = {
+                    j
+                    for i in range(first, min(first + rows, own))
+                    for j in range(other)
+                    if (-before <= j - i <= after if side == "targets" else
+                        -before <= i - j <= after)
+                }  # fmt: skip
+                between = max(reached) - min(reached) + 1 if reached else 0
+                total += -(-between // columns)
+        assert tables.tile_pairs(rows, columns, side) == total
+
+
+@pytest.mark.parametrize("rows", [16, 4])
+def test_anchors_lie_in_their_sequence_and_in_nobodys_future(
+    graph: ga.TokenGraph, rows: int
+) -> None:
+    bands = bands_of(graph.structure)
+    tables = BandTables(bands.sequences, "cpu")
+    anchors = tables.anchors("targets", rows).tolist()
+    tiles = tables.tiles("targets", rows).tolist()
+    assert len(anchors) == len(tiles)
+    for anchor, (sequence, first) in zip(anchors, tiles, strict=True):
+        _, _, source, sources, step, before, after, _ = bands.sequences[sequence].tolist()
+        if not sources:
+            continue
+        assert anchor in range(source, source + sources * step, step)
+        place = (anchor - source) // step
+        assert place <= max(first + after, 0)  # the first row of the tile has it in reach
+        if first + rows - 1 - before <= first + after and first < sources:
+            assert place >= min(first, sources - 1) - before
+    for side in ("targets", "sources"):
+        tiles = tables.tiles(side, rows)
+        assert len(tables.anchors(side, rows)) == len(tiles)
+
+
+def test_tiles_with_most_to_do_come_first(graph: ga.TokenGraph) -> None:
+    tables = BandTables(bands_of(graph.structure).sequences, "cpu")
+    work = []
+    for sequence, first in tables.tiles("targets", 4).tolist():
+        _, targets, _, sources, _, before, after, _ = tables.on_cpu[sequence].tolist()
+        last = min(first + 4, targets) - 1
+        work.append(max(min(last + after + 1, sources) - max(first - before, 0), 0))
+    assert work == sorted(work, reverse=True)
+
+
+def test_a_million_tokens_cost_no_list_of_edges() -> None:
+    graph = ga.causal_window_graph(1_000_000, 256)
+    bands = bands_of(graph.structure)
+    assert len(bands.sequences) == 1
+    assert len(BandTables(bands.sequences, "cpu").tiles("targets", 128)) == 7813
+    assert graph._edge_index is None

@@ -1,0 +1,229 @@
+"""One attention problem, and what each way to solve it gives: outputs, log-sums, gradients."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import graphattn as ga
+
+Tensors = dict[str, Tensor]
+
+
+def random(*shape: int, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+
+def coins(*shape: int, seed: int, share: float = 0.7) -> Tensor:
+    """True with probability `share`."""
+    return torch.rand(shape, generator=torch.Generator().manual_seed(seed)) < share
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is asked; `shared`: query, key and value are one tensor."""
+
+    graph: ga.TokenGraph
+    score: str = "rbf"
+    batch: tuple[int, ...] = (1,)
+    heads: int = 2
+    kv_heads: int = 2
+    features: int = 7
+    value_features: int = 5
+    table: bool = False
+    valid: str = ""  # "both", "targets", "sources"
+    eps: float = 0.0
+    shared: bool = False
+    offset: float = 0.0  # of all tokens, every feature
+    strength: tuple[float, ...] | None = None  # sigma or scale
+    seed: int = 0
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def tensors(self, dtype: torch.dtype = torch.float32) -> Tensors:
+        """query, key and value in `dtype`; strength (and table) in float32."""
+        N, M, s = self.graph.num_targets, self.graph.num_sources, 10 * self.seed
+        H, Hk, D, Dv = self.heads, self.kv_heads, self.features, self.value_features
+        found = {"query": random(*self.batch, N, H, D, seed=s) + self.offset}
+        if not self.shared:
+            found["key"] = random(*self.batch, M, Hk, D, seed=s + 1) + self.offset
+            found["value"] = random(*self.batch, M, Hk, Dv, seed=s + 2)
+        found = {name: x.to(dtype) for name, x in found.items()}
+        if self.strength is not None:
+            strength = torch.tensor(self.strength, dtype=torch.float64)
+        elif self.score == "rbf":
+            strength = D**0.5 * (0.3 * random(H, seed=s + 3)).exp()
+        else:
+            strength = random(H, seed=s + 3) / D**0.5  # of either sign
+        found["strength"] = strength.float()
+        if self.table:
+            assert self.graph.structure is not None
+            rows = self.graph.structure.num_offsets
+            assert rows is not None
+            found["table"] = random(rows, H, seed=s + 4).float()
+        return found
+
+    def upstream(self, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+        """Gradients of the output (in `dtype`) and of the log-sums, as numbers that come in."""
+        N, s = self.graph.num_targets, 10 * self.seed
+        Dv = self.features if self.shared else self.value_features
+        return (
+            random(*self.batch, N, self.heads, Dv, seed=s + 5).to(dtype),
+            random(*self.batch, N, self.heads, seed=s + 6).float(),
+        )
+
+    @property
+    def masks(self) -> tuple[Tensor | None, Tensor | None]:
+        """Which targets and which sources are valid."""
+        of_targets = coins(*self.batch, self.graph.num_targets, seed=self.seed + 7)
+        if self.valid == "both" and self.graph.num_targets == self.graph.num_sources:
+            return of_targets, of_targets
+        of_sources = coins(*self.batch, self.graph.num_sources, seed=self.seed + 8)
+        return (
+            of_targets if self.valid in ("both", "targets") else None,
+            of_sources if self.valid in ("both", "sources") else None,
+        )
+
+    @property
+    def edges(self) -> Tensor:
+        """Bool [*, N, M]: which pairs count."""
+        edges = self.graph.to_mask().expand(*self.batch, -1, -1)
+        of_targets, of_sources = self.masks
+        if of_targets is not None:
+            edges = edges & of_targets[..., :, None]
+        if of_sources is not None:
+            edges = edges & of_sources[..., None, :]
+        return edges
+
+
+def attend(
+    case: Case, tensors: Tensors, *, backend: str, device: str = "cpu", valid: Any = None
+) -> tuple[Tensor, Tensor]:
+    """Output and log-sums."""
+    query = tensors["query"]
+    qkv = [tensors.get(name, query) for name in ("query", "key", "value")]
+    if valid is None:
+        one, other = (None if m is None else m.to(device) for m in case.masks)
+        valid = (one, one) if case.masks[0] is case.masks[1] else (one, other)
+    options = {"valid": valid, "backend": backend, "return_lse": True, **case.options}
+    if case.table:
+        options["edge_bias"] = tensors["table"]
+    graph = case.graph.to(device)
+    if case.score == "rbf":
+        return ga.rbf_attention(*qkv, graph, tensors["strength"], eps=case.eps, **options)
+    return ga.dot_product_attention(*qkv, graph, scale=tensors["strength"], **options)
+
+
+def solve(
+    case: Case,
+    tensors: Tensors,
+    upstream: tuple[Tensor, Tensor],
+    *,
+    backend: str,
+    device: str = "cpu",
+) -> Tensors:
+    """out, lse, and the gradients of all tensors under their names, on the CPU."""
+    leaves = {name: x.detach().to(device).requires_grad_() for name, x in tensors.items()}
+    out, lse = attend(case, leaves, backend=backend, device=device)
+    return differentiated(out, lse, leaves, upstream)
+
+
+def differentiated(
+    out: Tensor, lse: Tensor, leaves: Tensors, upstream: tuple[Tensor, Tensor]
+) -> Tensors:
+    d_out, d_lse = (d.to(x.device, x.dtype) for d, x in zip(upstream, (out, lse), strict=True))
+    gradients = torch.autograd.grad((out, lse), list(leaves.values()), (d_out, d_lse))
+    found = {"out": out, "lse": lse, **dict(zip(leaves, gradients, strict=True))}
+    return {name: x.detach().cpu() for name, x in found.items()}
+
+
+def in_float64(case: Case, tensors: Tensors, upstream: tuple[Tensor, Tensor]) -> Tensors:
+    """The reference backend on the same numbers, in float64 on the CPU."""
+    wide = {name: x.detach().cpu().double() for name, x in tensors.items()}
+    d_out, d_lse = (d.cpu().double() for d in upstream)
+    return solve(case, wide, (d_out, d_lse), backend="reference")
+
+
+def kernels(case: Case, device: str, dtype: torch.dtype = torch.float32) -> Tensors:
+    return solve(case, case.tensors(dtype), case.upstream(dtype), backend="triton", device=device)
+
+
+def exact(case: Case, dtype: torch.dtype = torch.float32) -> Tensors:
+    """For inputs in `dtype`, as they are after rounding."""
+    return in_float64(case, case.tensors(dtype), case.upstream(dtype))
+
+
+def plain(case: Case, dtype: torch.dtype) -> Tensors:
+    """Dense attention in torch, every step rounded to `dtype`: what low precision must cost."""
+    leaves = {name: x.requires_grad_() for name, x in case.tensors(dtype).items()}
+    q, k, v = (leaves.get(name, leaves["query"]) for name in ("query", "key", "value"))
+    k, v = (x.repeat_interleave(case.heads // x.shape[-2], dim=-2) for x in (k, v))
+    strength, edges = leaves["strength"][:, None, None], case.edges[..., None, :, :]
+    q, k, v = (x.transpose(-2, -3) for x in (q, k, v))  # [*, H, tokens, features]
+    if case.score == "rbf":
+        squared = (q[..., :, None, :] - k[..., None, :, :]).square().sum(-1)
+        logit = (-squared / (2 * strength.square())).to(dtype)
+    else:
+        logit = (q @ k.mT * strength).to(dtype)
+    if case.table:
+        logit = logit + _dense(leaves["table"].to(dtype), case.graph)
+    alive = edges.any(-1, keepdim=True)
+    logit = logit.masked_fill(~edges & alive, -torch.inf)
+    lse = logit.logsumexp(-1, keepdim=True)
+    weight = (logit - lse).exp() * alive
+    if case.eps:
+        weight = weight * (lse.exp() / (lse.exp() + case.eps))
+    out = (weight @ v).transpose(-2, -3)
+    lse = lse.masked_fill(~alive, -torch.inf)[..., 0].mT
+    return differentiated(out, lse, leaves, case.upstream(dtype))
+
+
+def _dense(table: Tensor, graph: ga.TokenGraph) -> Tensor:
+    """[offsets, H] -> [H, N, M], zeros where there is no edge."""
+    structure, edges = graph.structure, graph.to_mask()
+    assert structure is not None
+    i, j = (torch.arange(n) for n in edges.shape)
+    row = structure.offset_index(i[:, None], j[None, :]).clamp(0, len(table) - 1)
+    return (table[row] * edges[..., None]).movedim(-1, 0)
+
+
+def error(found: Tensor, expected: Tensor, floor: float = 1e-3) -> float:
+    """Relative RMS over finite numbers (infinite ones must agree); `floor`: the least size."""
+    found, expected = found.double(), expected.double()
+    assert found.shape == expected.shape
+    infinite = expected.isinf()
+    assert torch.equal(found[infinite], expected[infinite]), "not infinite in the same places"
+    found, expected = found[~infinite], expected[~infinite]
+    if not expected.numel():
+        return 0.0
+    size = expected.square().mean().sqrt().clamp(min=floor)
+    return float((found - expected).square().mean().sqrt() / size)
+
+
+def errors(found: Tensors, expected: Tensors, floor: float = 1e-3) -> dict[str, float]:
+    """Of every result. One number sums what all tokens give to `strength`, and may cancel to 0."""
+    assert found.keys() == expected.keys()
+    return {
+        name: error(found[name], expected[name], 1.0 if name == "strength" else floor)
+        for name in expected
+    }
+
+
+def check(found: Tensors, expected: Tensors, allowed: float, floor: float = 1e-3) -> None:
+    """Every result within `allowed` relative RMS; NaN is not."""
+    got = errors(found, expected, floor)
+    assert all(e <= allowed for e in got.values()), {n: f"{e:.1e}" for n, e in got.items()}
+
+
+def check_half(case: Case, dtype: torch.dtype, device: str) -> None:
+    """At most twice the error of plain low precision and one rounding more."""
+    expected = exact(case, dtype)
+    rounding = torch.finfo(dtype).eps / 2
+    of_plain = errors(plain(case, dtype), expected)
+    got = errors(kernels(case, device, dtype), expected)
+    allowed = {name: 2 * (e + rounding) for name, e in of_plain.items()}
+    table = {name: f"{got[name]:.1e} <= {allowed[name]:.1e}" for name in got}
+    assert all(got[name] <= allowed[name] for name in got), table

@@ -1,0 +1,38 @@
+"""Where the kernels run, and what every test of theirs starts from."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from graphattn.kernels import tuning
+
+# Tiny sizes cross the borders of tiles. On a GPU the real tables are tested.
+SMALL = {name: tuning.Choice(16, 16, 4, 1) for name in tuning.KERNELS}
+
+
+@pytest.fixture
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """ "cpu" (interpreted, small tiles) or "cuda"; whatever a kernel leaves unwritten is NaN."""
+    chosen = request.config.getoption("--device")
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("Triton is not installed")
+    if chosen == "cuda" and not torch.cuda.is_available():
+        pytest.skip("there is no CUDA device")
+    if chosen == "cpu":
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+    torch.manual_seed(0)
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    only_warn = torch.is_deterministic_algorithms_warn_only_enabled()
+    filled = torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    try:
+        with tuning.override(**(SMALL if chosen == "cpu" else {})):
+            yield chosen
+    finally:
+        torch.use_deterministic_algorithms(deterministic, warn_only=only_warn)
+        torch.utils.deterministic.fill_uninitialized_memory = filled

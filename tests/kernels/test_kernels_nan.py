@@ -1,0 +1,262 @@
+"""NaN and infinity stay where they are; nothing out of bounds is read; all that is due is written."""
+
+import pytest
+import torch
+from cases_kernels import Case, Tensors, attend, check, coins, exact, kernels, solve
+from torch import Tensor
+
+import graphattn as ga
+
+pytestmark = pytest.mark.usefixtures("device")
+
+SINGLE = 5e-6
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+BAD = [torch.nan, torch.inf, -torch.inf]
+
+CASES = {
+    "path": Case(ga.window_path_graph(35, 3), features=5, batch=(2,)),
+    "causal window of many tiles": Case(ga.causal_window_graph(70, 40), score="dot", features=5),
+    "complete": Case(ga.complete_graph(40), score="dot", kv_heads=1),
+    "rectangle": Case(ga.bipartite_complete_graph(5, 35)),
+    "dilated": Case(ga.dilated_window_graph(41, 2, 3), value_features=7),
+    "sequences": Case(
+        ga.batch([ga.causal_graph(20), ga.complete_graph(3), ga.window_path_graph(18, 2)]),
+        score="dot",
+    ),
+    "table and padding": Case(
+        ga.causal_window_graph(35, 5), table=True, valid="both", batch=(2,)
+    ),
+    "one tensor": Case(ga.complete_graph(35), shared=True, features=5, batch=(2,)),
+    "one tensor, causal": Case(ga.causal_window_graph(35, 20), shared=True, features=5),
+}  # fmt: skip
+
+
+def test_memory_is_nan_until_a_kernel_writes_it(device: str) -> None:
+    assert torch.empty(1000, device=device).isnan().all()
+    assert torch.ones(10, device=device).new_empty(10, dtype=torch.bfloat16).isnan().all()
+
+
+def guarded(x: Tensor, device: str) -> Tensor:
+    """The same numbers inside a larger tensor of NaN: tokens, heads and features around them."""
+    if x.dim() < 4:  # read as a flat list of numbers
+        flat = torch.full((x.numel() + 64,), torch.nan, dtype=x.dtype, device=device)
+        inner = flat[32 : 32 + x.numel()].view(x.shape)
+    else:
+        B, N, H, D = x.shape
+        wide = torch.full((B * N + 64, H + 2, D + 16), torch.nan, dtype=x.dtype, device=device)
+        inner = wide[32 : 32 + B * N, 1 : 1 + H, 8 : 8 + D].view(B, N, H, D)
+        assert H * D == 0 or not inner.is_contiguous()
+    return inner.copy_(x)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_nothing_is_read_out_of_bounds(name: str, dtype: torch.dtype, device: str) -> None:
+    """NaN all around every input, and around d_out, changes no bit."""
+    case = CASES[name]
+    tensors, (d_out, d_lse) = case.tensors(dtype), case.upstream(dtype)
+    inside = {n: guarded(x, device) for n, x in tensors.items()}
+    with_guards = (guarded(d_out, device), guarded(d_lse, device))
+    found = _solve_as_they_are(case, inside, with_guards, device)
+    expected = solve(case, tensors, (d_out, d_lse), backend="triton", device=device)
+    for n in expected:
+        assert torch.equal(found[n], expected[n]), n
+        assert not found[n].isnan().any(), n
+
+
+def _solve_as_they_are(
+    case: Case, tensors: Tensors, upstream: tuple[Tensor, Tensor], device: str
+) -> Tensors:
+    """`solve` keeps strides too, but says so nowhere: here views must reach the operator."""
+    leaves = {n: x.requires_grad_() for n, x in tensors.items()}
+    out, lse = attend(case, leaves, backend="triton", device=device)
+    gradients = torch.autograd.grad((out, lse), list(leaves.values()), upstream)
+    found = {"out": out, "lse": lse, **dict(zip(leaves, gradients, strict=True))}
+    return {n: x.detach().cpu() for n, x in found.items()}
+
+
+def touched(edges: Tensor, hit: Tensor) -> tuple[Tensor, Tensor]:
+    """Which rows see a token that is hit (or are one), and which sources such rows see."""
+    rows = (edges & hit[None, :]).any(1)
+    if edges.shape[0] == edges.shape[1]:
+        rows = rows | hit
+    return rows, (edges & rows[:, None]).any(0) | hit
+
+
+@pytest.mark.parametrize("bad", BAD)
+@pytest.mark.parametrize(
+    "name", ["path", "causal window of many tiles", "complete", "sequences", "one tensor, causal"]
+)
+def test_a_row_knows_nothing_of_tokens_it_does_not_see(name: str, bad: float, device: str) -> None:
+    """Outputs and gradients of rows that do not see a bad token; rows that do see it are bad.
+
+    A bad row spoils the gradients of the sources it sees; the others keep theirs. (On a complete
+    graph all is spoiled, and it says that nothing is hidden.)
+    """
+    case = CASES[name]
+    hit = torch.zeros(case.graph.num_sources, dtype=torch.bool)
+    hit[[17, case.graph.num_sources - 2]] = True
+    clean = kernels(case, device)
+    tensors = case.tensors()
+    for n in ("query", "key", "value"):
+        if n in tensors:
+            tensors[n] = tensors[n].masked_fill(hit[:, None, None], bad)
+    found = solve(case, tensors, case.upstream(), backend="triton", device=device)
+    rows, sources = touched(case.graph.to_mask(), hit)
+    assert not found["out"][:, rows].isfinite().any(), "what is seen is not hidden"
+    if name != "complete":
+        assert not rows.all()
+    for n in ("out", "lse") if case.shared else ("out", "lse", "query"):
+        check({n: found[n][:, ~rows]}, {n: clean[n][:, ~rows].double()}, SINGLE)
+    for n in ("query",) if case.shared else ("key", "value"):
+        check({n: found[n][:, ~sources]}, {n: clean[n][:, ~sources].double()}, SINGLE)
+
+
+@pytest.mark.parametrize("bad", [*BAD, 1e30])
+@pytest.mark.parametrize("shared", [False, True], ids=["three tensors", "one tensor"])
+@pytest.mark.parametrize("score", ["rbf", "dot"])
+@pytest.mark.parametrize(
+    "build",
+    [ga.causal_graph, lambda n: ga.causal_window_graph(n, 12)],
+    ids=["causal", "causal window"],
+)
+def test_no_bit_changes_with_the_future(
+    build, score: str, shared: bool, bad: float, device: str
+) -> None:
+    case = Case(build(35), score=score, shared=shared)
+    clean, tensors = case.tensors(), case.tensors()
+    for n in ("query", "key", "value"):
+        if n in tensors:
+            tensors[n][:, 20:] = bad
+    for x, y in zip(
+        attend(case, _on(clean, device), backend="triton", device=device),
+        attend(case, _on(tensors, device), backend="triton", device=device),
+        strict=True,
+    ):
+        assert torch.equal(x[:, :20], y[:, :20])
+
+
+def _on(tensors: Tensors, device: str) -> Tensors:
+    return {n: x.to(device) for n, x in tensors.items()}
+
+
+@pytest.mark.parametrize("bad", [torch.nan, 1e30])
+@pytest.mark.parametrize("score", ["rbf", "dot"])
+def test_no_bit_changes_with_another_sequence(score: str, bad: float, device: str) -> None:
+    """Forward and backward; the first sequence, or the last, holds something else."""
+    sizes = (19, 22, 5)
+    case = Case(ga.batch([ga.complete_graph(n) for n in sizes]), score=score)
+    clean = kernels(case, device)
+    for start, stop in ((0, 19), (19, 41), (41, 46)):
+        tensors = case.tensors()
+        for n in ("query", "key", "value"):
+            tensors[n][:, start:stop] = bad
+        found = solve(case, tensors, case.upstream(), backend="triton", device=device)
+        others = torch.ones(46, dtype=torch.bool)
+        others[start:stop] = False
+        for n in ("out", "lse", "query", "key", "value"):
+            assert torch.equal(found[n][:, others], clean[n][:, others]), n
+
+
+@pytest.mark.parametrize("bad", [torch.nan, 1e4])
+@pytest.mark.xfail(
+    strict=True,
+    reason="without a good token before it in its sequence, a tile takes its centre from another",
+)
+def test_no_bit_changes_with_another_sequence_where_this_one_begins_with_padding(
+    bad: float, device: str
+) -> None:
+    graph = ga.batch([ga.causal_graph(20), ga.causal_graph(20)]).to(device)
+    x = torch.randn(40, 1, 8, device=device)
+    valid = torch.ones(40, dtype=torch.bool, device=device)
+    valid[20:24] = False
+    y = x.clone()
+    y[:20] = bad
+    out, other = (
+        ga.rbf_attention(t, t.clone(), t.clone(), graph, 2.0, valid=valid, backend="triton")
+        for t in (x, y)
+    )
+    assert torch.equal(out[20:], other[20:])
+
+
+@pytest.mark.parametrize("bad", [*BAD, 1e30])
+@pytest.mark.parametrize("shared", [False, True], ids=["three tensors", "one tensor"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_what_padding_holds_is_never_read(
+    dtype: torch.dtype, shared: bool, bad: float, device: str
+) -> None:
+    """No bit of outputs or gradients, those of sigma and the padding's own (0) included."""
+    case = Case(ga.causal_window_graph(35, 9), valid="both", batch=(2,), shared=shared)
+    mask = case.masks[0]
+    assert mask is not None
+    clean, tensors = kernels(case, device, dtype), case.tensors(dtype)
+    d_out, d_lse = case.upstream(dtype)
+    for n in ("query", "key", "value"):
+        if n in tensors:
+            tensors[n][~mask] = bad
+    d_out[~mask], d_lse[~mask] = bad, bad
+    found = solve(case, tensors, (d_out, d_lse), backend="triton", device=device)
+    for n in found:
+        assert torch.equal(found[n], clean[n]), n
+    for n in ("out", "query") if shared else ("out", "query", "key", "value"):
+        assert (found[n][~mask] == 0).all(), n
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("score", ["rbf", "dot"])
+def test_rows_without_edges_are_exactly_empty(score: str, dtype: torch.dtype, device: str) -> None:
+    """Lone tokens that do not see themselves, and rows whose sources are all masked."""
+    parts = [ga.window_path_graph(1, 1), ga.window_path_graph(20, 2), ga.window_path_graph(1, 4)]
+    graph = ga.batch(parts)
+    case = Case(graph, score=score)
+    found = kernels(case, device, dtype)
+    check(found, exact(case, dtype), SINGLE if dtype == torch.float32 else 0.05)
+    for token in (0, 21):
+        assert (found["out"][:, token] == 0).all()
+        assert (found["lse"][:, token] == -torch.inf).all()
+        assert all((found[n][:, token] == 0).all() for n in ("query", "key", "value"))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shared", [False, True], ids=["three tensors", "one tensor"])
+def test_where_all_is_padding_all_is_zero(shared: bool, dtype: torch.dtype, device: str) -> None:
+    case = Case(ga.complete_graph(20), shared=shared, batch=(2,))
+    leaves = {n: x.to(device).requires_grad_() for n, x in case.tensors(dtype).items()}
+    mask = torch.zeros(20, dtype=torch.bool, device=device)
+    out, lse = attend(case, leaves, backend="triton", device=device, valid=(mask, mask))
+    assert (out == 0).all()
+    assert (lse == -torch.inf).all()
+    upstream = torch.ones_like(out), torch.ones_like(lse)
+    for gradient in torch.autograd.grad((out, lse), list(leaves.values()), upstream):
+        assert (gradient == 0).all()
+
+
+@pytest.mark.parametrize("name", ["path", "complete", "one tensor"])
+def test_a_bad_gradient_reaches_only_what_its_row_sees(name: str, device: str) -> None:
+    """NaN in d_out of one row: d_key and d_value of the sources it does not see stay finite."""
+    case = CASES[name]
+    d_out, d_lse = case.upstream()
+    hit = torch.zeros(case.graph.num_targets, dtype=torch.bool)
+    hit[3] = True
+    d_out[:, hit] = torch.nan
+    found = solve(case, case.tensors(), (d_out, d_lse), backend="triton", device=device)
+    clean = kernels(case, device)
+    seen = case.graph.to_mask()[3] | hit
+    for n in ("query",) if case.shared else ("key", "value"):
+        assert torch.equal(found[n][:, ~seen], clean[n][:, ~seen]), n
+        assert found[n][:, case.graph.to_mask()[3]].isnan().all(), n
+    if not case.shared:
+        assert torch.equal(found["query"][:, ~hit], clean["query"][:, ~hit])
+
+
+def test_masks_of_other_tensors_change_nothing(device: str) -> None:
+    """A mask in which all are valid is as none, bit for bit, where tiles are masked anyway."""
+    case = Case(ga.window_path_graph(35, 3), score="dot")
+    leaves = _on(case.tensors(), device)
+    everyone = torch.ones(35, dtype=torch.bool, device=device)
+    without = attend(case, leaves, backend="triton", device=device)
+    within = attend(case, leaves, backend="triton", device=device, valid=(everyone, everyone))
+    assert all(torch.equal(a, b) for a, b in zip(without, within, strict=True))
+    some = coins(35, seed=1).to(device)
+    masked, _ = attend(case, leaves, backend="triton", device=device, valid=(some, some))
+    assert not torch.equal(masked, without[0])
