@@ -119,9 +119,9 @@ def band_forward_kernel(
         p_sequences, tl.load(p_tiles + 2 * i_tile)
     )
     i_head = i_h // REPEATS
-    p_query += (i_b * N + i_target) * stride_qn + i_h * stride_qh
-    p_key += (i_b * M + i_source) * stride_kn + i_head * stride_kh
-    p_value += (i_b * M + i_source) * stride_vn + i_head * stride_vh
+    p_query += (i_b * N + i_target) * stride_qn + i_h.to(tl.int64) * stride_qh
+    p_key += (i_b * M + i_source) * stride_kn + i_head.to(tl.int64) * stride_kh
+    p_value += (i_b * M + i_source) * stride_vn + i_head.to(tl.int64) * stride_vh
     p_half += (i_b * (H // REPEATS) + i_head) * M + i_source
     p_valid_source += i_b * M + i_source
 

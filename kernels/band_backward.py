@@ -31,6 +31,7 @@ from graphattn.kernels.band_math import (
     product,
     row_pointers,
     store_tile,
+    weights_again,
     whole_tiles,
 )
 from graphattn.kernels.launch import launch
@@ -83,7 +84,7 @@ def d_query_tile(
         b_logit += b_bias * LOG2E
     if MASKED:
         b_logit = tl.where(m_edge, b_logit, float("-inf"))
-    b_weight = tl.exp2(b_logit)
+    b_weight = weights_again(b_logit)
     # [COLUMNS, BLOCK_DV]
     b_value = load_tile(
         p_value, i_column, i_step, stride_vn, n_sources, DV, COLUMNS, BLOCK_DV, STRIDED, MASKED
@@ -127,10 +128,10 @@ def d_query_kernel(
         p_sequences, tl.load(p_tiles + 2 * i_tile)
     )
     i_head = i_h // REPEATS
-    p_query += (i_b * N + i_target) * stride_qn + i_h * stride_qh
-    p_d_out += (i_b * N + i_target) * stride_on + i_h * stride_oh
-    p_key += (i_b * M + i_source) * stride_kn + i_head * stride_kh
-    p_value += (i_b * M + i_source) * stride_vn + i_head * stride_vh
+    p_query += (i_b * N + i_target) * stride_qn + i_h.to(tl.int64) * stride_qh
+    p_d_out += (i_b * N + i_target) * stride_on + i_h.to(tl.int64) * stride_oh
+    p_key += (i_b * M + i_source) * stride_kn + i_head.to(tl.int64) * stride_kh
+    p_value += (i_b * M + i_source) * stride_vn + i_head.to(tl.int64) * stride_vh
     p_half += (i_b * (H // REPEATS) + i_head) * M + i_source
     p_valid_source += i_b * M + i_source
 
@@ -244,7 +245,7 @@ def d_source_tile(
         b_logit += b_bias * LOG2E
     if MASKED:
         b_logit = tl.where(m_edge, b_logit, float("-inf"))
-    b_weight = tl.exp2(b_logit)
+    b_weight = weights_again(b_logit)
     b_d_weight = product(b_value, tl.trans(b_d_out), PRECISION)
     b_d_logit = b_weight * (b_d_weight - b_delta[None, :]) * i_scale
     if MASKED:
@@ -281,8 +282,8 @@ def d_source_kernel(
     i_target, n_targets, i_source, n_sources, i_step, n_before, n_after, i_loops = load_sequence(
         p_sequences, tl.load(p_tiles + 2 * i_tile)
     )
-    p_key += (i_b * M + i_source) * stride_kn + i_head * stride_kh
-    p_value += (i_b * M + i_source) * stride_vn + i_head * stride_vh
+    p_key += (i_b * M + i_source) * stride_kn + i_head.to(tl.int64) * stride_kh
+    p_value += (i_b * M + i_source) * stride_vn + i_head.to(tl.int64) * stride_vh
     # [COLUMNS, BLOCK_D] and [COLUMNS, BLOCK_DV]
     b_key = load_tile(
         p_key, i_column, i_step, stride_kn, n_sources, D, COLUMNS, BLOCK_D, STRIDED, True
@@ -321,8 +322,8 @@ def d_source_kernel(
     for i_repeat in range(REPEATS):
         i_h = i_head * REPEATS + i_repeat
         i_scale = tl.load(p_scale + i_h)
-        p_own_query = p_query + (i_b * N + i_target) * stride_qn + i_h * stride_qh
-        p_own_d_out = p_d_out + (i_b * N + i_target) * stride_on + i_h * stride_oh
+        p_own_query = p_query + (i_b * N + i_target) * stride_qn + i_h.to(tl.int64) * stride_qh
+        p_own_d_out = p_d_out + (i_b * N + i_target) * stride_on + i_h.to(tl.int64) * stride_oh
         i_numbers = (i_b * H + i_h) * N + i_target
         for i_part in tl.static_range(PARTS):
             i_from = i_begin if i_part == 0 else (i_full if i_part == 1 else i_full_end)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -82,7 +83,7 @@ class BandInputs:
 
         Three products of tf32 on NVIDIA's tensor cores are as good as float32 to rounding.
         """
-        if self.query.device.type == "cpu":
+        if os.environ.get("TRITON_INTERPRET") == "1":
             return "widened"
         is_single = self.query.dtype == torch.float32
         return "tf32x3" if is_single and not tuning.is_amd() else "ieee"
@@ -91,17 +92,21 @@ class BandInputs:
         """What the keys of every tile are measured from, [B, tiles, Hk, D]; any if not centred.
 
         A token of the tile's own slice that lies in no row's future; where that one is invalid or
-        not finite, the last good one before it, or else the first.
+        not finite, the last good one of its sequence before it, or else the next.
         """
         B, M, Hk, D = self.key.shape
-        if not self.is_centered or 0 in (B, M, len(tiles)):
+        if not self.is_centered:
             return self.scale
+        if 0 in (B, M, len(tiles)):
+            return self.key.new_zeros(B, len(tiles), Hk, D)
         good = self.key.sum((-1, -2)).isfinite()
         if self.valid_source is not None:
             good &= self.valid_source != 0
         place = torch.arange(M, device=good.device).expand(B, M)
-        latest = torch.where(good, place, -1).cummax(1).values[:, self.bands.anchors(side, rows)]
-        place = torch.where(latest < 0, good.int().argmax(1, keepdim=True), latest)
+        anchors, starts = self.bands.anchors(side, rows)
+        latest = torch.where(good, place, -1).cummax(1).values[:, anchors]
+        next_good = torch.where(good, place, M - 1).flip(1).cummin(1).values.flip(1)[:, anchors]
+        place = torch.where(latest < starts, next_good, latest)
         found = self.key.gather(1, place[..., None, None].expand(-1, -1, Hk, D))
         return torch.where(found.isfinite(), found, 0.0)
 

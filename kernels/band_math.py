@@ -149,6 +149,12 @@ def is_edge(o_target, o_source, n_before, n_after, i_loops, HOLES: tl.constexpr)
 
 
 @triton.jit
+def weights_again(b_logit):
+    """Weights from logits minus their row's log-sum: at most 1, whatever rounds; NaN stays NaN."""
+    return tl.exp2(tl.minimum(b_logit, 0.0, propagate_nan=tl.PropagateNan.ALL))
+
+
+@triton.jit
 def whole_tiles(i_begin, i_end, i_common, i_common_end, TILE: tl.constexpr, PARTS: tl.constexpr):
     """The whole tiles of [i_begin, i_end) that lie in [i_common, i_common_end), which all see.
 

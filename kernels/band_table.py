@@ -22,6 +22,7 @@ from graphattn.kernels.band_math import (
     load_tile,
     product,
     row_pointers,
+    weights_again,
 )
 from graphattn.kernels.launch import launch
 
@@ -54,10 +55,10 @@ def d_table_kernel(
         i_target, n_targets, i_source, n_sources, i_step, n_before, n_after, i_loops = (
             load_sequence(p_sequences, tl.load(p_tiles + 2 * i_tile))
         )
-        p_own_query = p_query + (i_b * N + i_target) * stride_qn + i_h * stride_qh
-        p_own_d_out = p_d_out + (i_b * N + i_target) * stride_on + i_h * stride_oh
-        p_own_key = p_key + (i_b * M + i_source) * stride_kn + i_head * stride_kh
-        p_own_value = p_value + (i_b * M + i_source) * stride_vn + i_head * stride_vh
+        p_own_query = p_query + (i_b * N + i_target) * stride_qn + i_h.to(tl.int64) * stride_qh
+        p_own_d_out = p_d_out + (i_b * N + i_target) * stride_on + i_h.to(tl.int64) * stride_oh
+        p_own_key = p_key + (i_b * M + i_source) * stride_kn + i_head.to(tl.int64) * stride_kh
+        p_own_value = p_value + (i_b * M + i_source) * stride_vn + i_head.to(tl.int64) * stride_vh
         # [ROWS, BLOCK_D] and [ROWS, BLOCK_DV]
         b_query = load_tile(
             p_own_query, i_row, i_step, stride_qn, n_targets, D, ROWS, BLOCK_D, STRIDED, True
@@ -107,7 +108,7 @@ def d_table_kernel(
                 STRIDED, True,
             )  # fmt: skip
             b_d_weight = product(b_d_out, tl.trans(b_value), PRECISION)
-            b_d_logit = tl.exp2(b_logit) * (b_d_weight - b_delta[:, None])
+            b_d_logit = weights_again(b_logit) * (b_d_weight - b_delta[:, None])
             b_d_logit = tl.where(m_edge, b_d_logit, 0.0)
             # Row r turned left by r: column c holds diagonal c, or c - COLUMNS where it came round.
             o_from = o_diagonal[None, :] + tl.arange(0, ROWS)[:, None]

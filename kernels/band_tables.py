@@ -53,7 +53,10 @@ class BandTables:
         return self._tiles[side, rows]
 
     def anchors(self, side: Side, rows: int) -> Tensor:
-        """A source near every tile, [tiles] among all: of targets, in no target's future."""
+        """A source near every tile, and its sequence's first, [2, tiles], counted among all.
+
+        That near a tile of targets is in no target's future.
+        """
         if (side, rows) not in self._anchors:
             sequence, first = self._in_order(side, rows).unbind(1)
             _, own, start, other, step, before, after, _ = self.on_cpu[sequence].unbind(1)
@@ -61,7 +64,8 @@ class BandTables:
                 last = torch.minimum(first + rows, own) - 1
                 first = torch.minimum(torch.maximum(first, last - before), first + after)
                 first = torch.minimum(first, other - 1).clamp(min=0)
-            self._anchors[side, rows] = (start + first * step).to(self.device)
+            pair = torch.stack([start + first * step, start])
+            self._anchors[side, rows] = pair.to(self.device)
         return self._anchors[side, rows]
 
     def tile_pairs(self, rows: int, columns: int, side: Side = "targets") -> int:

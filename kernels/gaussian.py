@@ -42,10 +42,14 @@ from graphattn.kernels.row_dots import row_dots
 
 @triton.jit
 def log_affinities(
-    b_x, b_own_half, b_other, p_half, i_scale, i_column, i_step, n_sources,
-    COLUMNS: tl.constexpr, STORED: tl.constexpr, STRIDED: tl.constexpr, PRECISION: tl.constexpr,
+    b_x, b_own_half, b_other, p_half, i_scale, i_row, i_column, i_step, n_sources,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STORED: tl.constexpr, STRIDED: tl.constexpr,
+    PRECISION: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """log2 K of a tile of pairs: -||x_i - x_j||^2 / 2 sigma^2, and whatever rounds, not above 0."""
+    """log2 K of a tile of pairs: -||x_i - x_j||^2 / 2 sigma^2, and whatever rounds, not above 0.
+
+    If EXACT, a token's affinity with itself is 0, however far from the centre it is.
+    """
     if STORED:
         p_rows = row_pointers(p_half, i_column, i_step, COLUMNS, STRIDED)
         m_column = i_column + tl.arange(0, COLUMNS) < n_sources
@@ -54,7 +58,14 @@ def log_affinities(
         b_half = half_square(b_other)
     b_dot = product(b_x, tl.trans(b_other), PRECISION)
     b_log = b_dot * i_scale - (b_half * i_scale)[None, :] - (b_own_half * i_scale)[:, None]
-    return tl.minimum(b_log, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    b_log = tl.minimum(b_log, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    if EXACT:  # noqa: SIM102  # one is a constant; the other says whether a tile meets itself
+        if (i_column < i_row + ROWS) & (i_row < i_column + COLUMNS):
+            o_row = i_row + tl.arange(0, ROWS)
+            o_column = i_column + tl.arange(0, COLUMNS)
+            m_self = (o_row[:, None] == o_column[None, :]) & (b_log <= 0.0)  # NaN stays NaN
+            b_log = tl.where(m_self, 0.0, b_log)
+    return b_log
 
 
 @triton.jit
@@ -74,8 +85,8 @@ def shared_tile(
         b_other = b_other - b_center[None, :]
     # [ROWS, COLUMNS]
     b_log = log_affinities(
-        b_x, b_own_half, b_other, p_half, i_scale, i_column, i_step, n_sources,
-        COLUMNS, STORED, STRIDED, PRECISION,
+        b_x, b_own_half, b_other, p_half, i_scale, i_row, i_column, i_step, n_sources,
+        ROWS, COLUMNS, STORED, STRIDED, PRECISION, False,
     )  # fmt: skip
     if MASKED:
         o_row = i_row + tl.arange(0, ROWS)
@@ -111,7 +122,7 @@ def shared_forward_kernel(
     i_token, n_tokens, _, _, i_step, n_before, n_after, _ = load_sequence(
         p_sequences, tl.load(p_tiles + 2 * i_tile)
     )
-    p_x += (i_b * N + i_token) * stride_xn + i_h * stride_xh
+    p_x += (i_b * N + i_token) * stride_xn + i_h.to(tl.int64) * stride_xh
     i_numbers = (i_b * H + i_h) * N + i_token
     p_half += i_numbers
     p_valid += i_b * N + i_token
@@ -147,12 +158,20 @@ def shared_forward_kernel(
 
     o_row = i_row + tl.arange(0, ROWS)
     m_row = o_row < n_tokens
-    m_empty = b_sum == 0
+    # A token's own weight is 1: what rounding took from it, far from the centre, is given back.
+    b_lost = tl.where(b_sum < 1, 1 - b_sum, 0.0)
+    if tl.max(b_lost, axis=0) > 0:  # the tile is loaded again: keeping it takes registers
+        b_x = load_tile(p_x, i_row, i_step, stride_xn, n_tokens, D, ROWS, BLOCK_D, STRIDED, True)
+        if CENTERED:
+            b_x = b_x - b_center[None, :]
+        b_out += b_lost[:, None] * b_x.to(tl.float32)
+        b_sum += b_lost
+    m_empty = ~m_row
     o_number = i_numbers + o_row * i_step
     if VALID:
         p_rows = p_valid + o_row * i_step
         m_empty = m_empty | (tl.load(p_rows, mask=m_row, other=0) == 0)
-    b_out = b_out / tl.where(m_empty, 1.0, b_sum)[:, None]
+    b_out = b_out / b_sum[:, None]
     if CENTERED:
         b_out = b_out + b_center[None, :]
     b_out = tl.where(m_empty[:, None], 0.0, b_out)
@@ -197,8 +216,8 @@ def shared_backward_tile(
         b_other_delta -= tl.sum(b_d_other * b_center[None, :], axis=1)
     # [ROWS, COLUMNS]
     b_log = log_affinities(
-        b_x, b_own_half, b_other, p_half, i_scale * LOG2E, i_column, i_step, n_tokens,
-        COLUMNS, STORED, STRIDED, PRECISION,
+        b_x, b_own_half, b_other, p_half, i_scale * LOG2E, i_row, i_column, i_step, n_tokens,
+        ROWS, COLUMNS, STORED, STRIDED, PRECISION, True,
     )  # fmt: skip
     b_there = product(b_d_out, tl.trans(b_other), PRECISION)
     b_back = product(b_x, tl.trans(b_d_other), PRECISION)
@@ -244,8 +263,8 @@ def shared_backward_kernel(
     i_token, n_tokens, _, _, i_step, n_before, n_after, _ = load_sequence(
         p_sequences, tl.load(p_tiles + 2 * i_tile)
     )
-    p_x += (i_b * N + i_token) * stride_xn + i_h * stride_xh
-    p_d_out += (i_b * N + i_token) * stride_on + i_h * stride_oh
+    p_x += (i_b * N + i_token) * stride_xn + i_h.to(tl.int64) * stride_xh
+    p_d_out += (i_b * N + i_token) * stride_on + i_h.to(tl.int64) * stride_oh
     i_numbers = (i_b * H + i_h) * N + i_token
     p_half += i_numbers
     p_valid += i_b * N + i_token

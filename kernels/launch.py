@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
 
 
 class Launch(NamedTuple):
@@ -18,18 +20,22 @@ class Launch(NamedTuple):
     num_stages: int
 
 
-_recorded: ContextVar[list[Launch] | None] = ContextVar("graphattn_launches", default=None)
+# Not a context variable: on GPUs autograd runs backwards in a thread of its own.
+_recorded: list[Launch] | None = None
 
 
 def launch(
     kernel: Any, grid: tuple[int, ...], *, num_warps: int, num_stages: int, **arguments: Any
 ) -> None:
     """Starts a kernel on the device of its tensors; under :func:`recording` notes it instead."""
-    recorded = _recorded.get()
-    if recorded is not None:
-        recorded.append(Launch(kernel, grid, arguments, num_warps, num_stages))
+    if _recorded is not None:
+        _recorded.append(Launch(kernel, grid, arguments, num_warps, num_stages))
     elif 0 not in grid:
-        kernel[grid](**arguments, num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=True)
+        tensor = next(x for x in arguments.values() if isinstance(x, Tensor))
+        with torch.cuda.device_of(tensor):  # Triton starts kernels on the current device
+            kernel[grid](
+                **arguments, num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=True
+            )
 
 
 @contextmanager
@@ -38,9 +44,9 @@ def recording() -> Iterator[list[Launch]]:
 
     That is how kernels are compiled ahead of time with the very arguments they are started with.
     """
-    launches: list[Launch] = []
-    token = _recorded.set(launches)
+    global _recorded
+    before, _recorded = _recorded, []
     try:
-        yield launches
+        yield _recorded
     finally:
-        _recorded.reset(token)
+        _recorded = before

@@ -12,7 +12,7 @@ from graphattn.kernels.launch import launch
 NUMBERS = 2048  # of each tensor, for one program
 
 
-@triton.jit(do_not_specialize=["N", "H", "factor"])
+@triton.jit(do_not_specialize=["N", "H", "factor", "stride_sb", "stride_sn", "stride_sh"])
 def row_dots_kernel(
     p_a, p_b, p_subtracted, p_found, N, H, factor,
     stride_an, stride_ah, stride_bn, stride_bh, stride_sb, stride_sn, stride_sh,
@@ -29,13 +29,13 @@ def row_dots_kernel(
     m_token = o_token < N
     m_tile = m_token[:, None] & (o_feature < D)[None, :]
     o_global = i_b * N + o_token
-    p_tile = p_a + i_h * stride_ah + o_global[:, None] * stride_an + o_feature[None, :]
+    p_tile = p_a + i_h.to(tl.int64) * stride_ah + o_global[:, None] * stride_an + o_feature[None, :]
     b_a = tl.load(p_tile, mask=m_tile, other=0.0).to(tl.float32)  # [TOKENS, BLOCK_D]
-    p_tile = p_b + i_h * stride_bh + o_global[:, None] * stride_bn + o_feature[None, :]
+    p_tile = p_b + i_h.to(tl.int64) * stride_bh + o_global[:, None] * stride_bn + o_feature[None, :]
     b_b = tl.load(p_tile, mask=m_tile, other=0.0).to(tl.float32)
     b_found = factor * tl.sum(b_a * b_b, axis=1)
     if SUBTRACT:
-        o_number = i_b * stride_sb + o_token.to(tl.int64) * stride_sn + i_h * stride_sh
+        o_number = i_b * stride_sb + o_token.to(tl.int64) * stride_sn + i_h.to(tl.int64) * stride_sh
         b_found -= tl.load(p_subtracted + o_number, mask=m_token, other=0.0)
     tl.store(p_found + (i_b * H + i_h) * N + o_token, b_found, mask=m_token)
 

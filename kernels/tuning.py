@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from functools import cache
 from typing import NamedTuple
 
@@ -55,6 +54,7 @@ OTHERS: Table = {
 }
 BLACKWELL: Table = OTHERS | {
     "forward": {64: Choice(128, 32, 8, 2), 128: Choice(64, 64, 8, 2), 256: Choice(64, 32, 8, 2)},
+    "d_query": {128: Choice(64, 64, 8, 2), 256: Choice(32, 16, 8, 1)},
     "shared_backward": {64: Choice(64, 64, 8, 1), 256: Choice(32, 32, 8, 1)},
     "d_table": {128: Choice(64, 64, 8, 1), 256: Choice(32, 32, 4, 1)},
 }
@@ -79,8 +79,9 @@ LONG = 1024
 # AMD's compute units have 64 KiB of shared memory, and loads in flight take some.
 STAGES_ON_AMD = 1
 
-_override: ContextVar[dict[str, Choice]] = ContextVar("graphattn_tuning", default={})  # noqa: B039
-_architecture: ContextVar[str | None] = ContextVar("graphattn_architecture", default=None)
+# Not context variables: on GPUs autograd runs backwards in a thread of its own.
+_override: dict[str, Choice] = {}
+_architecture: str | None = None
 
 
 def choose(kernel: str, dtype: torch.dtype, width: int, window: int) -> Choice:
@@ -96,8 +97,8 @@ def choose(kernel: str, dtype: torch.dtype, width: int, window: int) -> Choice:
         ...     tuning.choose("forward", torch.bfloat16, 64, 4096).rows
         32
     """
-    if kernel in _override.get():
-        return _override.get()[kernel]
+    if kernel in _override:
+        return _override[kernel]
     table = _table(dtype)[kernel]
     choice = next(choice for widest, choice in table.items() if width <= widest)
     if kernel == "shared_forward" and window < LONG:
@@ -119,7 +120,7 @@ def _table(dtype: torch.dtype) -> Table:
 
 def architecture() -> str:
     """What kernels are compiled for: "sm_90", "gfx942", or another of their makers' names."""
-    return _architecture.get() or _of_device()
+    return _architecture or _of_device()
 
 
 def is_amd() -> bool:
@@ -140,11 +141,12 @@ def _of_device() -> str:
 @contextmanager
 def compiling_for(architecture: str) -> Iterator[None]:
     """Within the block launches are those of another architecture: for compiling ahead of time."""
-    token = _architecture.set(architecture)
+    global _architecture
+    before, _architecture = _architecture, architecture
     try:
         yield
     finally:
-        _architecture.reset(token)
+        _architecture = before
 
 
 @contextmanager
@@ -160,8 +162,9 @@ def override(**choices: Choice) -> Iterator[None]:
         for size in choice[:2]:
             if size < 16 or size & (size - 1):
                 raise ValueError(f"rows and columns of {kernel} must be powers of 2 >= 16: {size}")
-    token = _override.set({**_override.get(), **choices})
+    global _override
+    before, _override = _override, {**_override, **choices}
     try:
         yield
     finally:
-        _override.reset(token)
+        _override = before

@@ -8,7 +8,7 @@ short complete sequence; a dilated window is one sequence for every remainder of
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ class Bands:
     sequences: Tensor
     origin: int | None
 
-    @property
+    @cached_property
     def window(self) -> int:
         """The largest number of sources that a target can see."""
         if not len(self.sequences):
@@ -39,14 +39,14 @@ class Bands:
         _, _, _, sources, _, before, after, _ = self.sequences.unbind(1)
         return int(torch.minimum(before + after + 1, sources).max())
 
-    @property
+    @cached_property
     def has_self_loops(self) -> bool:
         """Every target is a source, too, and sees itself."""
         target, targets, source, sources, _, before, after, loops = self.sequences.unbind(1)
         same = (target == source) & (targets == sources)
         return bool((same & (before >= 0) & (after >= 0) & (loops == 1)).all())
 
-    @property
+    @cached_property
     def is_symmetric(self) -> bool:
         """Targets and sources are the same tokens, and see each other."""
         target, targets, source, sources, _, before, after, _ = self.sequences.unbind(1)

@@ -136,7 +136,7 @@ def test_the_origin_is_the_row_that_a_token_reads_for_itself(graph: ga.TokenGrap
     (step,) = {row[4] for row in bands.sequences.tolist()} - {0}
     hops = torch.div(graph.source_positions[source] - graph.positions[target], step)
     assert torch.equal(rows.double(), hops.double() + bands.origin)
-    assert 0 <= int(rows.min())
+    assert int(rows.min()) >= 0
     assert int(rows.max()) < structure.num_offsets
 
 
@@ -198,11 +198,11 @@ def test_anchors_lie_in_their_sequence_and_in_nobodys_future(
 ) -> None:
     bands = bands_of(graph.structure)
     tables = BandTables(bands.sequences, "cpu")
-    anchors = tables.anchors("targets", rows).tolist()
+    anchors, starts = (x.tolist() for x in tables.anchors("targets", rows))
     tiles = tables.tiles("targets", rows).tolist()
-    assert len(anchors) == len(tiles)
-    for anchor, (sequence, first) in zip(anchors, tiles, strict=True):
+    for anchor, start, (sequence, first) in zip(anchors, starts, tiles, strict=True):
         _, _, source, sources, step, before, after, _ = bands.sequences[sequence].tolist()
+        assert start == source
         if not sources:
             continue
         assert anchor in range(source, source + sources * step, step)
@@ -210,9 +210,11 @@ def test_anchors_lie_in_their_sequence_and_in_nobodys_future(
         assert place <= max(first + after, 0)  # the first row of the tile has it in reach
         if first + rows - 1 - before <= first + after and first < sources:
             assert place >= min(first, sources - 1) - before
-    for side in ("targets", "sources"):
-        tiles = tables.tiles(side, rows)
-        assert len(tables.anchors(side, rows)) == len(tiles)
+    anchors, starts = (x.tolist() for x in tables.anchors("sources", rows))
+    tiles = tables.tiles("sources", rows).tolist()
+    for anchor, start, (sequence, first) in zip(anchors, starts, tiles, strict=True):
+        _, _, source, _, step, *_ = bands.sequences[sequence].tolist()
+        assert (anchor, start) == (source + first * step, source)
 
 
 def test_tiles_with_most_to_do_come_first(graph: ga.TokenGraph) -> None:

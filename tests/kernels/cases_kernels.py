@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import graphattn as ga
+from graphattn.kernels import tuning
 
 Tensors = dict[str, Tensor]
 
@@ -21,6 +22,11 @@ def random(*shape: int, seed: int) -> Tensor:
 def coins(*shape: int, seed: int, share: float = 0.7) -> Tensor:
     """True with probability `share`."""
     return torch.rand(shape, generator=torch.Generator().manual_seed(seed)) < share
+
+
+def tiles(rows: int, columns: int) -> dict[str, tuning.Choice]:
+    """For `tuning.override`: every kernel takes these."""
+    return {kernel: tuning.Choice(rows, columns, 4, 1) for kernel in tuning.KERNELS}
 
 
 @dataclass(frozen=True)

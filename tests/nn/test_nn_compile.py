@@ -92,9 +92,10 @@ def test_the_operator_keeps_the_promises_of_torch_library(graph: str, bias: bool
     scale = torch.tensor([0.5, 1.0], requires_grad=True)
     table = torch.randn(tokens.num_edges, 2, requires_grad=True) if bias else None
     edges = tokens.edge_index if tokens.structure is None else None
+    valid, options = torch.rand(N) < 0.8, (score, 3, False, "structured", False)
     torch.library.opcheck(
         torch.ops.graphattn.attention,
-        (q, k, v, scale, table, torch.rand(N) < 0.8, None, tokens.code, edges, score, 3, False),
+        (q, k, v, scale, table, valid, None, tokens.code, edges, *options),
     )
 
 

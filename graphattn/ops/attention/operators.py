@@ -81,7 +81,9 @@ def _attention(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
         inputs, plan = _structured(arguments[:5], arguments[5:])
         out, lse, saved = plan.forward(inputs)
         saved = saved.clone() if saved is lse else saved  # an operator's results share no memory
-    return out.reshape(of_out), lse.reshape(of_lse), saved.reshape(of_lse)
+    # Resized in place: a view could not be changed in place by those who get it.
+    out, lse, saved = (x.contiguous() for x in (out, lse, saved))
+    return out.resize_(of_out), lse.resize_(of_lse), saved.resize_(of_lse)
 
 
 @_attention.register_fake
@@ -105,17 +107,17 @@ def _shapes(*arguments: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     "graphattn::attention_backward",
     mutates_args=(),
     schema=f"({INPUTS}, {OPTIONS}, Tensor out, Tensor lse, Tensor saved, Tensor d_out, "
-    "Tensor d_lse, bool needs_scale) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "Tensor d_lse, bool needs_scale, bool needs_bias) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def _attention_backward(*arguments: Any) -> tuple[Tensor, ...]:
     """Gradients of the inputs; empty tensors for those that are not there or not asked for."""
-    given, (*results, needs_scale) = arguments[:5], arguments[-6:]
+    given, (*results, needs_scale, needs_bias) = arguments[:5], arguments[-7:]
     gradients: tuple[Tensor | None, ...]
-    if arguments[-8] == "triton":
-        call = _triton(given, arguments[5:-6])
-        gradients = call.backward(*results, needs_scale=needs_scale)
+    if arguments[-9] == "triton":
+        call = _triton(given, arguments[5:-7])
+        gradients = call.backward(*results, needs_scale=needs_scale, needs_table=needs_bias)
     else:
-        inputs, plan = _structured(given, arguments[5:-6])
+        inputs, plan = _structured(given, arguments[5:-7])
         out, _, saved, d_out, d_lse = (
             x.reshape(len(inputs[0]), *x.shape[-d:])
             for x, d in zip(results, (3, 2, 2, 3, 2), strict=True)
@@ -129,8 +131,8 @@ def _attention_backward(*arguments: Any) -> tuple[Tensor, ...]:
 
 @_attention_backward.register_fake
 def _(*arguments: Any) -> tuple[Tensor, ...]:
-    (query, key, value, scale, bias), needs_scale = arguments[:5], arguments[-1]
-    shared, is_triton = arguments[-7], arguments[-8] == "triton"
+    (query, key, value, scale, bias), (needs_scale, needs_bias) = arguments[:5], arguments[-2:]
+    shared, all_there = arguments[-8], arguments[-9] != "triton"
 
     def like(x: Tensor | None, there: bool) -> Tensor:
         if x is None or not there:
@@ -141,8 +143,8 @@ def _(*arguments: Any) -> tuple[Tensor, ...]:
         like(query, True),
         like(key, not shared),
         like(value, not shared),
-        like(scale, needs_scale or not is_triton or shared),
-        like(bias, True),
+        like(scale, needs_scale or shared or all_there),
+        like(bias, needs_bias or all_there),
     )
 
 
@@ -159,7 +161,7 @@ def _backward(ctx: Any, d_out: Tensor, d_lse: Tensor, _: Tensor) -> tuple[Tensor
         # create_graph=True: somebody differentiates this again.
         return *_plain_gradients(ctx, tensors, (d_out, d_lse), needed), *[None] * 9
     found = torch.ops.graphattn.attention_backward(
-        *tensors, *ctx.options, out, lse, saved, d_out, d_lse, needed[3]
+        *tensors, *ctx.options, out, lse, saved, d_out, d_lse, *needed[3:]
     )
     there = list(needed)
     if ctx.options[-1]:  # one tensor, one gradient

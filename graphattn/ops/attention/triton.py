@@ -37,9 +37,11 @@ def why_not(
     if query.dtype not in DTYPES:
         name = str(query.dtype).removeprefix("torch.")
         return f"its kernels take float32, float16 and bfloat16, not {name}"
-    widths = query.shape[-1], query.shape[-1] if value_width is None else value_width
-    if not 1 <= min(widths) <= max(widths) <= WIDEST:
-        return f"its kernels take heads of 1 to {WIDEST} features, not of {max(widths)}"
+    for width in (query.shape[-1], query.shape[-1] if value_width is None else value_width):
+        if not 1 <= width <= WIDEST:
+            return f"its kernels take heads of 1 to {WIDEST} features, not of {width}"
+    if query.shape[-2] == 0:
+        return "its kernels take one head or more, not none"
     if graph.structure is None or not has_bands(graph.structure):
         return "its kernels take windows, blocks, causal and complete graphs, and batches of them"
     if top_k is not None:
@@ -121,6 +123,7 @@ class Call:
         d_lse: Tensor,
         *,
         needs_scale: bool,
+        needs_table: bool,
     ) -> tuple[Tensor | None, ...]:
         """Gradients of the inputs; of one tensor that is all three, the whole one first."""
         from graphattn.kernels import band_backward, band_table, gaussian
@@ -133,9 +136,9 @@ class Call:
             d_x, d_scale = gaussian.shared_backward(x, out, lse, d_out, d_lse)
             return d_x, None, None, d_scale, None
         *found, d_scale, delta = band_backward.backward(
-            x, out, saved, d_out, d_lse, scale_gradient=needs_scale
+            x, out, saved, d_out, d_lse, scale_gradient=needs_scale or self.shared
         )
-        d_table = None if x.table is None else band_table.d_table(x, saved, delta, d_out)
+        d_table = band_table.d_table(x, saved, delta, d_out) if needs_table else None
         if self.shared:
             found = [found[0] + found[1] + found[2], None, None]
         return *found, d_scale, d_table
