@@ -22,6 +22,7 @@ from graphattn.kernels.band_math import (
     LOG2E,
     NOWHERE,
     add_product,
+    around_center,
     cleaned,
     half_square,
     is_edge,
@@ -156,7 +157,7 @@ def d_query_kernel(
         p_own = p_center + ((i_b * num_tiles + i_tile) * (H // REPEATS) + i_head) * D
         b_center = tl.load(p_own + o_feature, mask=o_feature < D, other=0.0)
         b_query = b_query - b_center[None, :]
-        b_saved += i_scale * LOG2E * half_square(b_query)
+        b_saved = around_center(b_saved, b_query, i_scale)
 
     b_d_query = tl.zeros([ROWS, BLOCK_D], tl.float32)
     b_pulled = tl.zeros([ROWS], tl.float32)
@@ -205,7 +206,7 @@ def d_source_tile(
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, RBF: tl.constexpr, CENTERED: tl.constexpr,
     TABLE: tl.constexpr, HOLES: tl.constexpr, STRIDED: tl.constexpr, MASKED: tl.constexpr,
-    PRECISION: tl.constexpr,
+    REPEATS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Adds what the targets i_row, i_row + 1, ... give to the gradients of a tile's sources.
 
@@ -226,7 +227,7 @@ def d_source_tile(
     b_delta = tl.load(p_rows, mask=m_row, other=0.0)
     if CENTERED:
         b_query = b_query - b_center[None, :]
-        b_saved += i_scale * LOG2E * half_square(b_query)
+        b_saved = around_center(b_saved, b_query, i_scale)
     # [COLUMNS, ROWS]
     b_affinity = product(b_key, tl.trans(b_query), PRECISION)
     if RBF:
@@ -247,7 +248,9 @@ def d_source_tile(
         b_logit = tl.where(m_edge, b_logit, float("-inf"))
     b_weight = weights_again(b_logit)
     b_d_weight = product(b_value, tl.trans(b_d_out), PRECISION)
-    b_d_logit = b_weight * (b_d_weight - b_delta[None, :]) * i_scale
+    b_d_logit = b_weight * (b_d_weight - b_delta[None, :])
+    if REPEATS > 1:  # heads that share a key have scales of their own
+        b_d_logit = b_d_logit * i_scale
     if MASKED:
         b_query, _ = cleaned(b_query)
         b_d_out, m_bad = cleaned(b_d_out)
@@ -334,10 +337,12 @@ def d_source_kernel(
                     o_column, p_own_query, p_own_d_out, p_saved + i_numbers, p_delta + i_numbers,
                     p_table, i_row, i_h, H, origin, i_step, stride_qn, stride_on,
                     n_targets, n_before, n_after, i_loops, D, DV, BLOCK_D, BLOCK_DV, ROWS, COLUMNS,
-                    RBF, CENTERED, TABLE, HOLES, STRIDED, i_part != 1, PRECISION,
+                    RBF, CENTERED, TABLE, HOLES, STRIDED, i_part != 1, REPEATS, PRECISION,
                 )  # fmt: skip
     if RBF:
         b_d_key = b_d_key - b_pulled[:, None] * b_key.to(tl.float32)
+    if REPEATS == 1:
+        b_d_key = b_d_key * tl.load(p_scale + i_head)
     b_d_key = tl.where(m_column[:, None], b_d_key, 0.0)
     b_d_value = tl.where(m_column[:, None], b_d_value, 0.0)
     p_d_key += (i_b * M + i_source) * Hk * D + i_head * D

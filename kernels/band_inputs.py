@@ -48,9 +48,12 @@ class BandInputs:
         self.scale = self.scale.to(torch.float32).contiguous()
         if self.table is not None:
             self.table = self.table.to(torch.float32).contiguous()
+        one_mask = self.valid_target is self.valid_source
         if self.valid_target is not None:
             self.valid_target = self.valid_target.contiguous().view(torch.uint8)
-        if self.valid_source is not None:
+        if one_mask:
+            self.valid_source = self.valid_target
+        elif self.valid_source is not None:
             self.valid_source = self.valid_source.contiguous().view(torch.uint8)
 
     @property

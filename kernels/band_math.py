@@ -149,6 +149,13 @@ def is_edge(o_target, o_source, n_before, n_after, i_loops, HOLES: tl.constexpr)
 
 
 @triton.jit
+def around_center(b_saved, b_query, i_scale):
+    """True base-2 log-sums as those of q . k - ||k||^2 / 2; +inf, an empty row's, stays."""
+    b_around = b_saved + i_scale * LOG2E * half_square(b_query)
+    return tl.where(b_saved == float("inf"), b_saved, b_around)
+
+
+@triton.jit
 def weights_again(b_logit):
     """Weights from logits minus their row's log-sum: at most 1, whatever rounds; NaN stays NaN."""
     return tl.exp2(tl.minimum(b_logit, 0.0, propagate_nan=tl.PropagateNan.ALL))

@@ -16,6 +16,7 @@ from graphattn.kernels.band_inputs import BandInputs, side_by_side
 from graphattn.kernels.band_math import (
     LOG2E,
     NOWHERE,
+    around_center,
     half_square,
     is_edge,
     load_sequence,
@@ -78,7 +79,7 @@ def d_table_kernel(
             p_own = p_center + ((i_b * num_tiles + i_tile) * (H // REPEATS) + i_head) * D
             b_center = tl.load(p_own + o_feature, mask=o_feature < D, other=0.0)
             b_query = b_query - b_center[None, :]
-            b_saved += i_scale * LOG2E * half_square(b_query)
+            b_saved = around_center(b_saved, b_query, i_scale)
         i_begin = tl.maximum(i_row - n_before, 0)
         i_end = tl.minimum(tl.minimum(i_row + ROWS, n_targets) + n_after, n_sources)
         for i_column in range(i_begin, i_end, COLUMNS):

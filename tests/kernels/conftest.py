@@ -7,7 +7,6 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from cases_kernels import tiles
 
 from graphattn.kernels import tuning
 
@@ -23,8 +22,6 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
         pytest.skip("Triton is not installed")
     if chosen == "cuda" and not torch.cuda.is_available():
         pytest.skip("there is no CUDA device")
-    # In tiles of 16 a few tokens cross borders.
-    chosen_tiles = tiles(16, 16) if chosen == "cpu" else {}
     if chosen == "cpu":
         monkeypatch.setenv("TRITON_INTERPRET", "1")
     torch.manual_seed(0)
@@ -34,7 +31,7 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True
     try:
-        with tuning.override(**chosen_tiles):
+        with tuning.override(**(SMALL if chosen == "cpu" else {})):
             yield chosen
     finally:
         torch.use_deterministic_algorithms(deterministic, warn_only=only_warn)

@@ -88,20 +88,13 @@ def launched(case: Case, device: str) -> list[str]:
     return [launch.kernel.fn.__name__ for launch in launches]
 
 
-KEEPS_NO_IDENTITY = pytest.mark.xfail(
-    strict=True, reason="BandInputs views one mask as two tensors, so no mask is ever the same"
-)
-
-
-@pytest.mark.parametrize("name", [*SYMMETRIC, pytest.param("padding", marks=KEEPS_NO_IDENTITY)])
+@pytest.mark.parametrize("name", [*SYMMETRIC, "padding"])
 def test_symmetric_graphs_take_the_five_product_backward(name: str, device: str) -> None:
     names = [n for n in launched(CASES[name], device) if n != "row_dots_kernel"]
     assert names == ["shared_forward_kernel", "shared_backward_kernel"]
 
 
-@pytest.mark.parametrize(
-    "name", [*ASYMMETRIC, pytest.param("padding, causal", marks=KEEPS_NO_IDENTITY)]
-)
+@pytest.mark.parametrize("name", [*ASYMMETRIC, "padding, causal"])
 def test_other_graphs_take_the_seven_product_backward(name: str, device: str) -> None:
     names = [n for n in launched(CASES[name], device) if n != "row_dots_kernel"]
     assert names == ["shared_forward_kernel", "d_query_kernel", "d_source_kernel"]

@@ -140,9 +140,8 @@ EXTREMES = {
 EXTREME_CASES = [
     (name, shared, dtype) for name in EXTREMES for shared in (False, True) for dtype in DTYPES
 ]
-OVERFLOWS = pytest.mark.xfail(
-    strict=True, reason="float16: a logit's gradient times the scale is infinite before its product"
-)
+# Of one tensor the gradients as query and as key are infinite in float16, before they cancel.
+BEYOND_FLOAT16 = ("scale 1e9", True, torch.float16)
 
 
 def extreme(name: str, shared: bool, dtype: torch.dtype) -> tuple[Case, Tensors]:
@@ -172,13 +171,7 @@ def test_weights_sum_to_one_whatever_the_numbers(
 
 
 @pytest.mark.parametrize(
-    ("name", "shared", "dtype"),
-    [
-        pytest.param(*case, marks=OVERFLOWS)
-        if case[0] in ("sigma 1e-9", "scale 1e9") and case[2] == torch.float16
-        else case
-        for case in EXTREME_CASES
-    ],
+    ("name", "shared", "dtype"), [case for case in EXTREME_CASES if case != BEYOND_FLOAT16]
 )
 def test_gradients_are_no_nan_where_they_are_numbers(
     name: str, shared: bool, dtype: torch.dtype, device: str
