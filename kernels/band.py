@@ -27,11 +27,12 @@ from graphattn.kernels.band_math import (
     is_edge,
     load_sequence,
     load_tile,
+    meeting,
+    own_tile,
     poisoned,
     product,
     row_pointers,
     store_tile,
-    whole_tiles,
 )
 from graphattn.kernels.launch import launch
 from graphattn.kernels.row_dots import row_dots
@@ -110,14 +111,10 @@ def band_forward_kernel(
     PARTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Output [B, N, H, DV], log-sums [B, H, N], and base-2 log-sums as the backward wants them."""
-    i_program = tl.program_id(0)
-    i_h = i_program % H  # heads side by side: their rows share lines of memory
-    i_tile = (i_program // H) % num_tiles
-    i_b = ((i_program // H) // num_tiles).to(tl.int64)
-    i_row = tl.load(p_tiles + 2 * i_tile + 1)
-    i_target, n_targets, i_source, n_sources, i_step, n_before, n_after, i_loops = load_sequence(
-        p_sequences, tl.load(p_tiles + 2 * i_tile)
-    )
+    i_b, i_h, i_tile, i_row, p_row = own_tile(p_tiles, p_sequences, num_tiles, H)
+    (
+        i_target, n_targets, i_source, n_sources, i_step, n_before, n_after, i_loops,
+    ) = load_sequence(p_row)  # fmt: skip
     i_head = i_h // REPEATS
     p_query += (i_b * N + i_target) * stride_qn + i_h.to(tl.int64) * stride_qh
     p_key += (i_b * M + i_source) * stride_kn + i_head.to(tl.int64) * stride_kh
@@ -146,16 +143,8 @@ def band_forward_kernel(
     b_out = tl.zeros([ROWS, BLOCK_DV], tl.float32)
     b_sum = tl.zeros([ROWS], tl.float32)
     b_max = tl.full([ROWS], float("-inf"), tl.float32)
-    i_last = tl.minimum(i_row + ROWS, n_targets) - 1
-    i_begin = tl.maximum(i_row - n_before, 0)
-    i_end = tl.minimum(i_last + n_after + 1, n_sources)
-    i_full, i_full_end = whole_tiles(
-        i_begin,
-        i_end,
-        i_last - n_before,
-        tl.minimum(i_row + n_after + 1, n_sources),
-        COLUMNS,
-        PARTS,
+    i_begin, i_full, i_full_end, i_end = meeting(
+        i_row, n_targets, n_sources, n_before, n_after, ROWS, COLUMNS, PARTS
     )
     for i_part in tl.static_range(PARTS):
         i_from = i_begin if i_part == 0 else (i_full if i_part == 1 else i_full_end)

@@ -28,12 +28,13 @@ from graphattn.kernels.band_math import (
     is_edge,
     load_sequence,
     load_tile,
+    meeting,
+    own_tile,
     poisoned,
     product,
     row_pointers,
     store_tile,
     weights_again,
-    whole_tiles,
 )
 from graphattn.kernels.launch import launch
 from graphattn.kernels.row_dots import row_dots
@@ -120,14 +121,10 @@ def d_query_kernel(
     PARTS: tl.constexpr, PRECISION: tl.constexpr, SCALE_GRADIENT: tl.constexpr,
 ):  # fmt: skip
     """d_query [B, N, H, D], and every tile's share of d_scale [B, tiles, H]."""
-    i_program = tl.program_id(0)
-    i_h = i_program % H
-    i_tile = (i_program // H) % num_tiles
-    i_b = ((i_program // H) // num_tiles).to(tl.int64)
-    i_row = tl.load(p_tiles + 2 * i_tile + 1)
-    i_target, n_targets, i_source, n_sources, i_step, n_before, n_after, i_loops = load_sequence(
-        p_sequences, tl.load(p_tiles + 2 * i_tile)
-    )
+    i_b, i_h, i_tile, i_row, p_row = own_tile(p_tiles, p_sequences, num_tiles, H)
+    (
+        i_target, n_targets, i_source, n_sources, i_step, n_before, n_after, i_loops,
+    ) = load_sequence(p_row)  # fmt: skip
     i_head = i_h // REPEATS
     p_query += (i_b * N + i_target) * stride_qn + i_h.to(tl.int64) * stride_qh
     p_d_out += (i_b * N + i_target) * stride_on + i_h.to(tl.int64) * stride_oh
@@ -162,16 +159,8 @@ def d_query_kernel(
     b_d_query = tl.zeros([ROWS, BLOCK_D], tl.float32)
     b_pulled = tl.zeros([ROWS], tl.float32)
     b_d_scale = tl.zeros([ROWS], tl.float32)
-    i_last = tl.minimum(i_row + ROWS, n_targets) - 1
-    i_begin = tl.maximum(i_row - n_before, 0)
-    i_end = tl.minimum(i_last + n_after + 1, n_sources)
-    i_full, i_full_end = whole_tiles(
-        i_begin,
-        i_end,
-        i_last - n_before,
-        tl.minimum(i_row + n_after + 1, n_sources),
-        COLUMNS,
-        PARTS,
+    i_begin, i_full, i_full_end, i_end = meeting(
+        i_row, n_targets, n_sources, n_before, n_after, ROWS, COLUMNS, PARTS
     )
     for i_part in tl.static_range(PARTS):
         i_from = i_begin if i_part == 0 else (i_full if i_part == 1 else i_full_end)
@@ -277,14 +266,10 @@ def d_source_kernel(
 ):  # fmt: skip
     """d_key [B, M, Hk, D] and d_value [B, M, Hk, DV], summed over the query heads of a key head."""
     Hk = H // REPEATS
-    i_program = tl.program_id(0)
-    i_head = i_program % Hk
-    i_tile = (i_program // Hk) % num_tiles
-    i_b = ((i_program // Hk) // num_tiles).to(tl.int64)
-    i_column = tl.load(p_tiles + 2 * i_tile + 1)
-    i_target, n_targets, i_source, n_sources, i_step, n_before, n_after, i_loops = load_sequence(
-        p_sequences, tl.load(p_tiles + 2 * i_tile)
-    )
+    i_b, i_head, i_tile, i_column, p_row = own_tile(p_tiles, p_sequences, num_tiles, Hk)
+    (
+        i_target, n_targets, i_source, n_sources, i_step, n_before, n_after, i_loops,
+    ) = load_sequence(p_row)  # fmt: skip
     p_key += (i_b * M + i_source) * stride_kn + i_head.to(tl.int64) * stride_kh
     p_value += (i_b * M + i_source) * stride_vn + i_head.to(tl.int64) * stride_vh
     # [COLUMNS, BLOCK_D] and [COLUMNS, BLOCK_DV]
@@ -311,16 +296,8 @@ def d_source_kernel(
     b_d_key = tl.zeros([COLUMNS, BLOCK_D], tl.float32)
     b_d_value = tl.zeros([COLUMNS, BLOCK_DV], tl.float32)
     b_pulled = tl.zeros([COLUMNS], tl.float32)
-    i_last = tl.minimum(i_column + COLUMNS, n_sources) - 1
-    i_begin = tl.maximum(i_column - n_after, 0)
-    i_end = tl.minimum(i_last + n_before + 1, n_targets)
-    i_full, i_full_end = whole_tiles(
-        i_begin,
-        i_end,
-        i_last - n_after,
-        tl.minimum(i_column + n_before + 1, n_targets),
-        ROWS,
-        PARTS,
+    i_begin, i_full, i_full_end, i_end = meeting(
+        i_column, n_sources, n_targets, n_after, n_before, COLUMNS, ROWS, PARTS
     )
     for i_repeat in range(REPEATS):
         i_h = i_head * REPEATS + i_repeat

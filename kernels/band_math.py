@@ -15,9 +15,8 @@ NOWHERE = tl.constexpr(1 << 30)  # out of everybody's window
 
 
 @triton.jit
-def load_sequence(p_sequences, i_sequence):
+def load_sequence(p_row):
     """A row of the table: starts and the step in 64 bits, lengths and reaches in 32."""
-    p_row = p_sequences + 8 * i_sequence
     i_target = tl.load(p_row)
     n_targets = tl.load(p_row + 1).to(tl.int32)
     i_source = tl.load(p_row + 2)
@@ -162,15 +161,36 @@ def weights_again(b_logit):
 
 
 @triton.jit
-def whole_tiles(i_begin, i_end, i_common, i_common_end, TILE: tl.constexpr, PARTS: tl.constexpr):
-    """The whole tiles of [i_begin, i_end) that lie in [i_common, i_common_end), which all see.
+def own_tile(p_tiles, p_sequences, num_tiles, heads):
+    """What a program takes: batch, head, tile, first row, and the row of its sequence.
 
-    Only with three PARTS: a masked one before them, themselves, and a masked one behind.
+    Heads come side by side: their rows share lines of memory.
     """
+    i_program = tl.program_id(0)
+    i_h = i_program % heads
+    i_tile = (i_program // heads) % num_tiles
+    i_b = ((i_program // heads) // num_tiles).to(tl.int64)
+    p_own = p_tiles + 2 * i_tile
+    return i_b, i_h, i_tile, tl.load(p_own + 1), p_sequences + 8 * tl.load(p_own)
+
+
+@triton.jit
+def meeting(
+    i_row, n_own, n_other, n_before, n_after,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """The tokens of the other side that a tile meets: begin, whole tiles from and to, end.
+
+    With three PARTS the whole tiles in the middle are met by all rows, and need no mask; with one
+    the first part goes to the end.
+    """
+    i_last = tl.minimum(i_row + ROWS, n_own) - 1
+    i_begin = tl.maximum(i_row - n_before, 0)
+    i_end = tl.minimum(i_last + n_after + 1, n_other)
     i_full, i_full_end = i_end, i_end
     if PARTS == 3:
-        i_full = i_begin + (tl.maximum(i_common - i_begin, 0) + TILE - 1) // TILE * TILE
-        i_full_end = i_full + tl.maximum(i_common_end - i_full, 0) // TILE * TILE
-        i_full_end = tl.where(i_full < i_end, i_full_end, i_end)
-        i_full = tl.minimum(i_full, i_end)
-    return i_full, i_full_end
+        i_common = tl.maximum(i_last - n_before - i_begin, 0)
+        i_full = tl.minimum(i_begin + (i_common + COLUMNS - 1) // COLUMNS * COLUMNS, i_end)
+        i_common_end = tl.minimum(i_row + n_after + 1, n_other)
+        i_full_end = i_full + tl.maximum(i_common_end - i_full, 0) // COLUMNS * COLUMNS
+    return i_begin, i_full, i_full_end, i_end

@@ -21,6 +21,7 @@ from graphattn.kernels.band_math import (
     is_edge,
     load_sequence,
     load_tile,
+    meeting,
     product,
     row_pointers,
     weights_again,
@@ -54,7 +55,7 @@ def d_table_kernel(
         i_b = tl.cast(i_work // num_tiles, tl.int64)
         i_row = tl.load(p_tiles + 2 * i_tile + 1)
         i_target, n_targets, i_source, n_sources, i_step, n_before, n_after, i_loops = (
-            load_sequence(p_sequences, tl.load(p_tiles + 2 * i_tile))
+            load_sequence(p_sequences + 8 * tl.load(p_tiles + 2 * i_tile))
         )
         p_own_query = p_query + (i_b * N + i_target) * stride_qn + i_h.to(tl.int64) * stride_qh
         p_own_d_out = p_d_out + (i_b * N + i_target) * stride_on + i_h.to(tl.int64) * stride_oh
@@ -80,8 +81,9 @@ def d_table_kernel(
             b_center = tl.load(p_own + o_feature, mask=o_feature < D, other=0.0)
             b_query = b_query - b_center[None, :]
             b_saved = around_center(b_saved, b_query, i_scale)
-        i_begin = tl.maximum(i_row - n_before, 0)
-        i_end = tl.minimum(tl.minimum(i_row + ROWS, n_targets) + n_after, n_sources)
+        i_begin, _, _, i_end = meeting(
+            i_row, n_targets, n_sources, n_before, n_after, ROWS, COLUMNS, 1
+        )
         for i_column in range(i_begin, i_end, COLUMNS):
             b_key = load_tile(
                 p_own_key, i_column, i_step, stride_kn, n_sources, D, COLUMNS, BLOCK_D, STRIDED,

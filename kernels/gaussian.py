@@ -30,11 +30,12 @@ from graphattn.kernels.band_math import (
     is_edge,
     load_sequence,
     load_tile,
+    meeting,
+    own_tile,
     poisoned,
     product,
     row_pointers,
     store_tile,
-    whole_tiles,
 )
 from graphattn.kernels.launch import launch
 from graphattn.kernels.row_dots import row_dots
@@ -114,14 +115,8 @@ def shared_forward_kernel(
     PARTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Output [B, N, H, D], log Z [B, H, N], and base-2 log-sums as the backward wants them."""
-    i_program = tl.program_id(0)
-    i_h = i_program % H
-    i_tile = (i_program // H) % num_tiles
-    i_b = ((i_program // H) // num_tiles).to(tl.int64)
-    i_row = tl.load(p_tiles + 2 * i_tile + 1)
-    i_token, n_tokens, _, _, i_step, n_before, n_after, _ = load_sequence(
-        p_sequences, tl.load(p_tiles + 2 * i_tile)
-    )
+    i_b, i_h, i_tile, i_row, p_row = own_tile(p_tiles, p_sequences, num_tiles, H)
+    i_token, n_tokens, _, _, i_step, n_before, n_after, _ = load_sequence(p_row)
     p_x += (i_b * N + i_token) * stride_xn + i_h.to(tl.int64) * stride_xh
     i_numbers = (i_b * H + i_h) * N + i_token
     p_half += i_numbers
@@ -140,11 +135,8 @@ def shared_forward_kernel(
 
     b_out = tl.zeros([ROWS, BLOCK_D], tl.float32)
     b_sum = tl.zeros([ROWS], tl.float32)
-    i_last = tl.minimum(i_row + ROWS, n_tokens) - 1
-    i_begin = tl.maximum(i_row - n_before, 0)
-    i_end = tl.minimum(i_last + n_after + 1, n_tokens)
-    i_full, i_full_end = whole_tiles(
-        i_begin, i_end, i_last - n_before, tl.minimum(i_row + n_after + 1, n_tokens), COLUMNS, PARTS
+    i_begin, i_full, i_full_end, i_end = meeting(
+        i_row, n_tokens, n_tokens, n_before, n_after, ROWS, COLUMNS, PARTS
     )
     for i_part in tl.static_range(PARTS):
         i_from = i_begin if i_part == 0 else (i_full if i_part == 1 else i_full_end)
@@ -255,14 +247,8 @@ def shared_backward_kernel(
     PARTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """d_x [B, N, H, D], and every tile's share of d_scale [B, tiles, H]; symmetric graphs."""
-    i_program = tl.program_id(0)
-    i_h = i_program % H
-    i_tile = (i_program // H) % num_tiles
-    i_b = ((i_program // H) // num_tiles).to(tl.int64)
-    i_row = tl.load(p_tiles + 2 * i_tile + 1)
-    i_token, n_tokens, _, _, i_step, n_before, n_after, _ = load_sequence(
-        p_sequences, tl.load(p_tiles + 2 * i_tile)
-    )
+    i_b, i_h, i_tile, i_row, p_row = own_tile(p_tiles, p_sequences, num_tiles, H)
+    i_token, n_tokens, _, _, i_step, n_before, n_after, _ = load_sequence(p_row)
     p_x += (i_b * N + i_token) * stride_xn + i_h.to(tl.int64) * stride_xh
     p_d_out += (i_b * N + i_token) * stride_on + i_h.to(tl.int64) * stride_oh
     i_numbers = (i_b * H + i_h) * N + i_token
@@ -297,11 +283,8 @@ def shared_backward_kernel(
     b_d_x = tl.zeros([ROWS, BLOCK_D], tl.float32)
     b_pulled = tl.zeros([ROWS], tl.float32)
     b_d_scale = tl.zeros([ROWS], tl.float32)
-    i_last = tl.minimum(i_row + ROWS, n_tokens) - 1
-    i_begin = tl.maximum(i_row - n_before, 0)
-    i_end = tl.minimum(i_last + n_after + 1, n_tokens)
-    i_full, i_full_end = whole_tiles(
-        i_begin, i_end, i_last - n_before, tl.minimum(i_row + n_after + 1, n_tokens), COLUMNS, PARTS
+    i_begin, i_full, i_full_end, i_end = meeting(
+        i_row, n_tokens, n_tokens, n_before, n_after, ROWS, COLUMNS, PARTS
     )
     for i_part in tl.static_range(PARTS):
         i_from = i_begin if i_part == 0 else (i_full if i_part == 1 else i_full_end)

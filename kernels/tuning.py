@@ -36,7 +36,7 @@ HOPPER: Table = {
     "d_query": {64: Choice(128, 64, 8, 2), 128: Choice(64, 32, 4, 2), 256: Choice(32, 32, 8, 1)},
     "d_source": {64: Choice(32, 128, 8, 2), 128: Choice(16, 128, 8, 1), 256: Choice(16, 32, 8, 1)},
     "shared_forward": {
-        64: Choice(128, 128, 8, 2), 128: Choice(128, 32, 8, 2), 256: Choice(64, 32, 8, 2),
+        64: Choice(128, 64, 8, 3), 128: Choice(128, 32, 8, 2), 256: Choice(64, 32, 8, 2),
     },
     "shared_backward": {
         64: Choice(128, 32, 8, 2), 128: Choice(64, 32, 8, 2), 256: Choice(32, 32, 4, 1),
@@ -74,8 +74,6 @@ KERNELS = tuple(HOPPER)
 # Windows narrower than this have more borders than inside: smaller tiles waste less.
 NARROW = 64
 OF_NARROW = {"d_source": (32, 64)}
-# Short sequences have few whole tiles of 128 columns.
-LONG = 1024
 # AMD's compute units have 64 KiB of shared memory, and loads in flight take some.
 STAGES_ON_AMD = 1
 
@@ -101,8 +99,6 @@ def choose(kernel: str, dtype: torch.dtype, width: int, window: int) -> Choice:
         return _override[kernel]
     table = _table(dtype)[kernel]
     choice = next(choice for widest, choice in table.items() if width <= widest)
-    if kernel == "shared_forward" and window < LONG:
-        choice = choice._replace(columns=min(choice.columns, 64))
     if window < NARROW and architecture() == "sm_90" and kernel != "d_table":
         rows, columns = OF_NARROW.get(kernel, (64, 32))
         rows, columns = min(choice.rows, rows), min(choice.columns, columns)
