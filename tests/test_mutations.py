@@ -56,6 +56,9 @@ CHUNKED = "tests/ops/test_ops_consensus_structured.py"
 MESSAGES = "tests/nn/test_nn_message_passing.py"
 GUARANTEES = "tests/nn/test_nn_consensus_guarantees.py"
 ROTARY = "tests/nn/test_nn_rotary.py"
+KERNELS = "tests/kernels/test_kernels_attention.py"
+GAUSSIAN = "tests/kernels/test_kernels_gaussian.py"
+BANDS = "tests/kernels/test_kernels_nan.py"
 
 MUTATIONS = [
     Mutation(
@@ -402,6 +405,66 @@ MUTATIONS = [
             "tests/graphs/test_graphs_token_graph.py"
             "::test_values_follow_their_edges_through_the_transpose",
         ),
+    ),
+    Mutation(
+        "kernels keep earlier sums when a row's maximum grows",
+        "kernels/band.py",
+        "add_product(b_out * b_fade[:, None], b_weight",
+        "add_product(b_out, b_weight",
+        (f"{KERNELS}::test_values_and_gradients_are_those_of_float64[complete]",),
+    ),
+    Mutation(
+        "kernels take a tile for whole that one row does not see in full",
+        "kernels/band_math.py",
+        "i_common_end = tl.minimum(i_row + n_after + 1, n_other)",
+        "i_common_end = tl.minimum(i_row + n_after + 2, n_other)",
+        (f"{KERNELS}::test_a_tile_needs_no_mask_only_where_all_its_rows_see_it",),
+    ),
+    Mutation(
+        "kernels sum the gradient of a key over one of its query heads",
+        "kernels/band_backward.py",
+        "for i_repeat in range(REPEATS):",
+        "for i_repeat in range(1):",
+        (f"{KERNELS}::test_query_heads_share_key_heads_in_order",),
+    ),
+    Mutation(
+        "kernels pull a query to its keys and not away from itself",
+        "kernels/band_backward.py",
+        "b_d_query = b_d_query - b_pulled[:, None] * b_query",
+        "b_d_query = b_d_query",
+        (f"{KERNELS}::test_values_and_gradients_are_those_of_float64[complete]",),
+    ),
+    Mutation(
+        "kernels let NaN in a value spread to the rows of its tile",
+        "kernels/band_math.py",
+        "return tl.where(m_sound, b_x, 0.0).to(b_x.dtype), m_bad",
+        "return b_x, m_bad",
+        (f"{BANDS}::test_a_row_knows_nothing_of_tokens_it_does_not_see",),
+    ),
+    Mutation(
+        "kernels hide NaN in a value that is seen",
+        "kernels/band_math.py",
+        "if tl.max(m_bad.to(tl.int32), axis=0) > 0:",
+        "if tl.max(m_bad.to(tl.int32), axis=0) > 1:",
+        (
+            f"{BANDS}::test_a_row_knows_nothing_of_tokens_it_does_not_see",
+            f"{BANDS}::test_an_infinite_value_that_is_seen_is_not_hidden",
+            f"{BANDS}::test_a_bad_gradient_reaches_only_what_its_row_sees",
+        ),
+    ),
+    Mutation(
+        "the five-product backward counts every pair twice in sigma's gradient",
+        "kernels/gaussian.py",
+        "axis=0) * 0.5 / (i_scale * LOG2E)",
+        "axis=0) / (i_scale * LOG2E)",
+        (f"{GAUSSIAN}::test_values_and_gradients_are_those_of_float64[complete]",),
+    ),
+    Mutation(
+        "a table's gradient puts the diagonals that came round where they left",
+        "kernels/band_table.py",
+        "o_offset -= COLUMNS",
+        "o_offset -= 0",
+        (f"{KERNELS}::test_sizes_of_tiles_change_no_gradient_of_a_table",),
     ),
 ]
 

@@ -180,6 +180,17 @@ def test_sizes_of_tiles_change_no_result(name: str, size: tuple[int, int], devic
         check(kernels(CASES[name], device), exact(CASES[name]), SINGLE)
 
 
+def test_a_tile_needs_no_mask_only_where_all_its_rows_see_it(device: str) -> None:
+    """Windows whose ends meet the borders of tiles in every way there is."""
+    x = torch.randn(80, 1, 2, dtype=torch.float64)
+    for window in range(16, 32):
+        graph = ga.window_path_graph(80, window, self_loops=True)
+        wanted = ga.dot_product_attention(x, x, x, graph, backend="reference")
+        q, k = x.float().to(device), x.float().to(device)
+        found = ga.dot_product_attention(q, k, k, graph.to(device), backend="triton")
+        torch.testing.assert_close(found.cpu().double(), wanted, rtol=1e-4, atol=1e-5)
+
+
 def test_sizes_of_tiles_change_no_gradient_of_a_table(device: str) -> None:
     case = CASES["table of a wide causal window"]
     with tuning.override(**tiles(32, 32)):
