@@ -20,18 +20,18 @@ from graphattn.kernels.band_inputs import BandInputs
 from graphattn.kernels.band_math import (
     LN2,
     LOG2E,
-    NOWHERE,
     add_product,
     cleaned,
+    edges_to,
     half_square,
-    is_edge,
+    half_squares,
+    load_center,
     load_sequence,
     load_tile,
     meeting,
     own_tile,
     poisoned,
     product,
-    row_pointers,
     store_tile,
 )
 from graphattn.kernels.launch import launch
@@ -58,21 +58,15 @@ def attend_tile(
     # [ROWS, COLUMNS]
     b_logit = product(b_query, tl.trans(b_key), PRECISION)
     o_column = i_column + tl.arange(0, COLUMNS)
-    m_column = o_column < n_sources
     if RBF:
-        if STORED:
-            p_rows = row_pointers(p_half, i_column, i_step, COLUMNS, STRIDED)
-            b_half = tl.load(p_rows, mask=m_column, other=0.0)
-        else:
-            b_half = half_square(b_key)
+        b_half = half_squares(b_key, p_half, i_column, i_step, n_sources, COLUMNS, STORED, STRIDED)
         b_logit = b_logit - b_half[None, :]
     o_row = i_row + tl.arange(0, ROWS)
     if MASKED:
-        if VALID:
-            p_rows = row_pointers(p_valid, i_column, i_step, COLUMNS, STRIDED)
-            m_column = m_column & (tl.load(p_rows, mask=m_column, other=0) != 0)
-        o_seen = tl.where(m_column, o_column, NOWHERE)
-        m_edge = is_edge(o_row[:, None], o_seen[None, :], n_before, n_after, i_loops, HOLES)
+        m_edge = edges_to(
+            o_row, i_column, i_step, n_sources, n_before, n_after, i_loops, p_valid,
+            COLUMNS, VALID, HOLES, STRIDED,
+        )  # fmt: skip
     if TABLE:
         p_bias = p_table + (o_column[None, :] - o_row[:, None] + i_origin) * H + i_h
         if MASKED:
@@ -126,11 +120,9 @@ def band_forward_kernel(
     b_query = load_tile(
         p_query, i_row, i_step, stride_qn, n_targets, D, ROWS, BLOCK_D, STRIDED, True
     )
-    o_feature = tl.arange(0, BLOCK_D)
-    b_center = o_feature.to(tl.float32)
+    i_slot = (i_b * num_tiles + i_tile) * (H // REPEATS) + i_head
+    b_center = load_center(p_center, i_slot, D, BLOCK_D, CENTERED)
     if CENTERED:
-        p_own = p_center + ((i_b * num_tiles + i_tile) * (H // REPEATS) + i_head) * D
-        b_center = tl.load(p_own + o_feature, mask=o_feature < D, other=0.0)
         b_query = b_query - b_center[None, :]
     i_scale = tl.load(p_scale + i_h) * LOG2E
     if not RBF:
@@ -143,13 +135,9 @@ def band_forward_kernel(
     b_out = tl.zeros([ROWS, BLOCK_DV], tl.float32)
     b_sum = tl.zeros([ROWS], tl.float32)
     b_max = tl.full([ROWS], float("-inf"), tl.float32)
-    i_begin, i_full, i_full_end, i_end = meeting(
-        i_row, n_targets, n_sources, n_before, n_after, ROWS, COLUMNS, PARTS
-    )
+    i_borders = meeting(i_row, n_targets, n_sources, n_before, n_after, ROWS, COLUMNS, PARTS)
     for i_part in tl.static_range(PARTS):
-        i_from = i_begin if i_part == 0 else (i_full if i_part == 1 else i_full_end)
-        i_to = i_full if i_part == 0 else (i_full_end if i_part == 1 else i_end)
-        for i_column in range(i_from, i_to, COLUMNS):
+        for i_column in range(i_borders[i_part], i_borders[i_part + 1], COLUMNS):
             b_out, b_sum, b_max = attend_tile(
                 b_out, b_sum, b_max, b_query, b_center, i_scale, p_key, p_value, p_half, p_table,
                 p_valid_source, i_row, i_column, i_h, H, origin, i_step, stride_kn, stride_vn,

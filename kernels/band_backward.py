@@ -24,8 +24,11 @@ from graphattn.kernels.band_math import (
     add_product,
     around_center,
     cleaned,
+    edges_to,
     half_square,
+    half_squares,
     is_edge,
+    load_center,
     load_sequence,
     load_tile,
     meeting,
@@ -61,22 +64,16 @@ def d_query_tile(
     # [ROWS, COLUMNS]
     b_affinity = product(b_query, tl.trans(b_key), PRECISION)
     o_column = i_column + tl.arange(0, COLUMNS)
-    m_column = o_column < n_sources
     if RBF:
-        if STORED:
-            p_rows = row_pointers(p_half, i_column, i_step, COLUMNS, STRIDED)
-            b_half = tl.load(p_rows, mask=m_column, other=0.0)
-        else:
-            b_half = half_square(b_key)
+        b_half = half_squares(b_key, p_half, i_column, i_step, n_sources, COLUMNS, STORED, STRIDED)
         b_affinity = b_affinity - b_half[None, :]
     b_logit = b_affinity * (i_scale * LOG2E) - b_saved[:, None]
     o_row = i_row + tl.arange(0, ROWS)
     if MASKED:
-        if VALID:
-            p_rows = row_pointers(p_valid, i_column, i_step, COLUMNS, STRIDED)
-            m_column = m_column & (tl.load(p_rows, mask=m_column, other=0) != 0)
-        o_seen = tl.where(m_column, o_column, NOWHERE)
-        m_edge = is_edge(o_row[:, None], o_seen[None, :], n_before, n_after, i_loops, HOLES)
+        m_edge = edges_to(
+            o_row, i_column, i_step, n_sources, n_before, n_after, i_loops, p_valid,
+            COLUMNS, VALID, HOLES, STRIDED,
+        )  # fmt: skip
     if TABLE:
         p_bias = p_table + (o_column[None, :] - o_row[:, None] + i_origin) * H + i_h
         if MASKED:
@@ -148,24 +145,18 @@ def d_query_kernel(
     b_delta = tl.where(b_saved == float("inf"), 0.0, b_delta)  # an empty row: 0 * NaN
     b_d_out = tl.where((b_saved == float("inf"))[:, None], 0.0, b_d_out).to(b_d_out.dtype)
     i_scale = tl.load(p_scale + i_h)
-    o_feature = tl.arange(0, BLOCK_D)
-    b_center = o_feature.to(tl.float32)
+    i_slot = (i_b * num_tiles + i_tile) * (H // REPEATS) + i_head
+    b_center = load_center(p_center, i_slot, D, BLOCK_D, CENTERED)
     if CENTERED:
-        p_own = p_center + ((i_b * num_tiles + i_tile) * (H // REPEATS) + i_head) * D
-        b_center = tl.load(p_own + o_feature, mask=o_feature < D, other=0.0)
         b_query = b_query - b_center[None, :]
         b_saved = around_center(b_saved, b_query, i_scale)
 
     b_d_query = tl.zeros([ROWS, BLOCK_D], tl.float32)
     b_pulled = tl.zeros([ROWS], tl.float32)
     b_d_scale = tl.zeros([ROWS], tl.float32)
-    i_begin, i_full, i_full_end, i_end = meeting(
-        i_row, n_targets, n_sources, n_before, n_after, ROWS, COLUMNS, PARTS
-    )
+    i_borders = meeting(i_row, n_targets, n_sources, n_before, n_after, ROWS, COLUMNS, PARTS)
     for i_part in tl.static_range(PARTS):
-        i_from = i_begin if i_part == 0 else (i_full if i_part == 1 else i_full_end)
-        i_to = i_full if i_part == 0 else (i_full_end if i_part == 1 else i_end)
-        for i_column in range(i_from, i_to, COLUMNS):
+        for i_column in range(i_borders[i_part], i_borders[i_part + 1], COLUMNS):
             b_d_query, b_pulled, b_d_scale = d_query_tile(
                 b_d_query, b_pulled, b_d_scale, b_query, b_d_out, b_saved, b_delta, b_center,
                 i_scale, p_key, p_value, p_half, p_table, p_valid_source, i_row, i_column, i_h, H,
@@ -279,11 +270,9 @@ def d_source_kernel(
     b_value = load_tile(
         p_value, i_column, i_step, stride_vn, n_sources, DV, COLUMNS, BLOCK_DV, STRIDED, True
     )
-    o_feature = tl.arange(0, BLOCK_D)
-    b_center = o_feature.to(tl.float32)
+    i_slot = (i_b * num_tiles + i_tile) * Hk + i_head
+    b_center = load_center(p_center, i_slot, D, BLOCK_D, CENTERED)
     if CENTERED:
-        p_own = p_center + ((i_b * num_tiles + i_tile) * Hk + i_head) * D
-        b_center = tl.load(p_own + o_feature, mask=o_feature < D, other=0.0)
         b_key = b_key - b_center[None, :]
     b_half = half_square(b_key)
     o_column = i_column + tl.arange(0, COLUMNS)
@@ -296,9 +285,7 @@ def d_source_kernel(
     b_d_key = tl.zeros([COLUMNS, BLOCK_D], tl.float32)
     b_d_value = tl.zeros([COLUMNS, BLOCK_DV], tl.float32)
     b_pulled = tl.zeros([COLUMNS], tl.float32)
-    i_begin, i_full, i_full_end, i_end = meeting(
-        i_column, n_sources, n_targets, n_after, n_before, COLUMNS, ROWS, PARTS
-    )
+    i_borders = meeting(i_column, n_sources, n_targets, n_after, n_before, COLUMNS, ROWS, PARTS)
     for i_repeat in range(REPEATS):
         i_h = i_head * REPEATS + i_repeat
         i_scale = tl.load(p_scale + i_h)
@@ -306,9 +293,7 @@ def d_source_kernel(
         p_own_d_out = p_d_out + (i_b * N + i_target) * stride_on + i_h.to(tl.int64) * stride_oh
         i_numbers = (i_b * H + i_h) * N + i_target
         for i_part in tl.static_range(PARTS):
-            i_from = i_begin if i_part == 0 else (i_full if i_part == 1 else i_full_end)
-            i_to = i_full if i_part == 0 else (i_full_end if i_part == 1 else i_end)
-            for i_row in range(i_from, i_to, ROWS):
+            for i_row in range(i_borders[i_part], i_borders[i_part + 1], ROWS):
                 b_d_key, b_d_value, b_pulled = d_source_tile(
                     b_d_key, b_d_value, b_pulled, b_key, b_value, b_half, b_center, i_scale,
                     o_column, p_own_query, p_own_d_out, p_saved + i_numbers, p_delta + i_numbers,

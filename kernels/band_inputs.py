@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from graphattn.kernels import tuning
 from graphattn.kernels.band_tables import BandTables, Side
+from graphattn.kernels.launch import is_interpreted
 
 # With so many tiles of targets looking at every source, half squares are better computed once.
 SEEN_OFTEN = 8
@@ -86,7 +86,7 @@ class BandInputs:
 
         Three products of tf32 on NVIDIA's tensor cores are as good as float32 to rounding.
         """
-        if os.environ.get("TRITON_INTERPRET") == "1":
+        if is_interpreted():
             return "widened"
         is_single = self.query.dtype == torch.float32
         return "tf32x3" if is_single and not tuning.is_amd() else "ieee"
@@ -152,7 +152,7 @@ class BandInputs:
         }
 
     def common(self) -> dict[str, Any]:
-        """The arguments that all band kernels share."""
+        """The arguments that all band kernels take, whether they look at them or not."""
         return dict(self._common)
 
 

@@ -1,7 +1,8 @@
 """What every band kernel does with a tile, and nothing else.
 
-Names: ``i_`` program ids and other scalars, ``o_`` offsets, ``m_`` masks, ``p_`` pointers, ``b_``
-tiles. Logarithms and exponentials are base 2 inside kernels (one instruction), natural outside.
+Names: ``i_`` program ids and other scalars, ``n_`` numbers of tokens, ``o_`` offsets, ``m_`` masks,
+``p_`` pointers, ``b_`` tiles. Logarithms and exponentials are base 2 inside kernels (one
+instruction), natural outside.
 """
 
 from __future__ import annotations
@@ -111,6 +112,31 @@ def half_square(b_x):
 
 
 @triton.jit
+def half_squares(
+    b_key, p_half, i_column, i_step, n_sources,
+    COLUMNS: tl.constexpr, STORED: tl.constexpr, STRIDED: tl.constexpr,
+):  # fmt: skip
+    """||k||^2 / 2 of a tile of keys, [COLUMNS]: read if STORED, otherwise computed."""
+    if STORED:
+        m_column = i_column + tl.arange(0, COLUMNS) < n_sources
+        p_rows = row_pointers(p_half, i_column, i_step, COLUMNS, STRIDED)
+        b_half = tl.load(p_rows, mask=m_column, other=0.0)
+    else:
+        b_half = half_square(b_key)
+    return b_half
+
+
+@triton.jit
+def load_center(p_center, i_slot, D: tl.constexpr, BLOCK_D: tl.constexpr, CENTERED: tl.constexpr):
+    """What a tile is measured from, [BLOCK_D]; numbers nobody reads if not CENTERED."""
+    o_feature = tl.arange(0, BLOCK_D)
+    b_center = o_feature.to(tl.float32)
+    if CENTERED:
+        b_center = tl.load(p_center + i_slot * D + o_feature, mask=o_feature < D, other=0.0)
+    return b_center
+
+
+@triton.jit
 def cleaned(b_x):
     """Zeros in place of NaN and infinity, and which rows held some, [rows].
 
@@ -145,6 +171,21 @@ def is_edge(o_target, o_source, n_before, n_after, i_loops, HOLES: tl.constexpr)
     if HOLES:
         m_edge = m_edge & (2 * o_hop + i_loops != 0)  # loops or not is 1 or 0
     return m_edge
+
+
+@triton.jit
+def edges_to(
+    o_row, i_column, i_step, n_sources, n_before, n_after, i_loops, p_valid,
+    COLUMNS: tl.constexpr, VALID: tl.constexpr, HOLES: tl.constexpr, STRIDED: tl.constexpr,
+):  # fmt: skip
+    """Whether targets `o_row` see sources i_column, i_column + 1, ..., [rows, COLUMNS]."""
+    o_column = i_column + tl.arange(0, COLUMNS)
+    m_column = o_column < n_sources
+    if VALID:
+        p_rows = row_pointers(p_valid, i_column, i_step, COLUMNS, STRIDED)
+        m_column = m_column & (tl.load(p_rows, mask=m_column, other=0) != 0)
+    o_seen = tl.where(m_column, o_column, NOWHERE)
+    return is_edge(o_row[:, None], o_seen[None, :], n_before, n_after, i_loops, HOLES)
 
 
 @triton.jit

@@ -17,13 +17,13 @@ from graphattn.kernels.band_math import (
     LOG2E,
     NOWHERE,
     around_center,
+    edges_to,
     half_square,
-    is_edge,
+    load_center,
     load_sequence,
     load_tile,
     meeting,
     product,
-    row_pointers,
     weights_again,
 )
 from graphattn.kernels.launch import launch
@@ -52,7 +52,7 @@ def d_table_kernel(
     o_diagonal = tl.arange(0, COLUMNS)
     for i_work in range(i_own, B * num_tiles, PROGRAMS):
         i_tile = i_work % num_tiles
-        i_b = tl.cast(i_work // num_tiles, tl.int64)
+        i_b = tl.cast(i_work // num_tiles, tl.int64)  # interpreted, loops count in plain int
         i_row = tl.load(p_tiles + 2 * i_tile + 1)
         i_target, n_targets, i_source, n_sources, i_step, n_before, n_after, i_loops = (
             load_sequence(p_sequences + 8 * tl.load(p_tiles + 2 * i_tile))
@@ -74,11 +74,9 @@ def d_table_kernel(
         b_saved = tl.load(p_saved + o_number, mask=m_row, other=float("inf"))
         b_delta = tl.load(p_delta + o_number, mask=m_row, other=0.0)
         o_live = tl.where(m_row & (b_saved != float("inf")), o_row, -NOWHERE)
-        o_feature = tl.arange(0, BLOCK_D)
-        b_center = o_feature.to(tl.float32)
+        i_slot = (i_b * num_tiles + i_tile) * (H // REPEATS) + i_head
+        b_center = load_center(p_center, i_slot, D, BLOCK_D, CENTERED)
         if CENTERED:
-            p_own = p_center + ((i_b * num_tiles + i_tile) * (H // REPEATS) + i_head) * D
-            b_center = tl.load(p_own + o_feature, mask=o_feature < D, other=0.0)
             b_query = b_query - b_center[None, :]
             b_saved = around_center(b_saved, b_query, i_scale)
         i_begin, _, _, i_end = meeting(
@@ -96,13 +94,10 @@ def d_table_kernel(
             if RBF:
                 b_logit -= half_square(b_key)[None, :]
             o_column = i_column + tl.arange(0, COLUMNS)
-            m_column = o_column < n_sources
-            if VALID:
-                p_own = p_valid_source + i_b * M + i_source
-                p_rows = row_pointers(p_own, i_column, i_step, COLUMNS, STRIDED)
-                m_column = m_column & (tl.load(p_rows, mask=m_column, other=0) != 0)
-            o_seen = tl.where(m_column, o_column, NOWHERE)
-            m_edge = is_edge(o_live[:, None], o_seen[None, :], n_before, n_after, i_loops, HOLES)
+            m_edge = edges_to(
+                o_live, i_column, i_step, n_sources, n_before, n_after, i_loops,
+                p_valid_source + i_b * M + i_source, COLUMNS, VALID, HOLES, STRIDED,
+            )  # fmt: skip
             p_bias = p_table + (o_column[None, :] - o_row[:, None] + origin) * H + i_h
             b_bias = tl.load(p_bias, mask=m_edge, other=0.0)
             b_logit = (b_logit * i_scale + b_bias) * LOG2E - b_saved[:, None]

@@ -43,6 +43,7 @@ class BandTables:
         _, targets, _, sources, step, before, after, loops = sequences.unbind(1)
         self.is_strided = bool((step != 1).any())
         self.has_holes = bool((loops != 1).any())
+        # How many tokens of one side a token of the other can meet, at most.
         reach = torch.minimum(before + after + 1, torch.maximum(targets, sources))
         self.window = int(reach.max()) if len(reach) else 0
 

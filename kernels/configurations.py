@@ -5,7 +5,7 @@ Ahead-of-time compilation and predictions read these (``python -m graphattn.kern
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -88,6 +88,8 @@ CASES = (
     Case("window 8 each side, dot", NARROW, window(LONG, 8, 8), 1, 16, 64),
     Case("causal 4096, dot, D 128", "", window(4096, 4095, 0), 4, 16, 128),
     Case("causal 4096, dot, D 256", "", window(4096, 4095, 0), 4, 8, 256),
+    Case("GKA complete 4096, D 128", "", complete(4096), 4, 16, 128, rbf=True, shared=True),
+    Case("causal window 256, RBF, D 128", "", window(4096, 255, 0), 4, 16, 128, rbf=True),
     Case("complete 4096, RBF", "", complete(4096), 4, 16, 64, torch.float16, rbf=True),
     Case("complete 4096, RBF", "", complete(4096), 4, 16, 64, torch.float32, rbf=True),
     Case("causal window 256, ALiBi, padded", "", window(4096, 255, 0), 4, 16, 64, table_rows=256,
@@ -124,10 +126,12 @@ def _attend(x: BandInputs, shared: bool) -> None:
     """Forward and backward, as the operator runs them."""
     d_out: Tensor = torch.empty_like(x.query)
     if shared:
-        out, lse, _ = gaussian.shared_forward(x)
-        gaussian.shared_backward(x, out, lse, d_out, None)
-        return
-    out, _, saved = band.forward(x)
+        out, lse, saved = gaussian.shared_forward(x)
+        if gaussian.has_shared_backward(x, symmetric=True):
+            gaussian.shared_backward(x, out, lse, d_out, None)
+            return
+    else:
+        out, _, saved = band.forward(x)
     *_, delta = band_backward.backward(x, out, saved, d_out, None, scale_gradient=x.rbf)
     if x.table is not None:
         band_table.d_table(x, saved, delta, d_out)
@@ -141,6 +145,7 @@ def _describe(case: Case, bands: BandTables, tokens: int, launch: Launch) -> Con
     if arguments.get("p_a", 0) is arguments.get("p_b", 1):  # a square
         tensors = 1
     iterations, products = 0.0, PRODUCTS.get(kernel, 0)
+    width = case.features * (2 if case.rbf else 1)  # distances keep more numbers
     if products:
         rows, columns = arguments["ROWS"], arguments["COLUMNS"]
         if kernel == "d_source_kernel":
@@ -152,7 +157,7 @@ def _describe(case: Case, bands: BandTables, tokens: int, launch: Launch) -> Con
     return Configuration(
         f"{case.name}, {SHORT_NAMES[case.dtype]}: {part}",
         launch,
-        main=bool(products) and case.dtype != torch.float32 and case.features <= 128,
+        main=bool(products) and case.dtype != torch.float32 and width <= 128,
         flops=2.0 * products * edges * case.features,
         bytes=float(tensors * numbers * case.dtype.itemsize),
         iterations=iterations,
@@ -166,8 +171,3 @@ def _edges(row: list[int]) -> int:
     i = torch.arange(targets)
     low, high = (i - before).clamp(min=0), (i + after + 1).clamp(max=sources)
     return int((high - low).clamp(min=0).sum())
-
-
-def describe_arguments(launch: Launch) -> dict[str, Any]:
-    """What of a launch is no tensor: sizes, strides and constants."""
-    return {k: v for k, v in launch.arguments.items() if not isinstance(v, Tensor)}

@@ -23,11 +23,12 @@ from graphattn.kernels.band_inputs import BandInputs, side_by_side
 from graphattn.kernels.band_math import (
     LN2,
     LOG2E,
-    NOWHERE,
     add_product,
     cleaned,
+    edges_to,
     half_square,
-    is_edge,
+    half_squares,
+    load_center,
     load_sequence,
     load_tile,
     meeting,
@@ -40,6 +41,8 @@ from graphattn.kernels.band_math import (
 from graphattn.kernels.launch import launch
 from graphattn.kernels.row_dots import row_dots
 
+WIDEST_BACKWARD = 64  # features of a head
+
 
 @triton.jit
 def log_affinities(
@@ -51,12 +54,7 @@ def log_affinities(
 
     If EXACT, a token's affinity with itself is 0, however far from the centre it is.
     """
-    if STORED:
-        p_rows = row_pointers(p_half, i_column, i_step, COLUMNS, STRIDED)
-        m_column = i_column + tl.arange(0, COLUMNS) < n_sources
-        b_half = tl.load(p_rows, mask=m_column, other=0.0)
-    else:
-        b_half = half_square(b_other)
+    b_half = half_squares(b_other, p_half, i_column, i_step, n_sources, COLUMNS, STORED, STRIDED)
     b_dot = product(b_x, tl.trans(b_other), PRECISION)
     b_log = b_dot * i_scale - (b_half * i_scale)[None, :] - (b_own_half * i_scale)[:, None]
     b_log = tl.minimum(b_log, 0.0, propagate_nan=tl.PropagateNan.ALL)
@@ -91,13 +89,10 @@ def shared_tile(
     )  # fmt: skip
     if MASKED:
         o_row = i_row + tl.arange(0, ROWS)
-        o_column = i_column + tl.arange(0, COLUMNS)
-        m_column = o_column < n_sources
-        if VALID:
-            p_rows = row_pointers(p_valid, i_column, i_step, COLUMNS, STRIDED)
-            m_column = m_column & (tl.load(p_rows, mask=m_column, other=0) != 0)
-        o_seen = tl.where(m_column, o_column, NOWHERE)
-        m_edge = is_edge(o_row[:, None], o_seen[None, :], n_before, n_after, 1, False)
+        m_edge = edges_to(
+            o_row, i_column, i_step, n_sources, n_before, n_after, 1, p_valid,
+            COLUMNS, VALID, False, STRIDED,
+        )  # fmt: skip
         b_log = tl.where(m_edge, b_log, float("-inf"))
         b_other, _ = cleaned(b_other)  # what is bad has NaN for a weight where it is seen
     b_weight = tl.exp2(b_log)
@@ -124,24 +119,18 @@ def shared_forward_kernel(
 
     # [ROWS, BLOCK_D]
     b_x = load_tile(p_x, i_row, i_step, stride_xn, n_tokens, D, ROWS, BLOCK_D, STRIDED, True)
-    o_feature = tl.arange(0, BLOCK_D)
-    b_center = o_feature.to(tl.float32)
+    i_slot = (i_b * num_tiles + i_tile) * H + i_h
+    b_center = load_center(p_center, i_slot, D, BLOCK_D, CENTERED)
     if CENTERED:
-        p_own = p_center + ((i_b * num_tiles + i_tile) * H + i_h) * D
-        b_center = tl.load(p_own + o_feature, mask=o_feature < D, other=0.0)
         b_x = b_x - b_center[None, :]
     b_own_half = half_square(b_x)
     i_scale = tl.load(p_scale + i_h) * LOG2E
 
     b_out = tl.zeros([ROWS, BLOCK_D], tl.float32)
     b_sum = tl.zeros([ROWS], tl.float32)
-    i_begin, i_full, i_full_end, i_end = meeting(
-        i_row, n_tokens, n_tokens, n_before, n_after, ROWS, COLUMNS, PARTS
-    )
+    i_borders = meeting(i_row, n_tokens, n_tokens, n_before, n_after, ROWS, COLUMNS, PARTS)
     for i_part in tl.static_range(PARTS):
-        i_from = i_begin if i_part == 0 else (i_full if i_part == 1 else i_full_end)
-        i_to = i_full if i_part == 0 else (i_full_end if i_part == 1 else i_end)
-        for i_column in range(i_from, i_to, COLUMNS):
+        for i_column in range(i_borders[i_part], i_borders[i_part + 1], COLUMNS):
             b_out, b_sum = shared_tile(
                 b_out, b_sum, b_x, b_own_half, b_center, i_scale, p_x, p_half, p_valid, i_row,
                 i_column, i_step, stride_xn, n_tokens, n_before, n_after, D, BLOCK_D, ROWS,
@@ -214,11 +203,10 @@ def shared_backward_tile(
     b_there = product(b_d_out, tl.trans(b_other), PRECISION)
     b_back = product(b_x, tl.trans(b_d_other), PRECISION)
     if MASKED:
-        if VALID:
-            p_rows = row_pointers(p_valid, i_column, i_step, COLUMNS, STRIDED)
-            m_column = m_column & (tl.load(p_rows, mask=m_column, other=0) != 0)
-        o_seen = tl.where(m_column, o_column, NOWHERE)
-        m_edge = is_edge(o_row[:, None], o_seen[None, :], n_before, n_after, 1, False)
+        m_edge = edges_to(
+            o_row, i_column, i_step, n_tokens, n_before, n_after, 1, p_valid,
+            COLUMNS, VALID, False, STRIDED,
+        )  # fmt: skip
         b_log = tl.where(m_edge, b_log, float("-inf"))
         b_other, _ = cleaned(b_other)
         b_d_other, m_bad = cleaned(b_d_other)
@@ -260,11 +248,9 @@ def shared_backward_kernel(
     b_d_out = load_tile(
         p_d_out, i_row, i_step, stride_on, n_tokens, D, ROWS, BLOCK_D, STRIDED, True
     )
-    o_feature = tl.arange(0, BLOCK_D)
-    b_center = o_feature.to(tl.float32)
+    i_slot = (i_b * num_tiles + i_tile) * H + i_h
+    b_center = load_center(p_center, i_slot, D, BLOCK_D, CENTERED)
     if CENTERED:
-        p_own = p_center + ((i_b * num_tiles + i_tile) * H + i_h) * D
-        b_center = tl.load(p_own + o_feature, mask=o_feature < D, other=0.0)
         b_x = b_x - b_center[None, :]
     b_own_half = half_square(b_x)
     o_row = i_row + tl.arange(0, ROWS)
@@ -283,13 +269,9 @@ def shared_backward_kernel(
     b_d_x = tl.zeros([ROWS, BLOCK_D], tl.float32)
     b_pulled = tl.zeros([ROWS], tl.float32)
     b_d_scale = tl.zeros([ROWS], tl.float32)
-    i_begin, i_full, i_full_end, i_end = meeting(
-        i_row, n_tokens, n_tokens, n_before, n_after, ROWS, COLUMNS, PARTS
-    )
+    i_borders = meeting(i_row, n_tokens, n_tokens, n_before, n_after, ROWS, COLUMNS, PARTS)
     for i_part in tl.static_range(PARTS):
-        i_from = i_begin if i_part == 0 else (i_full if i_part == 1 else i_full_end)
-        i_to = i_full if i_part == 0 else (i_full_end if i_part == 1 else i_end)
-        for i_column in range(i_from, i_to, COLUMNS):
+        for i_column in range(i_borders[i_part], i_borders[i_part + 1], COLUMNS):
             b_d_x, b_pulled, b_d_scale = shared_backward_tile(
                 b_d_x, b_pulled, b_d_scale, b_x, b_own_half, b_d_out, b_inverse, b_delta, b_center,
                 i_scale, p_x, p_d_out, p_half, p_lse + i_numbers, p_delta + i_numbers, p_valid,
@@ -310,6 +292,14 @@ def has_shared_forward(inputs: BandInputs, self_loops: bool) -> bool:
     x = inputs
     same = x.query.shape == x.value.shape and x.valid_target is x.valid_source
     return x.rbf and self_loops and same and x.table is None
+
+
+def has_shared_backward(inputs: BandInputs, symmetric: bool) -> bool:
+    """Whether five products give the gradient: on symmetric graphs, and as long as they fit.
+
+    Beyond that width their accumulators spill more than two more products cost.
+    """
+    return symmetric and inputs.width <= WIDEST_BACKWARD
 
 
 def shared_forward(inputs: BandInputs) -> tuple[Tensor, Tensor, Tensor]:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+
+def is_interpreted() -> bool:
+    """Whether kernels run on a CPU, slowly, to be checked (TRITON_INTERPRET=1)."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 class Launch(NamedTuple):
@@ -33,6 +39,7 @@ def launch(
     elif 0 not in grid:
         tensor = next(x for x in arguments.values() if isinstance(x, Tensor))
         with torch.cuda.device_of(tensor):  # Triton starts kernels on the current device
+            # Given, because Triton's default may be turned off by an environment variable.
             kernel[grid](
                 **arguments, num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=True
             )

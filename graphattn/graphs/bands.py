@@ -32,14 +32,6 @@ class Bands:
     origin: int | None
 
     @cached_property
-    def window(self) -> int:
-        """The largest number of sources that a target can see."""
-        if not len(self.sequences):
-            return 0
-        _, _, _, sources, _, before, after, _ = self.sequences.unbind(1)
-        return int(torch.minimum(before + after + 1, sources).max())
-
-    @cached_property
     def has_self_loops(self) -> bool:
         """Every target is a source, too, and sees itself."""
         target, targets, source, sources, _, before, after, loops = self.sequences.unbind(1)

@@ -106,13 +106,13 @@ def rbf_attention(
             the first source to the last (``graph.structure.num_offsets`` rows).
         valid: bool [*, N] or [N], or a pair for (targets, sources); an edge that touches an
             invalid token is no edge, and what invalid tokens hold is never read.
-        backend: "auto", "reference" or "structured" (:func:`~graphattn.backends`).
+        backend: "auto", "reference", "structured" or "triton" (:func:`~graphattn.backends`).
         return_lse: also return the logarithm of the sum above (after top-k, without eps),
             [*, N, H], -inf for a target without edges; float32 for half-precision inputs.
 
     Returns:
         [*, N, H, Dv] in the dtype of `query`; with `return_lse` a pair. Half-precision inputs are
-        computed in float32.
+        computed in float32; "triton" multiplies them as they are and sums up in float32.
 
     Raises:
         ValueError: names the argument, its value and what is allowed.

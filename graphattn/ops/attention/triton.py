@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from functools import lru_cache
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -10,8 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from graphattn.graphs.bands import Bands, bands_of, has_bands
+from graphattn.graphs.bands import bands_of, has_bands
+from graphattn.graphs.structure import Structure
 from graphattn.graphs.token_graph import TokenGraph
+from graphattn.kernels.launch import is_interpreted
 from graphattn.ops.inputs import ValidPair
 
 if TYPE_CHECKING:
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 
 WIDEST = 256  # features of a head
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+# Asked once: torch.compile may trace what asks, and cannot trace the search for a module.
+HAS_TRITON = find_spec("triton") is not None
 
 
 def why_not(
@@ -32,7 +35,7 @@ def why_not(
     """The reason why no kernel takes a case; None where one does."""
     if query.device.type != "cuda" and not is_interpreted():
         return f"its kernels run on CUDA and HIP devices, not on {query.device.type}"
-    if find_spec("triton") is None:
+    if not HAS_TRITON:
         return "the package triton is not installed"
     if query.dtype not in DTYPES:
         name = str(query.dtype).removeprefix("torch.")
@@ -49,11 +52,6 @@ def why_not(
     if per_edge:
         return "its kernels take edge_bias as a table of offsets, not per edge"
     return None
-
-
-def is_interpreted() -> bool:
-    """Whether kernels run on a CPU, slowly, to be checked (TRITON_INTERPRET=1)."""
-    return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 class Call:
@@ -91,7 +89,7 @@ class Call:
             flat if shared else key.reshape(self.batch, *key.shape[-3:]),
             flat if shared else value.reshape(self.batch, *value.shape[-3:]),
             scale,
-            _tables(graph, query.device),
+            _tables(graph.structure, query.device),
             score == "rbf",
             table,
             of_target,
@@ -132,7 +130,7 @@ class Call:
         out, d_out = (t.reshape(self.batch, *t.shape[-3:]) for t in (out, d_out))
         lse, saved, d_lse = (t.reshape(self.batch, *t.shape[-2:]) for t in (lse, saved, d_lse))
         d_lse = d_lse.transpose(1, 2)
-        if self._is_gaussian and self.bands.is_symmetric:
+        if self._is_gaussian and gaussian.has_shared_backward(x, self.bands.is_symmetric):
             d_x, d_scale = gaussian.shared_backward(x, out, lse, d_out, d_lse)
             return d_x, None, None, d_scale, None
         *found, d_scale, delta = band_backward.backward(
@@ -145,14 +143,10 @@ class Call:
 
 
 @lru_cache(maxsize=64)
-def _tables_of(structure: Any, device: torch.device) -> BandTables:
+def _tables(structure: Structure, device: torch.device) -> BandTables:
+    """Kept: they are made on the host and copied to the device once per graph."""
     from graphattn.kernels.band_tables import BandTables
 
-    bands: Bands | None = bands_of(structure)
+    bands = bands_of(structure)
     assert bands is not None
     return BandTables(bands.sequences, device, origin=bands.origin)
-
-
-def _tables(graph: TokenGraph, device: torch.device) -> BandTables:
-    """Kept: they are made on the host and copied to the device once per graph."""
-    return _tables_of(graph.structure, device)
