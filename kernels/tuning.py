@@ -33,7 +33,7 @@ Table = dict[str, dict[int, Choice]]  # kernel -> widest head -> choice
 # Half precision on Hopper, whose matrix instructions take 64 rows of a program's first factor.
 HOPPER: Table = {
     "forward": {64: Choice(128, 64, 8, 3), 128: Choice(128, 32, 8, 2), 256: Choice(64, 32, 8, 2)},
-    "d_query": {64: Choice(128, 64, 8, 2), 128: Choice(64, 32, 8, 2), 256: Choice(32, 32, 8, 1)},
+    "d_query": {64: Choice(128, 64, 8, 2), 128: Choice(64, 32, 4, 2), 256: Choice(32, 32, 8, 1)},
     "d_source": {64: Choice(32, 128, 8, 2), 128: Choice(16, 128, 8, 1), 256: Choice(16, 32, 8, 1)},
     "shared_forward": {
         64: Choice(128, 64, 8, 3), 128: Choice(128, 32, 8, 2), 256: Choice(64, 32, 8, 2),

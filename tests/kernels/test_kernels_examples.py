@@ -1,0 +1,16 @@
+"""The examples in the kernels' docstrings run; the folder is no part of pytest's own search."""
+
+import doctest
+import importlib
+
+import pytest
+
+MODULES = ("ahead_of_time", "band_tables", "tuning")
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_examples_run(name: str) -> None:
+    module = importlib.import_module(f"graphattn.kernels.{name}")
+    result = doctest.testmod(module, optionflags=doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS)
+    assert result.attempted > 0
+    assert result.failed == 0
