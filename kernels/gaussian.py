@@ -13,6 +13,8 @@ with K = exp(l), Z its row sums and delta_i = y_i . dy_i (minus the gradient of 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -344,7 +346,7 @@ def shared_backward(
     return d_x, shares.sum((0, 1))
 
 
-def _arguments(x: BandInputs, choice: tuning.Choice) -> dict:
+def _arguments(x: BandInputs, choice: tuning.Choice) -> dict[str, Any]:
     """What both kernels are started with."""
     B, _, H, _ = x.query.shape
     common, tiles = x.common(), x.bands.tiles("targets", choice.rows)

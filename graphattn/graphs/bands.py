@@ -46,7 +46,7 @@ class Bands:
 
 
 def has_bands(structure: Structure) -> bool:
-    """Whether :func:`bands_of` finds some, without finding them."""
+    """Whether :func:`bands_of` finds some, and every token's sources are one run of neighbours."""
     if isinstance(structure, Parts):
         return all(has_bands(part) for part in structure.parts)
     return isinstance(structure, Band | Blocks | Complete)

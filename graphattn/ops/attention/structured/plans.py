@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from graphattn.graphs.bands import has_bands
 from graphattn.graphs.composites import Parts, Union
 from graphattn.graphs.structure import Complete, GlobalTokens, Structure
 from graphattn.graphs.token_graph import TokenGraph
@@ -15,7 +16,7 @@ from graphattn.ops.attention.structured.contiguous import TilePlan
 from graphattn.ops.attention.structured.parts import GlobalTokensPlan, PartsPlan
 from graphattn.ops.attention.structured.recompute import Inputs, Plan, Recomputed
 from graphattn.ops.attention.structured.rows import RowPlan, TablePlan
-from graphattn.ops.attention.structured.tiles import has_tiles, tiles_of
+from graphattn.ops.attention.structured.tiles import tiles_of
 from graphattn.ops.inputs import ValidPair, clear_invalid
 from graphattn.ops.memory import keep_freed_memory
 
@@ -117,7 +118,7 @@ def _is_fast(structure: Structure, apart: bool) -> bool:
     """Whether there is something better than gathered rows."""
     if isinstance(structure, Parts):
         return any(_is_fast(part, apart) for part in structure.parts)
-    return has_tiles(structure) or (apart and _global_tokens(structure) is not None)
+    return has_bands(structure) or (apart and _global_tokens(structure) is not None)
 
 
 def _global_tokens(structure: Structure) -> tuple[tuple[int, ...], Structure] | None:
@@ -127,7 +128,7 @@ def _global_tokens(structure: Structure) -> tuple[tuple[int, ...], Structure] | 
     tokens = [part.tokens for part in structure.parts if isinstance(part, GlobalTokens)]
     others = [part for part in structure.parts if not isinstance(part, GlobalTokens)]
     one_each = len(tokens) == len(others) == 1
-    return (tokens[0], others[0]) if one_each and has_tiles(others[0]) else None
+    return (tokens[0], others[0]) if one_each and has_bands(others[0]) else None
 
 
 def _plan_of_global_tokens(

@@ -137,13 +137,6 @@ class Tiles:
                 )
 
 
-def has_tiles(structure: Structure) -> bool:
-    """Whether :func:`tiles_of` finds some, without finding them."""
-    if isinstance(structure, Parts):
-        return all(has_tiles(part) for part in structure.parts)
-    return isinstance(structure, Band | Blocks | Complete)
-
-
 @lru_cache(maxsize=64)
 def tiles_of(
     structure: Structure, most_rows: int = 128, least_rows: int = 1
