@@ -37,7 +37,7 @@ class BandTables:
         self, sequences: Tensor, device: torch.device | str, *, origin: int | None = None
     ) -> None:
         self.on_cpu, self.device, self.origin = sequences, torch.device(device), origin
-        self.sequences = sequences.to(self.device)
+        self.sequences = copied(sequences, self.device)
         self._tiles: dict[tuple[Side, int], Tensor] = {}
         self._anchors: dict[tuple[Side, int], Tensor] = {}
         _, targets, _, sources, step, before, after, loops = sequences.unbind(1)
@@ -50,7 +50,8 @@ class BandTables:
     def tiles(self, side: Side, rows: int) -> Tensor:
         """Int32 [tiles, 2], sequence and first row: those with most to do come first."""
         if (side, rows) not in self._tiles:
-            self._tiles[side, rows] = self._in_order(side, rows).to(torch.int32).to(self.device)
+            tiles = self._in_order(side, rows).to(torch.int32)
+            self._tiles[side, rows] = copied(tiles, self.device)
         return self._tiles[side, rows]
 
     def anchors(self, side: Side, rows: int) -> Tensor:
@@ -66,7 +67,7 @@ class BandTables:
                 first = torch.minimum(torch.maximum(first, last - before), first + after)
                 first = torch.minimum(first, other - 1).clamp(min=0)
             pair = torch.stack([start + first * step, start])
-            self._anchors[side, rows] = pair.to(self.device)
+            self._anchors[side, rows] = copied(pair, self.device)
         return self._anchors[side, rows]
 
     def tile_pairs(self, rows: int, columns: int, side: Side = "targets") -> int:
@@ -91,3 +92,8 @@ class BandTables:
         low = (first - before[sequence]).clamp(min=0)
         high = torch.minimum(last + after[sequence] + 1, other[sequence])
         return torch.stack([sequence, first], dim=1), (high - low).clamp(min=0)
+
+
+def copied(table: Tensor, device: torch.device) -> Tensor:
+    """A table on a device, behind the work that is queued there, without waiting for it."""
+    return table.to(device, non_blocking=True)

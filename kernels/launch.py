@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +17,31 @@ def is_interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+# Asked once: torch.compile may trace what asks, and cannot trace the search for a module.
+HAS_TRITON = find_spec("triton") is not None
+
+
+def why_not_on(x: Tensor) -> str | None:
+    """The reason why no kernel takes tensors like this one; None where some may."""
+    if x.device.type != "cuda" and not is_interpreted():
+        return f"its kernels run on CUDA and HIP devices, not on {x.device.type}"
+    if not HAS_TRITON:
+        return "the package triton is not installed"
+    if x.dtype not in DTYPES:
+        name = str(x.dtype).removeprefix("torch.")
+        return f"its kernels take float32, float16 and bfloat16, not {name}"
+    return None
+
+
+def is_looked_into() -> bool:
+    """Whether torch.func or forward-mode differentiation follow the steps of what runs now."""
+    return not torch.compiler.is_compiling() and (
+        torch._C._functorch.maybe_current_level() is not None
+        or torch.autograd.forward_ad._current_level >= 0
+    )
+
+
 class Launch(NamedTuple):
     """A kernel with everything it is started with."""
 
@@ -24,6 +50,7 @@ class Launch(NamedTuple):
     arguments: dict[str, Any]  # by name: tensors, numbers, and the constants (tl.constexpr)
     num_warps: int
     num_stages: int
+    fp_fusion: bool = True
 
 
 # Not a context variable: on GPUs autograd runs backwards in a thread of its own.
@@ -31,17 +58,27 @@ _recorded: list[Launch] | None = None
 
 
 def launch(
-    kernel: Any, grid: tuple[int, ...], *, num_warps: int, num_stages: int, **arguments: Any
+    kernel: Any,
+    grid: tuple[int, ...],
+    *,
+    num_warps: int,
+    num_stages: int,
+    fp_fusion: bool = True,
+    **arguments: Any,
 ) -> None:
-    """Starts a kernel on the device of its tensors; under :func:`recording` notes it instead."""
+    """Starts a kernel on the device of its tensors; under :func:`recording` notes it instead.
+
+    Without `fp_fusion` products are rounded before they are added. Kernels that compare sums must
+    do without: fused, the lanes that share a sum may hold it with different last bits.
+    """
     if _recorded is not None:
-        _recorded.append(Launch(kernel, grid, arguments, num_warps, num_stages))
+        _recorded.append(Launch(kernel, grid, arguments, num_warps, num_stages, fp_fusion))
     elif 0 not in grid:
         tensor = next(x for x in arguments.values() if isinstance(x, Tensor))
         with torch.cuda.device_of(tensor):  # Triton starts kernels on the current device
             # Given, because Triton's default may be turned off by an environment variable.
             kernel[grid](
-                **arguments, num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=True
+                **arguments, num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=fp_fusion
             )
 
 

@@ -13,8 +13,9 @@ from functools import cached_property, lru_cache
 import torch
 from torch import Tensor
 
-from graphattn.graphs.composites import Parts
+from graphattn.graphs.composites import Parts, Union, union_of
 from graphattn.graphs.structure import Band, Blocks, Complete, Structure
+from graphattn.kernels.band_tables import BandTables
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,6 +74,59 @@ def bands_of(structure: Structure) -> Bands | None:
         case ("sequence", first, _, _):
             return Bands(sequences, -first)
     return Bands(sequences, None)
+
+
+@lru_cache(maxsize=64)
+def band_tables(structure: Structure, device: torch.device) -> BandTables:
+    """Kept: made on the host, and copied to the device once per graph, for all kernels."""
+    bands = bands_of(structure)
+    assert bands is not None
+    return BandTables(bands.sequences, device, origin=bands.origin)
+
+
+def bands_and_others(structure: Structure) -> tuple[Structure, Tensor] | None:
+    """A structure made of bands and, [2, E], the other edges; None where bands hold less than half.
+
+    Splits a union, such as a window with global tokens, or a batch of such unions.
+
+    Example:
+        >>> import graphattn as ga
+        >>> from graphattn.graphs.bands import bands_and_others
+        >>> graph = ga.longformer_graph(6, window=1, global_tokens=(0,))
+        >>> band, others = bands_and_others(graph.structure)
+        >>> band
+        Band(num_tokens=6, before=1, after=1, dilation=1, self_loops=True)
+        >>> others
+        tensor([[2, 3, 4, 5, 0, 0, 0, 0],
+                [0, 0, 0, 0, 2, 3, 4, 5]])
+    """
+    match structure:
+        case Union(parts):
+            bands = [part for part in parts if has_bands(part)]
+            if not bands:
+                return None
+            band = max(bands, key=lambda part: part.num_edges())
+            source, target = union_of([part for part in parts if part is not band]).edges()
+            new = ~band.contains(target, source)
+            others = torch.stack([source[new], target[new]])
+        case Parts():
+            found = [own for part in structure.parts if (own := bands_and_others(part)) is not None]
+            if not found or len(found) < len(structure.parts):
+                return None
+            band = Parts(tuple(own for own, _ in found))
+            starts = zip(structure.source_ptr, structure.target_ptr, strict=True)
+            others = torch.cat(
+                [
+                    own + torch.tensor(start)[:, None]
+                    for (_, own), start in zip(found, starts, strict=False)
+                ],
+                dim=1,
+            )
+        case _ if has_bands(structure):
+            return structure, torch.empty((2, 0), dtype=torch.int64)
+        case _:
+            return None
+    return (band, others) if others.shape[1] <= band.num_edges() else None
 
 
 def _sequences(structure: Structure) -> Tensor | None:

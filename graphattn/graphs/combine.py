@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
+from torch import Tensor
 
 from graphattn.graphs.composites import Parts, Union, union_of
 from graphattn.graphs.structure import Structure
@@ -69,7 +70,8 @@ def batch(graphs: Iterable[TokenGraph]) -> TokenGraph:
     """Graphs side by side, as one graph over the concatenated tokens: packed sequences.
 
     No edge joins two of them, and positions restart in each. Structured graphs give a structured
-    batch; no edge is listed. Features follow as ``torch.cat([x_0, x_1, ...])``, [N_total, C].
+    batch and tables of neighbours a table; no edge is listed. Features follow as
+    ``torch.cat([x_0, x_1, ...])``, [N_total, C].
 
     Raises:
         ValueError: if `graphs` is empty, holds something else, or the devices differ.
@@ -93,13 +95,15 @@ def batch(graphs: Iterable[TokenGraph]) -> TokenGraph:
     devices = {graph.device for graph in graphs}
     if len(devices) > 1:
         raise ValueError(f"graphs must be on one device, got {sorted(map(str, devices))}")
-    structure = edge_index = None
+    structure = edge_index = neighbors = None
     if all(graph.structure is not None for graph in graphs):
         parts: list = []
         for graph in graphs:
             inner = graph.structure
             parts.extend(inner.parts if isinstance(inner, Parts) else (inner,))
         structure = Parts(tuple(parts))
+    elif all(graph.neighbors is not None for graph in graphs):
+        neighbors = _tables_side_by_side(graphs)
     else:
         shift = torch.zeros((2, 1), dtype=torch.int64, device=graphs[0].device)
         shifted = []
@@ -110,6 +114,7 @@ def batch(graphs: Iterable[TokenGraph]) -> TokenGraph:
     return TokenGraph(
         structure=structure,
         edge_index=edge_index,
+        neighbors=neighbors,
         num_targets=sum(graph.num_targets for graph in graphs),
         num_sources=sum(graph.num_sources for graph in graphs),
         sizes=tuple(size for graph in graphs for size in graph.sizes),
@@ -117,3 +122,14 @@ def batch(graphs: Iterable[TokenGraph]) -> TokenGraph:
         has_causal_part=any(graph.has_causal_part for graph in graphs),
         device=graphs[0].device,
     )
+
+
+def _tables_side_by_side(graphs: list[TokenGraph]) -> Tensor:
+    """One table of neighbours, as wide as the widest."""
+    tables: list[Tensor] = [graph.neighbors for graph in graphs if graph.neighbors is not None]
+    most, start, shifted = max(table.shape[1] for table in tables), 0, []
+    for graph, table in zip(graphs, tables, strict=True):
+        table = table.where(table < 0, table + start)
+        shifted.append(torch.nn.functional.pad(table, (most - table.shape[1], 0), value=-1))
+        start += graph.num_sources
+    return torch.cat(shifted)

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from graphattn.graphs.arguments import as_edge_type
-from graphattn.graphs.token_graph import TokenGraph, sorted_edge_list
+from graphattn.graphs.edge_lists import sorted_edge_list
+from graphattn.graphs.token_graph import TokenGraph
 
 if TYPE_CHECKING:
     import networkx

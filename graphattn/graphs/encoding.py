@@ -32,10 +32,14 @@ KINDS: tuple[type[Structure], ...] = (
     composites.Parts,
 )
 WORDS = ("chebyshev", "manhattan")
+HAS_TABLE = 4  # place of the fact that a graph is a table of neighbours
+SIZES = 6  # where the sizes begin; how many pairs there are stands before them
 
 
 def encode(graph: TokenGraph) -> Tensor:
-    """Everything about a graph but a plain list of edges, int64 on the CPU.
+    """Everything about a graph but its list of edges or table of neighbours, int64 on the CPU.
+
+    Tensors are not read, wherever they lie: only which of the two there is.
 
     Example:
         >>> import graphattn as ga
@@ -45,18 +49,38 @@ def encode(graph: TokenGraph) -> Tensor:
         True
     """
     facts = [graph.num_targets, graph.num_sources, graph.is_causal, graph.has_causal_part]
+    facts.append(graph.neighbors is not None)
     sizes = [size for pair in graph.sizes for size in pair]
     own = [] if graph.structure is None else _numbers(graph.structure)
     return torch.tensor([*facts, len(graph.sizes), *sizes, *own], dtype=torch.int64)
 
 
 def decode(code: Tensor, edge_index: Tensor | None, device: torch.device) -> TokenGraph:
-    """The graph that :func:`encode` saw; with `edge_index` [2, E] where it has no structure."""
+    """The graph that :func:`encode` saw, with its ``graph.listed`` where it has no structure.
+
+    Args:
+        code: what :func:`encode` gave, ``graph.code``.
+        edge_index: ``graph.listed``: a list of edges [2, E] or a table of neighbours [N, k], as the
+            code says; None with a structure.
+        device: where the edges of a structured graph shall lie.
+
+    Example:
+        >>> import torch, graphattn as ga
+        >>> from graphattn.graphs.encoding import decode
+        >>> graph = ga.knn_graph(torch.tensor([[0.0], [1.0], [3.0]]), k=1)
+        >>> decode(graph.code, graph.listed, graph.device).neighbors
+        tensor([[1],
+                [0],
+                [1]])
+    """
     from graphattn.graphs.token_graph import TokenGraph
 
+    numbers = code.tolist()
     if edge_index is None:
-        return _structured(tuple(code.tolist()), device)
-    return TokenGraph(edge_index=edge_index, **_facts(code.tolist()))
+        return _structured(tuple(numbers), device)
+    facts = _facts(numbers)
+    facts["neighbors" if numbers[HAS_TABLE] else "edge_index"] = edge_index
+    return TokenGraph(**facts)
 
 
 @lru_cache(maxsize=64)
@@ -65,12 +89,12 @@ def _structured(code: tuple[int, ...], device: torch.device) -> TokenGraph:
     from graphattn.graphs.token_graph import TokenGraph
 
     sizes = _facts(list(code))["sizes"]
-    own = _structure(iter(code[5 + 2 * code[4] :]))
+    own = _structure(iter(code[SIZES + 2 * code[SIZES - 1] :]))
     return TokenGraph(structure=own, sizes=sizes, device=device)
 
 
 def _facts(code: list[int]) -> dict[str, Any]:
-    sizes = code[5 : 5 + 2 * code[4]]
+    sizes = code[SIZES : SIZES + 2 * code[SIZES - 1]]
     return {
         "num_targets": code[0],
         "num_sources": code[1],

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-from graphattn.graphs.arguments import as_int, as_points
+from graphattn.graphs.arguments import as_choice, as_int, as_points
+from graphattn.graphs.bands import band_tables, has_bands
 from graphattn.graphs.distances import (
+    PAIRS,
     TILE,
     DistanceProducts,
     exact_squared_distances,
@@ -15,7 +19,13 @@ from graphattn.graphs.distances import (
     rounded_distances,
     with_rounding,
 )
+from graphattn.graphs.structure import Complete, Structure
 from graphattn.graphs.token_graph import TokenGraph, as_token_graph
+from graphattn.kernels.launch import is_looked_into, why_not_on
+
+BACKENDS = ("auto", "reference", "triton")
+# What the kernels take.
+MOST = 256  # neighbours of a token
 
 
 def knn(
@@ -25,6 +35,7 @@ def knn(
     source: Tensor | None = None,
     within: TokenGraph | Tensor | None = None,
     self_loops: bool = False,
+    backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
     """The `k` nearest sources of every token, by squared Euclidean distance.
 
@@ -41,12 +52,19 @@ def knn(
             A token with fewer than k candidates keeps them all.
         self_loops: with ``source=None``, whether a token may be its own neighbour; it then comes
             first and counts as one of the k.
+        backend: "reference" (torch), "triton" (fused kernels, which neither store distances nor
+            make the host wait for the device), or "auto": kernels on a GPU where they take the
+            case. They take float32 and half precision, k up to 256, and as `within` windows,
+            blocks, causal and complete graphs and batches of them. Both find the same neighbours,
+            except that distances which agree in all but the last bits of float64 may come in either
+            order, and at the k-th place either may be chosen.
 
     Returns:
         ``(index, squared_distance)``, both [N, k]; -1 and infinity where there are fewer than k.
 
     Raises:
-        ValueError: if shapes, dtypes or devices disagree or k is not in the range above.
+        ValueError: if shapes, dtypes or devices disagree, k is not in the range above, or a backend
+            is asked for that cannot run the case.
 
     Example:
         >>> import torch, graphattn as ga
@@ -59,6 +77,62 @@ def knn(
         >>> squared_distance[0]
         tensor([1., 9.])
     """
+    index = nearest_index(x, k, source, within, self_loops, backend)
+    return index, _squared_distances(x, x if source is None else source, index).to(x.dtype)
+
+
+def nearest_index(
+    x: Tensor,
+    k: int,
+    source: Tensor | None = None,
+    within: TokenGraph | Tensor | None = None,
+    self_loops: bool = False,
+    backend: str = "auto",
+) -> Tensor:
+    """The first of what :func:`knn` returns: sources in order of distance, int64 [N, k]."""
+    search = _checked(x, k, source, within, bool(self_loops))
+    as_choice("backend", backend, BACKENDS)
+    if backend == "triton" or (backend == "auto" and x.device.type == "cuda"):
+        reason = _why_no_kernels(search)
+        if reason is None:
+            run = _nearest_by_kernels
+            if torch.compiler.is_compiling():  # it would trace how Triton starts a kernel
+                run = torch.compiler.disable(run)
+            return run(search)
+        if backend == "triton":
+            raise ValueError(f"backend 'triton' cannot run this case: {reason}")
+    if search.within is None:
+        return _nearest_of_all(*search.points, search.k, search.to_self, search.self_loops)
+    return _nearest_in_graph(
+        *search.points, search.k, search.within, search.to_self, search.self_loops
+    )
+
+
+class _Search(NamedTuple):
+    """What is looked for, checked."""
+
+    tokens: tuple[Tensor, Tensor]  # targets [N, C] and sources [M, C]
+    k: int
+    within: TokenGraph | None
+    to_self: bool  # targets are the sources
+    self_loops: bool
+
+    @property
+    def points(self) -> tuple[Tensor, Tensor]:
+        """Targets and sources as they are searched: in float32 or float64, without gradients."""
+        wide = torch.promote_types(self.tokens[0].dtype, torch.float32)
+        x, source = self.tokens
+        points = x.detach().to(wide)
+        return points, points if self.to_self else source.detach().to(wide)
+
+
+def _checked(
+    x: Tensor,
+    k: int,
+    source: Tensor | None,
+    within: TokenGraph | Tensor | None,
+    self_loops: bool,
+) -> _Search:
     x, k = as_points("x", x), as_int("k", k, 1)
     to_self = source is None
     sources = x if source is None else as_points("source", source)
@@ -76,26 +150,8 @@ def knn(
     possible = max(len(sources) - int(to_self and not self_loops), 0)
     if k > possible:
         raise ValueError(f"k must be <= {possible}, the number of possible sources, got {k}")
-    points = x.detach().to(torch.promote_types(x.dtype, torch.float32))
-    candidates = sources.detach().to(points.dtype)
-    if within is None:
-        index = _nearest_of_all(points, candidates, k, to_self, bool(self_loops))
-    else:
-        index = _nearest_in_graph(
-            points, candidates, k, _candidate_graph(within, x, sources), to_self, bool(self_loops)
-        )
-    # Distances again, differentiable. What is missing is 0 before the subtraction and infinite
-    # after it, so its gradient is exactly 0.
-    found = index >= 0
-    row, slot = found.nonzero().T
-    if torch.is_grad_enabled() and (x.requires_grad or sources.requires_grad):
-        gap = x[row].double() - sources[index[row, slot]].double()
-        distance = gap.square().sum(-1)
-    else:
-        distance = exact_squared_distances(x, sources, row, index[row, slot])
-    squared = torch.full(index.shape, torch.inf, dtype=torch.float64, device=x.device)
-    squared = squared.index_put((row, slot), distance)
-    return index, squared.to(x.dtype)
+    graph = None if within is None else _candidate_graph(within, x, sources)
+    return _Search((x, sources), k, graph, to_self, self_loops)
 
 
 def _candidate_graph(within: TokenGraph | Tensor, x: Tensor, sources: Tensor) -> TokenGraph:
@@ -106,6 +162,63 @@ def _candidate_graph(within: TokenGraph | Tensor, x: Tensor, sources: Tensor) ->
     if graph.device != x.device:
         raise ValueError(f"within must be on {x.device}, like x, got {graph.device}")
     return graph
+
+
+def _squared_distances(x: Tensor, sources: Tensor, index: Tensor) -> Tensor:
+    """Squared distances of neighbours, float64 [N, k], differentiable; infinite where none is.
+
+    What is missing is 0 before the square and infinite after it, so its gradient is exactly 0.
+    """
+    N, k = index.shape
+    found, place = index >= 0, index.clamp(min=0)
+    step = max(1, PAIRS // max(k * x.shape[1], 1))
+    pieces = [x.new_empty((0, k), dtype=torch.float64)]
+    for i in range(0, N, step):
+        rows = slice(i, i + step)
+        gap = x[rows, None].double() - sources[place[rows]].double()
+        pieces.append(gap.where(found[rows, :, None], 0.0).square().sum(-1))
+    return torch.cat(pieces).where(found, torch.inf)
+
+
+def _why_no_kernels(search: _Search) -> str | None:
+    """The reason why no kernel takes a search; None where they do."""
+    x, source = search.tokens
+    if (reason := why_not_on(x)) is not None:
+        return reason
+    if is_looked_into():
+        return "its kernels run neither inside torch.func nor under forward-mode differentiation"
+    if search.k > MOST:
+        return f"its kernels find up to {MOST} neighbours, not {search.k}"
+    if max(len(x), len(source)) >= 2**29:
+        return f"its kernels take fewer than 2^29 tokens, not {max(len(x), len(source))}"
+    if search.within is not None:
+        structure = search.within.structure
+        if structure is None or not has_bands(structure):
+            got = "a list or table of edges" if structure is None else type(structure).__name__
+            return (
+                "its kernels take as `within` windows, blocks, causal and complete graphs and "
+                f"batches of them, not {got}"
+            )
+    return None
+
+
+def _nearest_by_kernels(search: _Search) -> Tensor:
+    from graphattn.kernels.knn import nearest
+
+    points, candidates = search.points
+    structure: Structure = Complete(len(points), len(candidates))
+    if search.within is not None:
+        assert search.within.structure is not None
+        structure = search.within.structure
+    tables = band_tables(structure, points.device)
+    return nearest(
+        points,
+        candidates,
+        tables,
+        search.k,
+        to_self=search.to_self,
+        self_loops=search.self_loops,
+    )
 
 
 def _nearest_of_all(

@@ -14,7 +14,8 @@ from graphattn.graphs.distances import (
     rounded_distances,
     with_rounding,
 )
-from graphattn.graphs.nearest_neighbors import knn
+from graphattn.graphs.edge_lists import edges_of_rows
+from graphattn.graphs.nearest_neighbors import nearest_index
 from graphattn.graphs.token_graph import TokenGraph
 
 
@@ -25,10 +26,13 @@ def knn_graph(
     source: Tensor | None = None,
     within: TokenGraph | Tensor | None = None,
     self_loops: bool = False,
+    backend: str = "auto",
 ) -> TokenGraph:
     """Every token sees its `k` nearest sources; see :func:`~graphattn.knn` for the rules.
 
-    The graph is generally not symmetric. It is causal where `within` is.
+    The graph is generally not symmetric. It is causal where `within` is. It is held as a table
+    (:attr:`TokenGraph.neighbors`), so that a model on a GPU may build it anew from features in
+    every forward pass without waiting for the device. No gradient flows through the choice.
 
     Args:
         x: tokens that look, [N, C]: coordinates or features.
@@ -36,21 +40,28 @@ def knn_graph(
         source: tokens that are looked at, [M, C]; `x` itself if None.
         within: only edges of this graph are candidates.
         self_loops: whether a token counts as its own first neighbour (``source=None`` only).
+        backend: "auto", "reference" or "triton", as in :func:`~graphattn.knn`.
 
     Raises:
         ValueError: as :func:`~graphattn.knn`.
 
     Example:
         >>> import torch, graphattn as ga
-        >>> ga.knn_graph(torch.tensor([[0.0], [1.0], [3.0]]), k=1).edge_index
+        >>> graph = ga.knn_graph(torch.tensor([[0.0], [1.0], [3.0]]), k=1)
+        >>> graph.edge_index
         tensor([[1, 0, 1],
                 [0, 1, 2]])
+        >>> graph.neighbors
+        tensor([[1],
+                [0],
+                [1]])
     """
-    with torch.no_grad():
-        index, _ = knn(x, k, source=source, within=within, self_loops=self_loops)
+    index = nearest_index(
+        x, k, source=source, within=within, self_loops=self_loops, backend=backend
+    )
     base = within if isinstance(within, TokenGraph) else None
     return TokenGraph(
-        edge_index=edges_of_rows(index),
+        neighbors=index.sort(dim=1).values,
         num_targets=len(x),
         num_sources=len(x if source is None else source),
         sizes=None if base is None else base.sizes,
@@ -109,10 +120,3 @@ def radius_graph(
             index = nearest_pairs(row, source, squared, len(tile), min(max_neighbors, N))
             pieces.append(edges_of_rows(index, start))
     return TokenGraph(edge_index=torch.cat(pieces, dim=1), num_targets=N, num_sources=N)
-
-
-def edges_of_rows(index: Tensor, first_row: int = 0) -> Tensor:
-    """The sorted edge list of a neighbour table [N, k], -1 meaning none."""
-    index = index.sort(dim=1).values
-    row, slot = (index >= 0).nonzero().T
-    return torch.stack([index[row, slot], row + first_row])

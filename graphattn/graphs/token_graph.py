@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, cast, overload
 
 import torch
 from torch import Tensor
 
-from graphattn.graphs.arguments import as_edge_index, as_edge_type, as_int
+from graphattn.graphs.arguments import as_edge_type
 from graphattn.graphs.composites import Parts
+from graphattn.graphs.edge_lists import edges_of_rows
 from graphattn.graphs.encoding import encode
 from graphattn.graphs.structure import Device, Structure
 
@@ -25,10 +27,12 @@ class TokenGraph:
     ...), never by hand. Papers write an edge as a pair (i, j), the token that updates first; here
     that pair is the column ``(j, i)`` of :attr:`edge_index`, PyG's ``source_to_target``.
 
-    A graph that is known in closed form (:attr:`structure`) costs O(1) to build: its edges are
-    listed when somebody first asks for them, and kept. Edges are a set, sorted by target, then
-    source; every per-edge value follows that order. Graphs are immutable, pickle, copy and compare
-    (``==``: the same sizes, edges and positions).
+    A graph is held in one of three ways: by what is known of it in closed form
+    (:attr:`structure`), which costs O(1) to build; by a table of neighbours (:attr:`neighbors`); or
+    by its list of edges. In the first two the edges are listed when somebody first asks for them,
+    and kept. Edges are a set, sorted by target, then source; every per-edge value follows that
+    order. Graphs are immutable, pickle, copy and compare (``==``: the same sizes, edges and
+    positions).
 
     Example:
         >>> import graphattn as ga
@@ -45,6 +49,7 @@ class TokenGraph:
         *,
         structure: Structure | None = None,
         edge_index: Tensor | None = None,
+        neighbors: Tensor | None = None,
         num_targets: int | None = None,
         num_sources: int | None = None,
         sizes: tuple[tuple[int, int], ...] | None = None,
@@ -52,15 +57,18 @@ class TokenGraph:
         has_causal_part: bool | None = None,
         device: Device = None,
     ) -> None:
+        listed = edge_index if neighbors is None else neighbors
         if structure is not None:
             num_targets, num_sources = structure.num_targets, structure.num_sources
             is_causal, has_causal_part = structure.is_causal, structure.has_causal_part
-        elif edge_index is None or num_targets is None or num_sources is None:
+        elif listed is None or num_targets is None or num_sources is None:
             raise ValueError("a TokenGraph is made by a builder, such as graphattn.from_edge_index")
         else:
-            device = edge_index.device
+            device = listed.device
         assert num_targets is not None
         assert num_sources is not None
+        if neighbors is not None:
+            _check_neighbors(neighbors, num_targets)
         self._num_targets = num_targets
         self._num_sources = num_sources
         self._structure = structure
@@ -68,13 +76,16 @@ class TokenGraph:
         self._has_causal_part = is_causal if has_causal_part is None else has_causal_part
         self._device = torch.device("cpu" if device is None else device)
         self._sizes = sizes or ((num_targets, num_sources),)
-        self._edge_index = edge_index
+        with kept_for_training():
+            self._neighbors = usable_for_training(neighbors)
+            self._edge_index = usable_for_training(edge_index)
         self._forget()
-        self._code = encode(self)
+        with kept_for_training():
+            self._code = encode(self)
 
     def _forget(self) -> None:
         """Drop everything that can be derived again."""
-        if self._structure is not None:
+        if self._structure is not None or self._neighbors is not None:
             self._edge_index = None
         self._rowptr: Tensor | None = None
         self._points_backward: bool | None = None
@@ -108,15 +119,46 @@ class TokenGraph:
 
     @property
     def num_edges(self) -> int:
-        """E, counted without listing the edges of a structured graph."""
+        """E, counted without listing edges.
+
+        A table of neighbours is counted where it lies: on a GPU that waits for it.
+        """
         if self._edge_index is not None:
             return self._edge_index.shape[1]
+        if self._neighbors is not None:
+            return int((self._neighbors >= 0).sum())
         return cast(Structure, self._structure).num_edges()
 
     @property
     def structure(self) -> Structure | None:
-        """What is known of the graph in closed form; None for a plain edge list."""
+        """What is known of the graph in closed form; None for a plain edge list or table."""
         return self._structure
+
+    @property
+    def neighbors(self) -> Tensor | None:
+        """LongTensor [N, k]: what every target sees, in ascending order; None in other graphs.
+
+        Where there are fewer than k sources, -1 stands first. :func:`~graphattn.knn_graph` makes
+        such graphs: their size is known without looking at a tensor, so on a GPU neither building
+        them nor attending over them (kernels read the table) waits for the device. What counts or
+        lists edges does: :attr:`num_edges`, :attr:`edge_index`, ``==``, ``repr`` and the ``to_*``
+        of other libraries.
+
+        Example:
+            >>> import torch, graphattn as ga
+            >>> x = torch.tensor([[0.0], [1.0], [3.0], [3.5]])
+            >>> ga.knn_graph(x, k=2).neighbors
+            tensor([[1, 2],
+                    [0, 2],
+                    [1, 3],
+                    [1, 2]])
+            >>> ga.knn_graph(x, k=2, within=ga.causal_graph(4)).neighbors  # only what came before
+            tensor([[-1, -1],
+                    [-1,  0],
+                    [ 0,  1],
+                    [ 1,  2]])
+        """
+        return self._neighbors
 
     @property
     def is_causal(self) -> bool:
@@ -136,7 +178,7 @@ class TokenGraph:
     def points_backward(self) -> bool:
         """Whether a graph that is not causal by construction still has only edges j <= i, some <.
 
-        Counted once, for plain edge lists only.
+        Counted once, for plain edge lists and tables only.
         """
         if self._points_backward is None:
             if self._structure is not None:
@@ -160,13 +202,27 @@ class TokenGraph:
         """Sizes and structure as numbers, int64 on the CPU: how a graph enters an operator."""
         return self._code
 
+    @property
+    def listed(self) -> Tensor | None:
+        """What :attr:`code` does not hold, as it is: a table of neighbours, or a list of edges.
+
+        None for a structured graph. It enters an operator beside `code`, which says what it is.
+        """
+        if self._structure is not None:
+            return None
+        return self._edge_index if self._neighbors is None else self._neighbors
+
     # Edges.
 
     @property
     def edge_index(self) -> Tensor:
         """LongTensor [2, E]: row 0 = source j, row 1 = target i; sorted by target, then source."""
         if self._edge_index is None:
-            self._edge_index = cast(Structure, self._structure).edges(self._device)
+            with kept_for_training():
+                if self._neighbors is not None:
+                    self._edge_index = edges_of_rows(self._neighbors, is_sorted=True)
+                else:
+                    self._edge_index = cast(Structure, self._structure).edges(self._device)
         return self._edge_index
 
     def csr(self) -> tuple[Tensor, Tensor]:
@@ -177,14 +233,17 @@ class TokenGraph:
     def rowptr(self) -> Tensor:
         """LongTensor [N + 1]: where the edges of every target begin."""
         if self._rowptr is None:
-            degree = self.in_degree()
-            self._rowptr = torch.cat([degree.new_zeros(1), degree.cumsum(0)])
+            with kept_for_training():
+                degree = self.in_degree()
+                self._rowptr = torch.cat([degree.new_zeros(1), degree.cumsum(0)])
         return self._rowptr
 
     def in_degree(self) -> Tensor:
         """LongTensor [N]: how many sources every target sees."""
         if self._structure is not None and self._edge_index is None:
             return self._structure.in_degree(self._device)
+        if self._neighbors is not None:
+            return (self._neighbors >= 0).sum(dim=1)
         return torch.bincount(self.edge_index[1], minlength=self._num_targets)
 
     def transpose(self) -> TokenGraph:
@@ -213,7 +272,8 @@ class TokenGraph:
         """
         if self._transpose_permutation is None:
             # Already sorted by target, so a stable sort by source is all that is missing.
-            self._transpose_permutation = self.edge_index[0].argsort(stable=True)
+            with kept_for_training():
+                self._transpose_permutation = self.edge_index[0].argsort(stable=True)
         return self._transpose_permutation
 
     # Positions.
@@ -222,7 +282,8 @@ class TokenGraph:
     def positions(self) -> Tensor:
         """LongTensor [N]: the place of every target in its own sequence; rotary layers read it."""
         if self._positions is None:
-            self._positions = _count_up([targets for targets, _ in self._sizes], self._device)
+            with kept_for_training():
+                self._positions = _count_up([targets for targets, _ in self._sizes], self._device)
         return self._positions
 
     @property
@@ -231,7 +292,8 @@ class TokenGraph:
         if all(targets == sources for targets, sources in self._sizes):
             return self.positions
         if self._source_positions is None:
-            self._source_positions = _count_up([n for _, n in self._sizes], self._device)
+            with kept_for_training():
+                self._source_positions = _count_up([n for _, n in self._sizes], self._device)
         return self._source_positions
 
     # Devices, comparison, pickling.
@@ -396,6 +458,29 @@ class TokenGraph:
         return scipy.sparse.coo_array((values, (source, target)), shape=shape).tocsr()
 
 
+def kept_for_training() -> AbstractContextManager[object]:
+    """What is derived within and kept can be used by autograd later, also in inference mode."""
+    if torch.compiler.is_compiling() or not torch.is_inference_mode_enabled():
+        return nullcontext()
+    return torch.inference_mode(False)
+
+
+def usable_for_training(x: Tensor | None) -> Tensor | None:
+    """x, or a copy if it was made in inference mode: autograd cannot save such a tensor."""
+    if x is None or torch.compiler.is_compiling() or not x.is_inference():
+        return x  # torch.compile knows no inference tensors
+    return x.clone()
+
+
+def _check_neighbors(table: Tensor, num_targets: int) -> None:
+    """Its shape and dtype: what it holds is not read, that would wait for its device."""
+    if table.dtype != torch.int64 or table.dim() != 2 or len(table) != num_targets:
+        raise ValueError(
+            f"neighbors must be an int64 tensor [{num_targets}, k] (num_targets = {num_targets}), "
+            f"got {table.dtype} of shape {list(table.shape)}"
+        )
+
+
 def _count_up(sizes: list[int], device: torch.device) -> Tensor:
     """0 .. size-1 for every size in turn."""
     return torch.cat([torch.arange(size, device=device) for size in sizes])
@@ -439,31 +524,3 @@ def as_token_graph(graph: Any, num_targets: int, num_sources: int) -> TokenGraph
         "graph must be a TokenGraph, an edge_index tensor [2, E] or a PyG EdgeIndex, "
         f"got {type(graph).__name__}"
     )
-
-
-def sorted_edge_list(edge_index: Any, num_targets: int, num_sources: int) -> tuple[Tensor, Tensor]:
-    """A checked edge list in sorted order, and the permutation that sorts the caller's edges."""
-    edge_index = as_edge_index(edge_index)
-    num_targets = as_int("num_targets", num_targets, 0)
-    num_sources = as_int("num_sources", num_sources, 0)
-    for row, name, count in ((0, "source", num_sources), (1, "target", num_targets)):
-        bad = (edge_index[row] < 0) | (edge_index[row] >= count)
-        if bad.any():
-            e = int(bad.nonzero()[0])
-            raise ValueError(
-                f"edge_index[{row}, {e}] = {int(edge_index[row, e])} is not a {name}: "
-                f"allowed are 0 .. {count - 1}"
-                if count
-                else f"edge_index has edges, but there are no {name}s"
-            )
-    key = edge_index[1] * num_sources + edge_index[0]
-    key, permutation = key.sort(stable=True)
-    repeated = key[1:] == key[:-1]
-    if repeated.any():
-        e = permutation[int(repeated.nonzero()[0])]
-        j, i = edge_index[:, e].tolist()
-        raise ValueError(
-            f"edge_index holds the edge (source {j}, target {i}) more than once: "
-            "edges are a set (torch_geometric.utils.coalesce merges duplicates)"
-        )
-    return edge_index[:, permutation], permutation

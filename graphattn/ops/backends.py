@@ -9,6 +9,7 @@ from contextvars import ContextVar
 import torch
 
 from graphattn.graphs.arguments import as_choice
+from graphattn.kernels.launch import is_looked_into
 
 BACKENDS = ("reference", "structured", "triton")
 NOT_YET = "not implemented yet"
@@ -60,17 +61,17 @@ def choose_backend(backend: str, support: dict[str, str | None], device: torch.d
     look into its steps, and to torch where kernels could only be interpreted.
     """
     wanted = wanted_backend(backend)
-    compiling = torch.compiler.is_compiling()
-    looked_into = not compiling and (
-        torch._C._functorch.maybe_current_level() is not None
-        or torch.autograd.forward_ad._current_level >= 0
-    )
+    looked_into = is_looked_into()
     if wanted == "auto":
         if looked_into:
             return "reference"
         if device.type == "cuda" and support["triton"] is None:
             return "triton"
-        return "structured" if compiling or support["structured"] is None else "reference"
+        return (
+            "structured"
+            if torch.compiler.is_compiling() or support["structured"] is None
+            else "reference"
+        )
     if support[wanted] is not None:
         raise ValueError(f"backend {wanted!r} cannot run this case: {support[wanted]}")
     if wanted == "triton" and looked_into:

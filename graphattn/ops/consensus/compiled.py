@@ -23,7 +23,7 @@ NAMES = (
 )  # fmt: skip
 INPUTS = ", ".join(f"Tensor {name}" for name in NAMES)
 OPTIONS = (
-    "Tensor? valid_targets, Tensor? valid_sources, Tensor code, Tensor? edge_index, "
+    "Tensor? valid_targets, Tensor? valid_sources, Tensor code, Tensor? listed, "
     "bool energy, bool degrees"
 )
 COUNT = len(NAMES)
@@ -37,9 +37,8 @@ def _sums_over_edges(
     energy: bool,
     degrees: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    edge_index = graph.edge_index if graph.structure is None else None
     gradient, degree = torch.ops.graphattn.consensus_sums(
-        *tensors, *valid, graph.code, edge_index, energy, degrees
+        *tensors, *valid, graph.code, graph.listed, energy, degrees
     )
     return gradient, degree if degrees else None
 
@@ -49,8 +48,8 @@ consensus_update = partial(structured.consensus_update, sums=_sums_over_edges)
 
 def _understood(options: tuple[Any, ...], device: torch.device) -> tuple[Any, ...]:
     """Graph and valid tokens of the operator's options."""
-    of_target, of_source, code, edge_index, _, _ = options
-    return decode(code, edge_index, device), (of_target, of_source)
+    of_target, of_source, code, listed, _, _ = options
+    return decode(code, listed, device), (of_target, of_source)
 
 
 @torch.library.custom_op(
