@@ -58,6 +58,7 @@ def section(name: str, record: Record) -> Iterable[str]:
             ["pass", "contender", *tables.ROW_HEADER],
             [[row.passes, row.contender, *tables.row_cells(row)] for row in rows],
         )
+        yield from (f"{note}\n" for note in tables.notes(rows))
     if record.slopes:
         yield "Fitted over all lengths:\n"
         for slope in record.slopes:

@@ -84,10 +84,11 @@ def bench(
     cases: Annotated[
         list[str] | None,
         typer.Argument(
-            help="Attention: complete, gka, causal-window, window, krause, million. Vision "
-            "transformers: gka-tiny, gka-small, gka-base, or models for all three. Other "
-            "operations: consensus, knn, edges, fiedler, streaming. Growth with the number of "
-            "tokens: doubling, scaling. Default: all of them.",
+            help="Attention: complete, gka, causal-window, window, krause, million; over irregular "
+            "graphs: knn-graph, bipartite, grid, longformer, crossover, or irregular for all five "
+            "and knn. Vision transformers: gka-tiny, gka-small, gka-base, or models for all three. "
+            "Other operations: consensus, knn, edges, fiedler, streaming. Growth with the number "
+            "of tokens: doubling, scaling. Default: all of them.",
             show_default=False,
         ),
     ] = None,

@@ -47,6 +47,11 @@ TINY = {
     "causal-window": {"tokens": 40, "window": 8},
     "window": {"tokens": 40, "window": 5},
     "krause": {"tokens": 40, "window": 8, "top_k": 3},
+    "knn-graph": {"tokens": 40, "k": 4},
+    "bipartite": {"tokens": 24, "sources": 36, "degree": 4},
+    "grid": {"tokens": 26, "radius": 1},
+    "longformer": {"tokens": 40, "window": 3, "global_tokens": 2},
+    "crossover": {"tokens": 48, "features": 4},
     "consensus": {"tokens": 20, "dim": 24, "edge_hidden": 8},
     "knn": {"tokens": 60, "k": 4},
     "edges": {"tokens": 50, "window": 3},
@@ -65,7 +70,8 @@ def tiny(case: Case) -> Case:
     size = {**case.sizes["small"], **TINY[case.name]}
     few = {name: run for name, run in case.contenders.items() if name != "compiled"}  # a minute
     lengths = {"small": (16, 32, 64)} if case.lengths else {}
-    return replace(case, sizes={"small": size}, contenders=few, lengths=lengths)
+    degrees = {"small": (2, 12, 48)} if case.degrees else {}
+    return replace(case, sizes={"small": size}, contenders=few, lengths=lengths, degrees=degrees)
 
 
 CASES = {case.name: tiny(case) for case in cases.CASES}
@@ -132,9 +138,11 @@ def test_a_row_has_every_number(name, tmp_path):
         assert row.median > 0
         assert row.rounds >= 3
         assert row.peak == (2.0**20 if case.memory else None)
-        assert row.size == case.entries("small")[row.contender].size
+        entry = case.entries("small")[row.contender]
+        assert row.size == entry.size
         assert (row.error is None) == (row.contender in case.yardsticks)
-        assert (row.ratio is None) == bool(case.lengths)
+        assert (row.ratio is None) == (entry.beside is None)
+        assert entry.beside is not None or case.lengths or case.degrees
     for target in targets_on(case, "cpu"):
         assert any(
             (verdict.passes, verdict.quantity, verdict.at_most, verdict.at_least)
@@ -364,8 +372,15 @@ def test_a_ratio_is_the_median_of_the_rounds():
 
 
 def test_every_row_of_the_page_of_targets_has_one():
-    scaling = {"scaling-window", "scaling-consensus"}
-    assert {case.name for case in cases.CASES if case.targets} == set(CASES) - scaling
+    without = {
+        "scaling-window",
+        "scaling-consensus",
+        "bipartite",
+        "grid",
+        "longformer",
+        "crossover",
+    }
+    assert {case.name for case in cases.CASES if case.targets} == set(CASES) - without
     for case in cases.CASES:
         for target in case.targets:
             assert target.device in case.devices
@@ -385,7 +400,7 @@ def test_targets_of_another_device_are_not_judged(monkeypatch, tmp_path):
 
 
 def test_the_targets_of_a_gpu_are_those_of_the_design():
-    """(case, quantity, rivals, bound) for attention on bands and for the models."""
+    """(case, quantity, rivals, bound) for attention, nearest neighbours and the models."""
     found = {
         (case.name, target.quantity, " or ".join(target.over), target.at_least or target.at_most)
         for case in cases.CASES
@@ -393,6 +408,7 @@ def test_the_targets_of_a_gpu_are_those_of_the_design():
     }
     flash, cudnn = "SDPA flash (dot product)", "SDPA cuDNN (dot product)"
     deit = "DeiT (SDPA flash) or DeiT (SDPA cuDNN)"
+    eager = "index_add or torch-scatter"
     assert found == {
         ("gka", "time", f"{flash} or {cudnn}", 1.0),
         *((name, "share of bound", "", 0.6) for name in ("gka", "causal-window", "window")),
@@ -402,12 +418,17 @@ def test_the_targets_of_a_gpu_are_those_of_the_design():
             for score in ("", " (dot product)")
         ),
         ("causal-window", "time", "flash-attention (dot product)", 0.9),
+        *(("knn-graph", "time", rivals, n) for rivals, n in ((eager, 10), ("compiled", 4))),
+        *(("knn-graph", "memory", rivals, 1 / 10) for rivals in (eager, "compiled")),
+        ("knn", "time", "cdist + topk or chunked matmul + topk", 1.5),
+        ("knn", "memory", "", 2.0**26),  # 65,536 tokens, 16 indices and distances of each
         *((name, "time", deit, 1.15) for name in MODELS),
         *((name, "memory", deit, 0.9) for name in MODELS),
     }
     assert all(
-        {target.passes for target in targets_on(case, "cuda")} in (set(), {FORWARD, BOTH})
+        {target.passes for target in targets_on(case, "cuda")} == {FORWARD, BOTH}
         for case in cases.CASES
+        if case.backward and targets_on(case, "cuda")
     )
 
 
@@ -417,6 +438,9 @@ def test_a_gpu_has_sizes_of_its_own():
     assert sizes["gka"] == {"batch": 16, "tokens": 4096, "heads": 16, "features": 64}
     assert (sizes["causal-window"]["tokens"], sizes["causal-window"]["window"]) == (65536, 256)
     assert sizes["window"] == by_name["window"].size("paper", "cpu")  # where nothing else is said
+    assert (sizes["knn"]["tokens"], sizes["knn"]["features"], sizes["knn"]["k"]) == (65536, 64, 16)
+    assert (sizes["knn-graph"]["tokens"], sizes["knn-graph"]["k"]) == (65536, 16)
+    assert (sizes["longformer"]["tokens"], sizes["longformer"]["window"]) == (65536, 256)
     assert sizes["gka"] != by_name["gka"].size("paper", "cpu")
     assert [sizes[name]["images"] for name in MODELS] == [256, 256, 128]
     assert all(sizes[name]["pixels"] == 224 for name in MODELS)
@@ -612,18 +636,26 @@ def test_peak_memory_is_that_of_the_pass_alone(monkeypatch):
 # Fused attention of others.
 
 
-BANDS = ("complete", "gka", "causal-window", "window")
+MASKED = {  # 300 tokens make three blocks
+    "complete": {"tokens": 300},
+    "gka": {"tokens": 300},
+    "causal-window": {"tokens": 300},
+    "window": {"tokens": 300},
+    "grid": {"tokens": 1 + 17**2},
+    "longformer": {"tokens": 300},
+    "crossover": {"tokens": 300, "degree": 10},
+}
 
 
-@pytest.mark.parametrize("name", BANDS)
+@pytest.mark.parametrize("name", MASKED)
 @pytest.mark.parametrize("score", ["flex_rbf", "flex_dot"])
 def test_flex_attention_with_the_mask_of_the_graph_is_the_same_attention(name, score, monkeypatch):
-    """Uncompiled, which torch allows on a CPU for the forward pass alone: 300 tokens, 3 blocks."""
+    """Uncompiled, which torch refuses on a CPU."""
     flex = pytest.importorskip("torch.nn.attention.flex_attention")
     monkeypatch.setattr(fused_attention, "on_gpu", lambda x, attend: attend)
     monkeypatch.setattr(flex, "_validate_device", lambda *_: None)
     case = CASES[name]
-    size = {**case.sizes["small"], "tokens": 300, "features": 16}
+    size = {**case.sizes["small"], "features": 16, **MASKED[name]}
     x = case.make(size, CPU, torch.float32)
     truth = gate.truth_of(x, backward=True, dot_product=score == "flex_dot")
     with warnings.catch_warnings():
@@ -635,7 +667,7 @@ def test_flex_attention_with_the_mask_of_the_graph_is_the_same_attention(name, s
     if mask is not None:
         assert torch.equal(
             mask.to_dense()[0, 0].bool().repeat_interleave(128, 0).repeat_interleave(128, 1)
-            [:300, :300] & x.graph.to_mask(),
+            [: x.graph.num_tokens, : x.graph.num_tokens] & x.graph.to_mask(),
             x.graph.to_mask(),
         )  # fmt: skip
 

@@ -10,6 +10,7 @@ from rich.console import Console
 from graphattn.cli.bench import record, tables
 from graphattn.cli.bench.case import Case
 from graphattn.cli.bench.cases import CASES
+from graphattn.cli.bench.edge_cases import OVER_EDGES
 from graphattn.cli.bench.record import Record
 from graphattn.cli.bench.runner import SECONDS, Runner, reason_of
 from graphattn.graphs.arguments import as_choice
@@ -86,8 +87,10 @@ def measure_all(cases: list[Case], runner: Runner, json: Path | None) -> None:
 
 
 def chosen(names: list[str]) -> list[Case]:
-    """The cases of these names, all for none; "models" and "scaling" stand for several."""
+    """The cases of these names, all for none; "irregular", "models" and "scaling" are several."""
     known = {case.name: [case] for case in CASES}
+    irregular = {"knn", *(case.name for case in OVER_EDGES)}
+    known["irregular"] = [case for case in CASES if case.name in irregular]
     known["models"] = [case for case in CASES if case.name.startswith("gka-")]
     known["scaling"] = [case for case in CASES if case.lengths]
     for name in names:

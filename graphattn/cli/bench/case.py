@@ -23,6 +23,7 @@ class Entry(NamedTuple):
     contender: str
     run: Run
     size: Size
+    beside: str | None = OURS  # the entry that its times are divided by
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class Case:
     """One workload; every contender computes the same from the same inputs.
 
     With `lengths`, a number of tokens takes a contender's place: graphattn alone, at every length.
+    With `degrees`, all contenders run once for every number of edges per target.
     """
 
     name: str
@@ -41,6 +43,7 @@ class Case:
     yardsticks: dict[str, Run] = field(default_factory=dict)  # they compute something else
     targets: tuple[Target, ...] = ()
     lengths: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    degrees: dict[str, tuple[int, ...]] = field(default_factory=dict)
     backward: bool = True
     memory: bool = True  # whether the peak is measured, from inputs made anew
     work: work.Count = work.unknown
@@ -61,8 +64,19 @@ class Case:
         size = self.size(size_name, device)
         if self.lengths:
             return {
-                tokens_label(n): Entry(OURS, self.contenders[OURS], {**size, "tokens": n})
+                tokens_label(n): Entry(OURS, self.contenders[OURS], {**size, "tokens": n}, None)
                 for n in self.lengths[size_name]
+            }
+        if self.degrees:
+            return {
+                degree_label(name, n): Entry(
+                    name,
+                    run,
+                    {**size, "degree": n},
+                    None if name == OURS else degree_label(OURS, n),
+                )
+                for n in self.degrees[size_name]
+                for name, run in self.runs().items()
             }
         return {name: Entry(name, run, size) for name, run in self.runs().items()}
 
@@ -70,3 +84,8 @@ class Case:
 def tokens_label(tokens: int) -> str:
     """The name of a length."""
     return f"{tokens:,} tokens"
+
+
+def degree_label(contender: str, degree: int) -> str:
+    """The name of a contender at so many edges per target."""
+    return f"{contender}, degree {degree:,}"

@@ -13,6 +13,7 @@ from graphattn.cli.bench import contenders as other
 from graphattn.cli.bench import ours, work
 from graphattn.cli.bench.attention_cases import ATTENTION, THOUSANDS
 from graphattn.cli.bench.case import BOTH, FORWARD, Case
+from graphattn.cli.bench.edge_cases import OVER_EDGES
 from graphattn.cli.bench.inputs import (
     NeighborInputs,
     WindowSize,
@@ -33,11 +34,21 @@ def points(size: Size, device: torch.device, dtype: torch.dtype) -> NeighborInpu
     return NeighborInputs(x.to(device), size["k"])
 
 
-SEARCHES = {
+MATMUL_SEARCHES = {
     "cdist + topk": other.cdist_topk,
     "chunked matmul + topk": other.chunked_matmul_topk,
-    "scikit-learn brute": other.sklearn_brute,
 }
+SEARCHES = {
+    **MATMUL_SEARCHES,
+    "scikit-learn brute": other.sklearn_brute,
+    "FAISS flat": other.faiss_flat,
+}
+# Memory O(N k): four times the indices and distances that a search returns, and its points once
+# more. A tile of 1024 rows of distances alone, 268 MB, is four times as much.
+ON_GPU = {"tokens": 65536, "features": 64, "k": 16}
+OF_NEIGHBORS = (
+    4 * 12.0 * ON_GPU["tokens"] * ON_GPU["k"] + 4.0 * ON_GPU["tokens"] * ON_GPU["features"]
+)
 DEIT_FLASH, DEIT_CUDNN = "DeiT (SDPA flash)", "DeiT (SDPA cuDNN)"
 
 
@@ -79,6 +90,7 @@ def vision_case(name: str, title: str, dim: int, heads: int, images: int) -> Cas
 
 CASES = [
     *ATTENTION,
+    *OVER_EDGES,
     vision_case("gka-tiny", "GKA-Ti and DeiT-Ti", 192, 3, 256),
     vision_case("gka-small", "GKA-S and DeiT-S", 384, 6, 256),
     vision_case("gka-base", "GKA-B and DeiT-B", 768, 12, 128),
@@ -116,11 +128,14 @@ CASES = [
         points,
         {OURS: ours.neighbors, **SEARCHES},
         targets=(
-            Target("time", tuple(SEARCHES), at_most=1),
+            Target("time", (*MATMUL_SEARCHES, "scikit-learn brute"), at_most=1),
             Target("memory", ("cdist + topk",), at_most=1 / 20),
+            Target("time", tuple(MATMUL_SEARCHES), at_least=1.5, device="cuda"),
+            Target("memory", at_most=OF_NEIGHBORS, device="cuda"),
         ),
         backward=False,
         work=work.neighbors,
+        cuda={"paper": ON_GPU},
     ),
     Case(
         "edges",

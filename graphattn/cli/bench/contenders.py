@@ -203,8 +203,7 @@ def chunked_matmul_topk(x: NeighborInputs) -> tuple[Tensor, Tensor]:
     for start in range(0, len(x.points), 1024):
         rows = slice(start, start + 1024)
         distance = norm[rows, None] + norm - 2 * x.points[rows] @ x.points.T
-        own = torch.arange(len(distance))
-        distance[own, own + start] = torch.inf
+        distance.diagonal(start).fill_(torch.inf)
         found.append(distance.topk(x.k, largest=False))
     return torch.cat([f.values for f in found]), torch.cat([f.indices for f in found])
 
@@ -216,6 +215,25 @@ def sklearn_brute(x: NeighborInputs) -> tuple[Tensor, Tensor]:
     search = installed("sklearn.neighbors").NearestNeighbors(n_neighbors=x.k, algorithm="brute")
     distance, index = search.fit(x.points.numpy()).kneighbors()
     return torch.from_numpy(distance).square(), torch.from_numpy(index)
+
+
+def faiss_flat(x: NeighborInputs) -> tuple[Tensor, Tensor]:
+    """FAISS' brute force, on the device of the points, which find themselves first."""
+    faiss = installed("faiss")
+    installed("faiss.contrib.torch_utils")  # has faiss take tensors
+    if x.points.device.type == "cpu":
+        distance, index = faiss.knn(x.points, x.points, x.k + 1)
+    elif hasattr(faiss, "StandardGpuResources"):
+        distance, index = faiss.knn_gpu(faiss_resources(), x.points, x.points, x.k + 1)
+    else:
+        raise MissingError("faiss is installed without its GPU part")
+    return distance[:, 1:], index[:, 1:]
+
+
+@cache
+def faiss_resources() -> Any:
+    """FAISS' memory and streams on the GPU; to make them takes longer than to search."""
+    return installed("faiss").StandardGpuResources()
 
 
 # Graphs and their spectra.

@@ -6,7 +6,8 @@ Their layout is [B, H, N, D] (flash-attention's [B, N, H, D]); transposing copie
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, reduce
+from operator import or_
 from typing import Any
 
 import torch
@@ -14,9 +15,12 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from graphattn.cli.bench.contenders import Run, installed
+from graphattn.cli.bench.contenders import Run, afford, installed
 from graphattn.cli.bench.inputs import AttentionInputs, MissingError
-from graphattn.graphs.structure import Band
+from graphattn.graphs.composites import Union
+from graphattn.graphs.structure import Band, GlobalTokens, Structure
+
+Contains = Callable[[Tensor, Tensor], Tensor]  # whether (target, source) are edges
 
 
 def sdpa(backend: SDPBackend, *, is_causal: bool = False) -> Run:
@@ -46,6 +50,34 @@ def by_head(x: AttentionInputs) -> tuple[Tensor, Tensor, Tensor]:
 def by_token(out: Tensor, x: AttentionInputs) -> Tensor:
     """The layout of the inputs again."""
     return out.transpose(-3, -2).reshape(x.query.shape)
+
+
+def masked_sdpa(backend: SDPBackend) -> Run:
+    """Dense dot-product SDPA with the graph as an additive mask, which is made once.
+
+    On a CPU by the one fused kernel there is, flash: on a GPU that takes no masks.
+    """
+
+    def run(x: AttentionInputs) -> Tensor:
+        on_cpu = x.query.device.type == "cpu"
+        refuse_cudnn_on_a_cpu(backend, x.query.device)
+        if "additive_mask" not in x.prepared:
+            mask = dense_mask(x)
+            zero = torch.zeros(mask.shape, dtype=x.query.dtype, device=mask.device)
+            x.prepared["additive_mask"] = zero.masked_fill_(~mask, -torch.inf)
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION if on_cpu else backend):
+            out = functional.scaled_dot_product_attention(
+                *by_head(x), attn_mask=x.prepared["additive_mask"]
+            )
+        return by_token(out, x)
+
+    return run
+
+
+def dense_mask(x: AttentionInputs) -> Tensor:
+    """[N, M], True where there is an edge."""
+    afford(float(x.graph.num_targets) * x.graph.num_sources, "its mask", x.query)
+    return x.graph.to_mask()
 
 
 # FlexAttention: the mask is the graph's own, its blocks are listed once per case.
@@ -106,22 +138,39 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def block_mask(x: AttentionInputs) -> Any:
     """The blocks of the graph's own mask, listed once; None where every pair is an edge."""
-    structure, N, M = x.graph.structure, x.graph.num_targets, x.graph.num_sources
+    N, M = x.graph.num_targets, x.graph.num_sources
     if x.graph.num_edges == N * M:
         return None
-    if structure is None:
-        raise MissingError("a list of edges is no mask function")
     if "block_mask" not in x.prepared:
         from torch.nn.attention.flex_attention import create_block_mask
 
+        structure = x.graph.structure
+        contains = looked_up(dense_mask(x)) if structure is None else elementwise(structure)
+
         def is_edge(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-            return structure.contains(i, j)
+            return contains(i, j)
 
         device = x.query.device
         # Uncompiled it holds all pairs: 34 GB of distances for 65,536 tokens.
         create = compiled(create_block_mask) if device.type == "cuda" else create_block_mask
         x.prepared["block_mask"] = create(is_edge, None, None, N, M, device=device)
     return x.prepared["block_mask"]
+
+
+def looked_up(mask: Tensor) -> Contains:
+    """Of a list of edges: its dense mask."""
+    return lambda i, j: mask[i, j]
+
+
+def elementwise(structure: Structure) -> Contains:
+    """`structure.contains` in arithmetic that FlexAttention compiles, which searches no lists."""
+    match structure:
+        case Union(parts=parts):
+            tests = [elementwise(part) for part in parts]
+            return lambda i, j: reduce(or_, [test(i, j) for test in tests])
+        case GlobalTokens(tokens=tokens):
+            return lambda i, j: reduce(or_, [(i == token) | (j == token) for token in tokens])
+    return structure.contains
 
 
 # flash-attention

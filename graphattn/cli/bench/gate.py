@@ -67,8 +67,9 @@ def worst(errors: Iterable[float]) -> float:
 
 
 def sample(count: int, generator: torch.Generator) -> Tensor:
-    """Indices of a few rows."""
-    return torch.randperm(count, generator=generator)[:SAMPLED_ROWS]
+    """Indices of a few rows: the first, which is a class token or a global one, and random ones."""
+    others = 1 + torch.randperm(max(count - 1, 0), generator=generator)[: SAMPLED_ROWS - 1]
+    return torch.cat([torch.zeros(min(count, 1), dtype=torch.int64), others])
 
 
 class OperationTruth:

@@ -146,14 +146,13 @@ def attention_inputs(
     With `batch` of shape [B, N, H, D]; `shared` is one tensor in all three roles, as in GKA.
     """
     generator = torch.Generator().manual_seed(0)
-    shape = (
-        (graph.num_targets, heads, features)
-        if batch is None
-        else (batch, graph.num_targets, heads, features)
-    )
+    lead = () if batch is None else (batch,)
+    tokens = [graph.num_targets] if shared else [graph.num_targets, *2 * [graph.num_sources]]
     tensors = [
-        torch.randn(shape, generator=generator).to(device, dtype).requires_grad_()
-        for _ in range(1 if shared else 3)
+        torch.randn(*lead, n, heads, features, generator=generator)
+        .to(device, dtype)
+        .requires_grad_()
+        for n in tokens
     ]
     query, key, value = tensors * 3 if shared else tensors
     return AttentionInputs(query, key, value, graph.to(device), features**0.5, top_k)

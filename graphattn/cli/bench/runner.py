@@ -23,7 +23,7 @@ from graphattn.cli.bench.measure import (
     time_interleaved,
 )
 from graphattn.cli.bench.memory import Peak, cuda_peak
-from graphattn.cli.bench.record import OURS, Quantity, Record, Row, Slope
+from graphattn.cli.bench.record import Quantity, Record, Row, Slope
 
 # Of timing, per case and pass; on a GPU, where a round takes milliseconds, less will do.
 SECONDS = {"small": 0.5, "paper": 20.0, "long": 30.0}
@@ -166,6 +166,7 @@ class Runner:
     ) -> Row:
         """All numbers of one contender."""
         timing, backward = timings[name], passes == BOTH
+        beside = timings.get(entry.beside or "")
         bound = self.machine.seconds(case.work(entry.size, self.dtype.itemsize, backward))
         return Row(
             case.name,
@@ -175,7 +176,7 @@ class Runner:
             timing.median,
             timing.spread,
             len(timing.times),
-            ratio=ratio_of_rounds(timing, timings[OURS])[0] if OURS in timings else None,
+            ratio=None if beside is None else ratio_of_rounds(timing, beside)[0],
             peak=peak,
             share_of_bound=bound / timing.median if bound > 0 else None,
             error=None if error is None else max(error) if backward else error[0],

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 from rich.table import Table
 
-from graphattn.cli.bench.case import FORWARD, Case
+from graphattn.cli.bench.case import FORWARD, Case, degree_label
 from graphattn.cli.bench.record import Quantity, Record, Row, Slope, Verdict
 from graphattn.cli.tables import plain_table, short
 
@@ -36,7 +37,7 @@ def case_table(
 
 
 def notes(rows: list[Row]) -> Iterable[str]:
-    """Images per second, and which times on a GPU hold more than its work."""
+    """Images per second, where curves cross, and which times on a GPU hold more than its work."""
     for passes in dict.fromkeys(row.passes for row in rows if "images" in row.size):
         speeds = (
             f"{row.contender} {row.size['images'] / row.median:,.0f}"
@@ -44,8 +45,35 @@ def notes(rows: list[Row]) -> Iterable[str]:
             if row.passes == passes
         )
         yield f"{passes}, images/s: {', '.join(speeds)}"
+    yield from crossings(rows)
     if slow := dict.fromkeys(row.contender for row in rows if row.captured is False):
         yield f"Launched one by one, so with the time of the host: {', '.join(slow)}"
+
+
+def crossings(rows: list[Row]) -> Iterable[str]:
+    """The degree from which on a contender is faster than graphattn, pass by pass.
+
+    Between the two degrees where the ratio passes 1 it is taken for a power of the degree.
+    """
+    curves: dict[tuple[str, str], list[tuple[int, float]]] = {}
+    for row in rows:
+        degree = row.size.get("degree")
+        if degree is not None and row.ratio is not None:
+            name = row.contender.removesuffix(degree_label("", degree))
+            curves.setdefault((row.passes, name), []).append((degree, row.ratio))
+    for (passes, name), curve in curves.items():
+        if len(curve) == 1:
+            continue
+        slower = [k for k, (_, ratio) in enumerate(curve) if ratio > 1]
+        if not slower:
+            yield f"{passes}: {name} is faster at every degree"
+        elif slower[-1] == len(curve) - 1:
+            yield f"{passes}: {name} is slower even at degree {curve[-1][0]:,}"
+        else:
+            (d0, r0), (d1, r1) = curve[slower[-1] : slower[-1] + 2]
+            degree = d0 * (d1 / d0) ** (math.log(r0) / math.log(r0 / r1))
+            share = degree / rows[0].size["tokens"]
+            yield f"{passes}: {name} is faster from degree {degree:,.0f} on ({share:.1%} of all)"
 
 
 def row_cells(row: Row) -> list[str]:

@@ -16,17 +16,26 @@ def unknown(size: Size, itemsize: int, backward: bool) -> Work:
     return 0.0, 0.0
 
 
-def attention(edges: Callable[[Size], int], *, tensors: int = 4) -> Count:
+def attention(edges: Callable[[Size], int], *, tensors: int = 4, listed: bool = False) -> Count:
     """Two products per edge and head; queries, keys, values and outputs moved once.
 
     The backward pass has five products more, and twice the tensors: the same again and the
     gradient of the output are read, one gradient per input is written. `tensors` is 2 where query,
     key and value are one.
+
+    Edges that are `listed` are read too, 4 bytes each, once forward and twice backward (by target
+    and by source). That is all that memory must deliver: a key or value that several targets look
+    at is counted once, as if a cache held every tensor, and a gather as if it ran at the speed of
+    a copy. Where edges go to sources anywhere and tensors are larger than the cache, it is a bound
+    that no gather can come near.
     """
 
     def work(size: Size, itemsize: int, backward: bool) -> Work:
         width = size.get("batch", 1) * size["heads"] * size["features"]
-        flops, moved = 4.0 * edges(size) * width, 1.0 * itemsize * tensors * size["tokens"] * width
+        tokens = size["tokens"] + size.get("sources", size["tokens"])  # half of the tensors each
+        flops, moved = 4.0 * edges(size) * width, 0.5 * itemsize * tensors * tokens * width
+        if listed:
+            moved += 4.0 * edges(size)
         return (3.5 * flops, 3.0 * moved) if backward else (flops, moved)
 
     return work
@@ -45,8 +54,14 @@ def consensus(size: Size, itemsize: int, backward: bool) -> Work:
 
 
 def neighbors(size: Size, itemsize: int, backward: bool) -> Work:
-    """A product per pair."""
-    return 2.0 * size["tokens"] ** 2 * size["features"], 0.0
+    """A product per pair; points read, and an index and a distance per neighbour written.
+
+    Of what a search does beside products, which is much, nothing is counted. Points are float32
+    everywhere, but the speed that a bound divides by is that of bfloat16 on a GPU: there products
+    may well find the candidates in it, as long as the distances that decide are exact.
+    """
+    moved = size["tokens"] * (4.0 * size["features"] + 12.0 * size["k"])
+    return 2.0 * size["tokens"] ** 2 * size["features"], moved
 
 
 def edges(size: Size, itemsize: int, backward: bool) -> Work:
