@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -76,7 +77,7 @@ def _how(graph: ga.TokenGraph) -> str:
 
 
 def _attend(backend: str, dtype: torch.dtype = torch.float32, **options: object) -> Tensor:
-    graph = ga.window_path_graph(12, 2, self_loops=True)
+    graph: Any = options.pop("graph", None) or ga.window_path_graph(12, 2, self_loops=True)
     generator = torch.Generator().manual_seed(0)
     query = torch.randn(12, 2, 4, generator=generator, dtype=torch.float64).to(dtype)
     kv_heads = options.pop("kv_heads", 2)
@@ -111,12 +112,14 @@ def _lse(backend: str) -> None:
     _attend(backend, return_lse=True)[1].sum().backward()
 
 
+CYCLE = ga.window_cycle_graph(12, 2)
 FEATURES: dict[str, Callable[[str], object]] = {
     "float64": lambda b: _attend(b, torch.float64).sum().backward(),
     "float32": lambda b: _attend(b, torch.float32).sum().backward(),
     "bfloat16 (summed up in float32)": lambda b: _attend(b, torch.bfloat16).sum().backward(),
     "float16 (summed up in float32)": lambda b: _attend(b, torch.float16).sum().backward(),
-    "`top_k`": lambda b: _attend(b, top_k=2).sum().backward(),
+    "`top_k` over windows": lambda b: _attend(b, top_k=2).sum().backward(),
+    "`top_k` over other graphs": lambda b: _attend(b, top_k=2, graph=CYCLE).sum().backward(),
     "`eps`": lambda b: _attend(b, eps=0.1).sum().backward(),
     "`valid`": lambda b: _attend(b, valid=torch.arange(12) < 9).sum().backward(),
     "`edge_bias` per offset": lambda b: _attend(b, edge_bias=torch.zeros(5, 2)).sum().backward(),

@@ -5,8 +5,13 @@ A kernel knows tensors and index arrays only, never a TokenGraph. Read them in t
 - `band_tables`: which tile of which sequence a program takes.
 - `band_math`: what every kernel does with a tile.
 - `band`, `band_backward`, `band_table`: attention over windows, causal and complete graphs.
+- `topk`: which sources of a window count, for `top_k` over bands.
 - `gaussian`: the same where query, key and value are one tensor.
+- `edge_tables`, `edge_math`: the same for lists of edges, row by row.
+- `edges`, `edges_backward`, `edge_selection`: attention over any edges, top-k within rows.
+- `knn`, `knn_exact`: nearest neighbours.
 - `row_dots`: products of rows, which the others need.
-- `band_inputs`, `tuning`, `launch`: what they are given, their sizes, how they are started.
-- `configurations`, `ahead_of_time`, `prediction`, `check`: looking at them without a GPU.
+- `band_inputs`, `edge_inputs`, `tuning`, `launch`: what they are given, their sizes, their start.
+- `configurations` (and `band_`, `edge_`, `knn_configurations`), `ahead_of_time`, `prediction`,
+  `check`: looking at them without a GPU.
 """

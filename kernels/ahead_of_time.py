@@ -129,7 +129,7 @@ def compile_launch(launch: Launch, arch: str) -> Compiled:
         options={
             "num_warps": launch.num_warps,
             "num_stages": launch.num_stages,
-            "enable_fp_fusion": True,  # as graphattn.kernels.launch starts them
+            "enable_fp_fusion": launch.fp_fusion,
         },
     )
     if device.backend == "hip":

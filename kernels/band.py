@@ -25,6 +25,7 @@ from graphattn.kernels.band_math import (
     edges_to,
     half_square,
     half_squares,
+    is_kept,
     load_center,
     load_sequence,
     load_tile,
@@ -40,13 +41,13 @@ from graphattn.kernels.row_dots import row_dots
 
 @triton.jit
 def attend_tile(
-    b_out, b_sum, b_max, b_query, b_center, i_scale, p_key, p_value, p_half, p_table, p_valid,
-    i_row, i_column, i_h, H, i_origin, i_step, stride_kn, stride_vn,
-    n_targets, n_sources, n_before, n_after, i_loops,
+    b_out, b_sum, b_max, b_query, b_center, i_scale, p_key, p_value, p_half, p_table, p_kept,
+    p_valid, i_row, i_column, i_h, H, i_origin, i_step, stride_kn, stride_vn,
+    n_targets, n_sources, n_before, n_after, n_words, i_loops,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, RBF: tl.constexpr, CENTERED: tl.constexpr,
-    STORED: tl.constexpr, TABLE: tl.constexpr, VALID: tl.constexpr, HOLES: tl.constexpr,
-    STRIDED: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+    STORED: tl.constexpr, TABLE: tl.constexpr, KEPT: tl.constexpr, VALID: tl.constexpr,
+    HOLES: tl.constexpr, STRIDED: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Adds the sources i_column, i_column + 1, ... to the running averages of a tile."""
     # [COLUMNS, BLOCK_D]
@@ -67,6 +68,10 @@ def attend_tile(
             o_row, i_column, i_step, n_sources, n_before, n_after, i_loops, p_valid,
             COLUMNS, VALID, HOLES, STRIDED,
         )  # fmt: skip
+        if KEPT:
+            m_edge = m_edge & is_kept(
+                p_kept, o_row, i_column, i_step, n_targets, n_before, n_words, COLUMNS, 0
+            )
     if TABLE:
         p_bias = p_table + (o_column[None, :] - o_row[:, None] + i_origin) * H + i_h
         if MASKED:
@@ -93,16 +98,16 @@ def attend_tile(
     return b_out, b_sum, b_larger
 
 
-@triton.jit(do_not_specialize=["N", "M", "H", "num_tiles", "origin"])
+@triton.jit(do_not_specialize=["N", "M", "H", "num_tiles", "origin", "num_words"])
 def band_forward_kernel(
-    p_query, p_key, p_value, p_out, p_lse, p_saved, p_scale, p_half, p_center, p_table,
-    p_valid_target, p_valid_source, p_tiles, p_sequences, N, M, H, num_tiles, origin,
+    p_query, p_key, p_value, p_out, p_lse, p_saved, p_scale, p_half, p_center, p_table, p_kept,
+    p_valid_target, p_valid_source, p_tiles, p_sequences, N, M, H, num_tiles, origin, num_words,
     stride_qn, stride_qh, stride_kn, stride_kh, stride_vn, stride_vh,
     REPEATS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     RBF: tl.constexpr, CENTERED: tl.constexpr, STORED: tl.constexpr, TABLE: tl.constexpr,
-    VALID: tl.constexpr, VALID_TARGET: tl.constexpr, HOLES: tl.constexpr, STRIDED: tl.constexpr,
-    PARTS: tl.constexpr, PRECISION: tl.constexpr,
+    KEPT: tl.constexpr, VALID: tl.constexpr, VALID_TARGET: tl.constexpr, HOLES: tl.constexpr,
+    STRIDED: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Output [B, N, H, DV], log-sums [B, H, N], and base-2 log-sums as the backward wants them."""
     i_b, i_h, i_tile, i_row, p_row = own_tile(p_tiles, p_sequences, num_tiles, H)
@@ -115,6 +120,8 @@ def band_forward_kernel(
     p_value += (i_b * M + i_source) * stride_vn + i_head.to(tl.int64) * stride_vh
     p_half += (i_b * (H // REPEATS) + i_head) * M + i_source
     p_valid_source += i_b * M + i_source
+    if KEPT:
+        p_kept += ((i_b * H + i_h) * N + i_target) * num_words
 
     # [ROWS, BLOCK_D]
     b_query = load_tile(
@@ -135,15 +142,15 @@ def band_forward_kernel(
     b_out = tl.zeros([ROWS, BLOCK_DV], tl.float32)
     b_sum = tl.zeros([ROWS], tl.float32)
     b_max = tl.full([ROWS], float("-inf"), tl.float32)
-    i_borders = meeting(i_row, n_targets, n_sources, n_before, n_after, ROWS, COLUMNS, PARTS)
+    i_borders = meeting(i_row, n_targets, n_sources, n_before, n_after, ROWS, COLUMNS, PARTS, KEPT)
     for i_part in tl.static_range(PARTS):
         for i_column in range(i_borders[i_part], i_borders[i_part + 1], COLUMNS):
             b_out, b_sum, b_max = attend_tile(
                 b_out, b_sum, b_max, b_query, b_center, i_scale, p_key, p_value, p_half, p_table,
-                p_valid_source, i_row, i_column, i_h, H, origin, i_step, stride_kn, stride_vn,
-                n_targets, n_sources, n_before, n_after, i_loops, D, DV, BLOCK_D, BLOCK_DV, ROWS,
-                COLUMNS, RBF, CENTERED, STORED, TABLE, VALID, HOLES, STRIDED, i_part != 1,
-                PRECISION,
+                p_kept, p_valid_source, i_row, i_column, i_h, H, origin, i_step, stride_kn,
+                stride_vn, n_targets, n_sources, n_before, n_after, num_words, i_loops, D, DV,
+                BLOCK_D, BLOCK_DV, ROWS, COLUMNS, RBF, CENTERED, STORED, TABLE, KEPT, VALID, HOLES,
+                STRIDED, i_part != 1, PRECISION,
             )  # fmt: skip
 
     o_row = i_row + tl.arange(0, ROWS)
@@ -171,11 +178,14 @@ def band_forward_kernel(
     tl.store(p_saved + o_number, tl.where(m_empty, float("inf"), b_saved), mask=m_row)
 
 
-def forward(inputs: BandInputs) -> tuple[Tensor, Tensor, Tensor]:
-    """Output [B, N, H, Dv], log-sums [B, H, N], and log-sums for the backward [B, H, N]."""
+def forward(inputs: BandInputs, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """Output [B, N, H, Dv], log-sums [B, H, N], and log-sums for the backward [B, H, N].
+
+    `dtype` of the output: that of the inputs if None.
+    """
     x = inputs
     B, N, H, _ = x.query.shape
-    out = x.query.new_empty(B, N, H, x.value.shape[-1])
+    out = x.query.new_empty((B, N, H, x.value.shape[-1]), dtype=dtype or x.query.dtype)
     lse = x.query.new_empty((B, H, N), dtype=torch.float32)
     saved = torch.empty_like(lse)
     choice = tuning.choose("forward", x.query.dtype, x.width, x.bands.window)

@@ -28,6 +28,7 @@ from graphattn.kernels.band_math import (
     half_square,
     half_squares,
     is_edge,
+    is_kept,
     load_center,
     load_sequence,
     load_tile,
@@ -46,12 +47,12 @@ from graphattn.kernels.row_dots import row_dots
 @triton.jit
 def d_query_tile(
     b_d_query, b_pulled, b_d_scale, b_query, b_d_out, b_saved, b_delta, b_center, i_scale,
-    p_key, p_value, p_half, p_table, p_valid, i_row, i_column, i_h, H, i_origin, i_step,
-    stride_kn, stride_vn, n_targets, n_sources, n_before, n_after, i_loops,
+    p_key, p_value, p_half, p_table, p_kept, p_valid, i_row, i_column, i_h, H, i_origin, i_step,
+    stride_kn, stride_vn, n_targets, n_sources, n_before, n_after, n_words, i_loops,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, RBF: tl.constexpr, CENTERED: tl.constexpr,
-    STORED: tl.constexpr, TABLE: tl.constexpr, VALID: tl.constexpr, HOLES: tl.constexpr,
-    STRIDED: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+    STORED: tl.constexpr, TABLE: tl.constexpr, KEPT: tl.constexpr, VALID: tl.constexpr,
+    HOLES: tl.constexpr, STRIDED: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
     SCALE_GRADIENT: tl.constexpr,
 ):  # fmt: skip
     """Adds what the sources i_column, i_column + 1, ... give to a tile's d_query."""
@@ -74,6 +75,10 @@ def d_query_tile(
             o_row, i_column, i_step, n_sources, n_before, n_after, i_loops, p_valid,
             COLUMNS, VALID, HOLES, STRIDED,
         )  # fmt: skip
+        if KEPT:
+            m_edge = m_edge & is_kept(
+                p_kept, o_row, i_column, i_step, n_targets, n_before, n_words, COLUMNS, 0
+            )
     if TABLE:
         p_bias = p_table + (o_column[None, :] - o_row[:, None] + i_origin) * H + i_h
         if MASKED:
@@ -105,17 +110,18 @@ def d_query_tile(
     return b_d_query, b_pulled, b_d_scale
 
 
-@triton.jit(do_not_specialize=["N", "M", "H", "num_tiles", "origin"])
+@triton.jit(do_not_specialize=["N", "M", "H", "num_tiles", "origin", "num_words"])
 def d_query_kernel(
     p_query, p_key, p_value, p_saved, p_delta, p_d_out, p_d_query, p_d_scale, p_scale, p_half,
-    p_center, p_table, p_valid_target, p_valid_source, p_tiles, p_sequences,
-    N, M, H, num_tiles, origin,
+    p_center, p_table, p_kept, p_valid_target, p_valid_source, p_tiles, p_sequences,
+    N, M, H, num_tiles, origin, num_words,
     stride_qn, stride_qh, stride_kn, stride_kh, stride_vn, stride_vh, stride_on, stride_oh,
     REPEATS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     RBF: tl.constexpr, CENTERED: tl.constexpr, STORED: tl.constexpr, TABLE: tl.constexpr,
-    VALID: tl.constexpr, VALID_TARGET: tl.constexpr, HOLES: tl.constexpr, STRIDED: tl.constexpr,
-    PARTS: tl.constexpr, PRECISION: tl.constexpr, SCALE_GRADIENT: tl.constexpr,
+    KEPT: tl.constexpr, VALID: tl.constexpr, VALID_TARGET: tl.constexpr, HOLES: tl.constexpr,
+    STRIDED: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr,
+    SCALE_GRADIENT: tl.constexpr,
 ):  # fmt: skip
     """d_query [B, N, H, D], and every tile's share of d_scale [B, tiles, H]."""
     i_b, i_h, i_tile, i_row, p_row = own_tile(p_tiles, p_sequences, num_tiles, H)
@@ -129,6 +135,8 @@ def d_query_kernel(
     p_value += (i_b * M + i_source) * stride_vn + i_head.to(tl.int64) * stride_vh
     p_half += (i_b * (H // REPEATS) + i_head) * M + i_source
     p_valid_source += i_b * M + i_source
+    if KEPT:
+        p_kept += ((i_b * H + i_h) * N + i_target) * num_words
 
     # [ROWS, BLOCK_D] and [ROWS, BLOCK_DV]
     b_query = load_tile(
@@ -154,15 +162,16 @@ def d_query_kernel(
     b_d_query = tl.zeros([ROWS, BLOCK_D], tl.float32)
     b_pulled = tl.zeros([ROWS], tl.float32)
     b_d_scale = tl.zeros([ROWS], tl.float32)
-    i_borders = meeting(i_row, n_targets, n_sources, n_before, n_after, ROWS, COLUMNS, PARTS)
+    i_borders = meeting(i_row, n_targets, n_sources, n_before, n_after, ROWS, COLUMNS, PARTS, KEPT)
     for i_part in tl.static_range(PARTS):
         for i_column in range(i_borders[i_part], i_borders[i_part + 1], COLUMNS):
             b_d_query, b_pulled, b_d_scale = d_query_tile(
                 b_d_query, b_pulled, b_d_scale, b_query, b_d_out, b_saved, b_delta, b_center,
-                i_scale, p_key, p_value, p_half, p_table, p_valid_source, i_row, i_column, i_h, H,
-                origin, i_step, stride_kn, stride_vn, n_targets, n_sources, n_before, n_after,
-                i_loops, D, DV, BLOCK_D, BLOCK_DV, ROWS, COLUMNS, RBF, CENTERED, STORED, TABLE,
-                VALID, HOLES, STRIDED, i_part != 1, PRECISION, SCALE_GRADIENT,
+                i_scale, p_key, p_value, p_half, p_table, p_kept, p_valid_source, i_row, i_column,
+                i_h, H, origin, i_step, stride_kn, stride_vn, n_targets, n_sources, n_before,
+                n_after, num_words, i_loops, D, DV, BLOCK_D, BLOCK_DV, ROWS, COLUMNS, RBF,
+                CENTERED, STORED, TABLE, KEPT, VALID, HOLES, STRIDED, i_part != 1, PRECISION,
+                SCALE_GRADIENT,
             )  # fmt: skip
 
     m_alive = m_row & (b_saved != float("inf"))
@@ -181,12 +190,12 @@ def d_query_kernel(
 @triton.jit
 def d_source_tile(
     b_d_key, b_d_value, b_pulled, b_key, b_value, b_half, b_center, i_scale, o_column,
-    p_query, p_d_out, p_saved, p_delta, p_table, i_row, i_h, H, i_origin, i_step,
-    stride_qn, stride_on, n_targets, n_before, n_after, i_loops,
+    p_query, p_d_out, p_saved, p_delta, p_table, p_kept, i_row, i_column, i_h, H, i_origin, i_step,
+    stride_qn, stride_on, n_targets, n_before, n_after, n_words, i_loops,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, RBF: tl.constexpr, CENTERED: tl.constexpr,
-    TABLE: tl.constexpr, HOLES: tl.constexpr, STRIDED: tl.constexpr, MASKED: tl.constexpr,
-    REPEATS: tl.constexpr, PRECISION: tl.constexpr,
+    TABLE: tl.constexpr, KEPT: tl.constexpr, HOLES: tl.constexpr, STRIDED: tl.constexpr,
+    MASKED: tl.constexpr, REPEATS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Adds what the targets i_row, i_row + 1, ... give to the gradients of a tile's sources.
 
@@ -217,6 +226,10 @@ def d_source_tile(
         # An empty row's saved log-sum is +inf; whatever it holds takes no part.
         o_seen = tl.where(m_row & (b_saved != float("inf")), o_row, -NOWHERE)
         m_edge = is_edge(o_seen[None, :], o_column[:, None], n_before, n_after, i_loops, HOLES)
+        if KEPT:
+            m_edge = m_edge & is_kept(
+                p_kept, o_row, i_column, i_step, n_targets, n_before, n_words, COLUMNS, 1
+            )
     if TABLE:
         p_bias = p_table + (o_column[:, None] - o_row[None, :] + i_origin) * H + i_h
         if MASKED:
@@ -244,14 +257,15 @@ def d_source_tile(
     return b_d_key, b_d_value, b_pulled
 
 
-@triton.jit(do_not_specialize=["N", "M", "H", "num_tiles", "origin"])
+@triton.jit(do_not_specialize=["N", "M", "H", "num_tiles", "origin", "num_words"])
 def d_source_kernel(
     p_query, p_key, p_value, p_saved, p_delta, p_d_out, p_d_key, p_d_value, p_scale, p_center,
-    p_table, p_valid_target, p_valid_source, p_tiles, p_sequences, N, M, H, num_tiles, origin,
+    p_table, p_kept, p_valid_target, p_valid_source, p_tiles, p_sequences,
+    N, M, H, num_tiles, origin, num_words,
     stride_qn, stride_qh, stride_kn, stride_kh, stride_vn, stride_vh, stride_on, stride_oh,
     REPEATS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    RBF: tl.constexpr, CENTERED: tl.constexpr, TABLE: tl.constexpr,
+    RBF: tl.constexpr, CENTERED: tl.constexpr, TABLE: tl.constexpr, KEPT: tl.constexpr,
     VALID: tl.constexpr, VALID_TARGET: tl.constexpr, HOLES: tl.constexpr, STRIDED: tl.constexpr,
     PARTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -292,14 +306,18 @@ def d_source_kernel(
         p_own_query = p_query + (i_b * N + i_target) * stride_qn + i_h.to(tl.int64) * stride_qh
         p_own_d_out = p_d_out + (i_b * N + i_target) * stride_on + i_h.to(tl.int64) * stride_oh
         i_numbers = (i_b * H + i_h) * N + i_target
+        p_own_kept = p_kept
+        if KEPT:
+            p_own_kept += i_numbers * num_words
         for i_part in tl.static_range(PARTS):
             for i_row in range(i_borders[i_part], i_borders[i_part + 1], ROWS):
                 b_d_key, b_d_value, b_pulled = d_source_tile(
                     b_d_key, b_d_value, b_pulled, b_key, b_value, b_half, b_center, i_scale,
                     o_column, p_own_query, p_own_d_out, p_saved + i_numbers, p_delta + i_numbers,
-                    p_table, i_row, i_h, H, origin, i_step, stride_qn, stride_on,
-                    n_targets, n_before, n_after, i_loops, D, DV, BLOCK_D, BLOCK_DV, ROWS, COLUMNS,
-                    RBF, CENTERED, TABLE, HOLES, STRIDED, i_part != 1, REPEATS, PRECISION,
+                    p_table, p_own_kept, i_row, i_column, i_h, H, origin, i_step, stride_qn,
+                    stride_on, n_targets, n_before, n_after, num_words, i_loops, D, DV, BLOCK_D,
+                    BLOCK_DV, ROWS, COLUMNS, RBF, CENTERED, TABLE, KEPT, HOLES, STRIDED,
+                    i_part != 1, REPEATS, PRECISION,
                 )  # fmt: skip
     if RBF:
         b_d_key = b_d_key - b_pulled[:, None] * b_key.to(tl.float32)
@@ -342,7 +360,8 @@ def backward(
     }
     choice = tuning.choose("d_query", x.query.dtype, x.width, x.bands.window)
     tiles = x.bands.tiles("targets", choice.rows)
-    stored = x.stores_half_squares(choice.rows)
+    # Beside a choice, the pointers to stored ones spill.
+    stored = x.stores_half_squares(choice.rows) and x.kept is None
     shares = x.scale.new_empty(B, len(tiles), H) if scale_gradient else x.scale
     launch(
         d_query_kernel,

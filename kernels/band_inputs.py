@@ -31,6 +31,7 @@ class BandInputs:
         rbf: logits -scale ||q - k||^2 / 2 instead of scale q . k.
         table: [offsets, H], float32, added to the logits: row ``source - target + bands.origin``.
         valid_target, valid_source: bool [B, N] and [B, M]; None: all are.
+        kept: bits of the pairs that count (see :func:`graphattn.kernels.topk.select`); None: all.
     """
 
     query: Tensor
@@ -42,6 +43,7 @@ class BandInputs:
     table: Tensor | None = None
     valid_target: Tensor | None = None
     valid_source: Tensor | None = None
+    kept: Tensor | None = None
 
     def __post_init__(self) -> None:
         self.query, self.key, self.value = map(side_by_side, (self.query, self.key, self.value))
@@ -49,12 +51,9 @@ class BandInputs:
         if self.table is not None:
             self.table = self.table.to(torch.float32).contiguous()
         one_mask = self.valid_target is self.valid_source
-        if self.valid_target is not None:
-            self.valid_target = self.valid_target.contiguous().view(torch.uint8)
+        self.valid_target, self.valid_source = map(as_bytes, (self.valid_target, self.valid_source))
         if one_mask:
             self.valid_source = self.valid_target
-        elif self.valid_source is not None:
-            self.valid_source = self.valid_source.contiguous().view(torch.uint8)
 
     @property
     def width(self) -> int:
@@ -77,7 +76,7 @@ class BandInputs:
     def parts(self, rows: int, columns: int) -> int:
         """3 where whole tiles may be seen by all rows, and need no mask; otherwise 1."""
         plain = self.valid_source is None and self.valid_target is None
-        plain = plain and not self.bands.has_holes
+        plain = plain and not self.bands.has_holes and self.kept is None
         return 3 if plain and self.bands.window >= rows + columns - 1 else 1
 
     @property
@@ -153,7 +152,17 @@ class BandInputs:
 
     def common(self) -> dict[str, Any]:
         """The arguments that all band kernels take, whether they look at them or not."""
-        return dict(self._common)
+        kept = self.kept
+        return self._common | {
+            "p_kept": self.scale if kept is None else kept,
+            "num_words": 0 if kept is None else kept.shape[-1],
+            "KEPT": kept is not None,
+        }
+
+
+def as_bytes(mask: Tensor | None) -> Tensor | None:
+    """A bool mask as kernels read it."""
+    return None if mask is None else mask.contiguous().view(torch.uint8)
 
 
 def side_by_side(x: Tensor) -> Tensor:

@@ -189,6 +189,39 @@ def edges_to(
 
 
 @triton.jit
+def first_word(o_row, n_before):
+    """The number of the 32 sources with which the bits of targets `o_row` begin."""
+    return tl.maximum(o_row - n_before, 0) // 32
+
+
+@triton.jit
+def is_kept(
+    p_kept, o_row, i_column, i_step, n_targets, n_before, n_words,
+    COLUMNS: tl.constexpr, ROW_AXIS: tl.constexpr,
+):  # fmt: skip
+    """Whether targets `o_row` keep sources i_column, i_column + 1, ...; anything if not an edge.
+
+    [rows, COLUMNS], or [COLUMNS, rows] with ROW_AXIS 1. `i_column` is a multiple of 32, or of
+    COLUMNS.
+    """
+    o_source = tl.arange(0, COLUMNS)
+    o_word = i_column // 32 - first_word(o_row, n_before)
+    p_words = p_kept + (o_row * i_step) * n_words + o_word
+    if COLUMNS < 32:
+        o_bit = i_column % 32 + o_source
+    else:
+        o_bit = o_source % 32
+    b_bit = tl.full([COLUMNS], 1, tl.int32) << o_bit
+    m_word = (o_row < n_targets) & (o_word >= 0) & (o_word < n_words)
+    b_words = tl.expand_dims(tl.load(p_words, mask=m_word, other=0), 1 - ROW_AXIS)
+    for i_word in tl.static_range(1, (COLUMNS + 31) // 32):
+        m_word = (o_row < n_targets) & (o_word + i_word >= 0) & (o_word + i_word < n_words)
+        b_next = tl.expand_dims(tl.load(p_words + i_word, mask=m_word, other=0), 1 - ROW_AXIS)
+        b_words = tl.where(tl.expand_dims(o_source >= 32 * i_word, ROW_AXIS), b_next, b_words)
+    return (b_words & tl.expand_dims(b_bit, ROW_AXIS)) != 0
+
+
+@triton.jit
 def around_center(b_saved, b_query, i_scale):
     """True base-2 log-sums as those of q . k - ||k||^2 / 2; +inf, an empty row's, stays."""
     b_around = b_saved + i_scale * LOG2E * half_square(b_query)
@@ -218,15 +251,17 @@ def own_tile(p_tiles, p_sequences, num_tiles, heads):
 @triton.jit
 def meeting(
     i_row, n_own, n_other, n_before, n_after,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr, KEPT: tl.constexpr = False,
 ):  # fmt: skip
     """The tokens of the other side that a tile meets: begin, whole tiles from and to, end.
 
     With three PARTS the whole tiles in the middle are met by all rows, and need no mask; with one
-    the first part goes to the end.
+    the first part goes to the end, and if KEPT it begins with a whole word of bits.
     """
     i_last = tl.minimum(i_row + ROWS, n_own) - 1
     i_begin = tl.maximum(i_row - n_before, 0)
+    if KEPT:
+        i_begin = i_begin // 32 * 32
     i_end = tl.minimum(i_last + n_after + 1, n_other)
     i_full, i_full_end = i_end, i_end
     if PARTS == 3:

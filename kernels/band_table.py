@@ -19,6 +19,7 @@ from graphattn.kernels.band_math import (
     around_center,
     edges_to,
     half_square,
+    is_kept,
     load_center,
     load_sequence,
     load_tile,
@@ -31,16 +32,18 @@ from graphattn.kernels.launch import launch
 PROGRAMS = 64  # per head: rows of the buffer
 
 
-@triton.jit(do_not_specialize=["N", "M", "H", "num_tiles", "num_offsets", "origin", "B"])
+@triton.jit(
+    do_not_specialize=["N", "M", "H", "num_tiles", "num_offsets", "origin", "num_words", "B"]
+)
 def d_table_kernel(
     p_query, p_key, p_value, p_saved, p_delta, p_d_out, p_partial, p_scale, p_center,
-    p_table, p_valid_target, p_valid_source, p_tiles, p_sequences,
-    B, N, M, H, num_tiles, num_offsets, origin,
+    p_table, p_kept, p_valid_target, p_valid_source, p_tiles, p_sequences,
+    B, N, M, H, num_tiles, num_offsets, origin, num_words,
     stride_qn, stride_qh, stride_kn, stride_kh, stride_vn, stride_vh, stride_on, stride_oh,
     REPEATS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    RBF: tl.constexpr, CENTERED: tl.constexpr, TABLE: tl.constexpr, VALID: tl.constexpr,
-    VALID_TARGET: tl.constexpr, HOLES: tl.constexpr, STRIDED: tl.constexpr,
+    RBF: tl.constexpr, CENTERED: tl.constexpr, TABLE: tl.constexpr, KEPT: tl.constexpr,
+    VALID: tl.constexpr, VALID_TARGET: tl.constexpr, HOLES: tl.constexpr, STRIDED: tl.constexpr,
     PRECISION: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
     """partial [PROGRAMS, H, offsets] += sums over diagonals; ROWS = COLUMNS."""
@@ -80,7 +83,7 @@ def d_table_kernel(
             b_query = b_query - b_center[None, :]
             b_saved = around_center(b_saved, b_query, i_scale)
         i_begin, _, _, i_end = meeting(
-            i_row, n_targets, n_sources, n_before, n_after, ROWS, COLUMNS, 1
+            i_row, n_targets, n_sources, n_before, n_after, ROWS, COLUMNS, 1, KEPT
         )
         for i_column in range(i_begin, i_end, COLUMNS):
             b_key = load_tile(
@@ -98,6 +101,11 @@ def d_table_kernel(
                 o_live, i_column, i_step, n_sources, n_before, n_after, i_loops,
                 p_valid_source + i_b * M + i_source, COLUMNS, VALID, HOLES, STRIDED,
             )  # fmt: skip
+            if KEPT:
+                m_edge = m_edge & is_kept(
+                    p_kept + ((i_b * H + i_h) * N + i_target) * num_words, o_row, i_column,
+                    i_step, n_targets, n_before, num_words, COLUMNS, 0,
+                )  # fmt: skip
             p_bias = p_table + (o_column[None, :] - o_row[:, None] + origin) * H + i_h
             b_bias = tl.load(p_bias, mask=m_edge, other=0.0)
             b_logit = (b_logit * i_scale + b_bias) * LOG2E - b_saved[:, None]

@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None, *, configurations: str = CONFIG
 
     Args:
         arguments: what follows ``python -m graphattn.kernels.check``.
-        configurations: the module whose ``main_configurations()`` are checked.
+        configurations: the module whose ``all_configurations()`` are checked.
     """
     parser = argparse.ArgumentParser(
         prog="python -m graphattn.kernels.check",
@@ -84,7 +84,7 @@ def main(arguments: Sequence[str] | None = None, *, configurations: str = CONFIG
 
 def check(archs: Sequence[str], configurations: str = CONFIGURATIONS) -> list[Row]:
     """Compiles every configuration for every architecture, in two processes."""
-    count = len(importlib.import_module(configurations).main_configurations())
+    count = len(importlib.import_module(configurations).all_configurations())
     jobs = [(configurations, i, arch) for arch in archs for i in range(count)]
     # Kernels cannot be pickled, so a job names its configuration. A new interpreter for each
     # process, because PyTorch's threads do not survive a fork.
@@ -97,7 +97,7 @@ def check_one(job: tuple[str, int, str]) -> Row:
     """One configuration on one architecture; what the compiler refuses is a problem, too."""
     module, i, arch = job
     with tuning.compiling_for(arch):
-        configuration = importlib.import_module(module).main_configurations()[i]
+        configuration = importlib.import_module(module).all_configurations()[i]
     name, target = configuration.name, configuration.target
     try:
         compiled = compile_launch(configuration.launch, arch)
@@ -119,7 +119,16 @@ def last_words(error: BaseException) -> str:
 
 
 COMPILED = ("configuration", "registers", "spills", "shared KiB", "matrix instructions", "loop")
-PREDICTED = ("configuration", "bytes", "matrix", "issue slots", "special", "predicted", "target")
+PREDICTED = (
+    "configuration",
+    "bytes",
+    "gathers",
+    "matrix",
+    "issue slots",
+    "special",
+    "predicted",
+    "target",
+)
 
 
 def markdown(rows: Sequence[Row]) -> str:

@@ -21,6 +21,7 @@ WARP = 32  # threads
 SPECIAL_LANES = 16  # special-function results per clock and multiprocessor
 FP32_LANES = 128  # fused multiply-adds per clock and multiprocessor
 BYTES_PER_SECOND = 4.3e12  # measured: a copy in device memory, reads and writes counted
+CACHE_PER_SECOND = 5.5e12  # an estimate: published measurements of the L2 cache of an H100
 HALF_PER_SECOND = 790e12  # measured: a large bfloat16 product (dense data sheet value 989e12)
 TF32_PER_SECOND = 494e12  # dense data sheet value
 FP32_PER_SECOND = 2 * FP32_LANES * MULTIPROCESSORS * CLOCK
@@ -29,12 +30,13 @@ FP32_PER_SECOND = 2 * FP32_LANES * MULTIPROCESSORS * CLOCK
 class Prediction(NamedTuple):
     """Predicted seconds of one launch on an H200, by what would limit it.
 
-    >>> prediction = Prediction(bytes_s=2e-6, matrix_s=3e-6, issue_s=5e-6, special_s=1e-6)
+    >>> prediction = Prediction(2e-6, 1e-6, matrix_s=3e-6, issue_s=5e-6, special_s=1e-6)
     >>> prediction.seconds, prediction.limit
     (5e-06, 'issue slots')
     """
 
     bytes_s: float  # device memory
+    cache_s: float  # what is gathered, at best from the L2 cache
     matrix_s: float  # matrix products
     issue_s: float  # issue slots: instructions of all warps
     special_s: float  # exp2, log2, 1 / x, ...
@@ -47,7 +49,7 @@ class Prediction(NamedTuple):
     @property
     def limit(self) -> str:
         """What the largest belongs to."""
-        names = ("bytes", "matrix", "issue slots", "special functions")
+        names = ("bytes", "gathers", "matrix", "issue slots", "special functions")
         return names[self.index(max(self))]
 
 
@@ -67,6 +69,7 @@ def predict(configuration: Configuration, compiled: Compiled) -> Prediction:
     passes = configuration.iterations * configuration.launch.num_warps
     return Prediction(
         bytes_s=configuration.bytes / BYTES_PER_SECOND,
+        cache_s=configuration.gathered / CACHE_PER_SECOND,
         matrix_s=configuration.flops / products_per_second(configuration, compiled),
         issue_s=compiled.loop_instructions * passes / (MULTIPROCESSORS * SCHEDULERS * CLOCK),
         special_s=compiled.loop_special * passes * WARP / (SPECIAL_LANES * MULTIPROCESSORS * CLOCK),

@@ -1,4 +1,5 @@
-"""Sizes of tiles: two small tables, one line per kernel, by dtype and width of a head.
+"""Sizes of tiles: tables by architecture and precision, one line per kernel, by width of a head.
+Edge kernels follow a rule: :func:`choose_for_edges`.
 
 Not yet measured on a GPU: these sizes were chosen by registers, shared memory and instructions of
 kernels compiled ahead of time (docs/benchmarks/kernels.md). Another choice can be tried without
@@ -11,6 +12,7 @@ editing::
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -42,6 +44,7 @@ HOPPER: Table = {
         64: Choice(128, 32, 8, 2), 128: Choice(64, 32, 8, 2), 256: Choice(32, 32, 4, 1),
     },
     "d_table": {128: Choice(64, 64, 8, 1), 256: Choice(32, 32, 4, 1)},
+    "band_select": {256: Choice(64, 32, 4, 2)},
 }  # fmt: skip
 # Half precision on Ampere, AMD's and others.
 OTHERS: Table = {
@@ -51,12 +54,14 @@ OTHERS: Table = {
     "shared_forward": {64: Choice(64, 64, 4, 2), 256: Choice(32, 32, 8, 1)},
     "shared_backward": {64: Choice(32, 32, 4, 2), 256: Choice(32, 32, 8, 1)},
     "d_table": {256: Choice(32, 32, 4, 1)},
+    "band_select": {256: Choice(16, 32, 2, 2)},
 }
 BLACKWELL: Table = OTHERS | {
     "forward": {64: Choice(128, 32, 8, 2), 128: Choice(64, 64, 8, 2), 256: Choice(64, 32, 8, 2)},
     "d_query": {128: Choice(64, 64, 8, 2), 256: Choice(32, 16, 8, 1)},
     "shared_backward": {64: Choice(64, 64, 8, 1), 256: Choice(32, 32, 8, 1)},
     "d_table": {128: Choice(64, 64, 8, 1), 256: Choice(32, 32, 4, 1)},
+    "band_select": {256: Choice(64, 32, 8, 2)},
 }
 SINGLE: Table = {  # float32
     "forward": {64: Choice(32, 32, 4, 2), 256: Choice(16, 32, 4, 1)},
@@ -65,12 +70,20 @@ SINGLE: Table = {  # float32
     "shared_forward": {64: Choice(32, 32, 4, 2), 256: Choice(16, 32, 4, 1)},
     "shared_backward": {256: Choice(16, 32, 4, 1)},
     "d_table": {256: Choice(16, 32, 4, 1)},
+    "band_select": {256: Choice(16, 32, 4, 1)},
 }
 SINGLE_ON_AMD: Table = SINGLE | {
     "d_query": {256: Choice(16, 32, 4, 1)},
     "d_source": {256: Choice(16, 32, 4, 1)},
 }
-KERNELS = tuple(HOPPER)
+# Edge kernels: a program is one warp, whose lanes share the features of a few edges of one row.
+# Several warps or rows add up across lanes more often: up to twice the instructions.
+OF_EDGES = ("edges_forward", "edges_d_query", "edges_d_source", "edges_select")
+TILE_ELEMENTS = 1024  # of a gathered tile; more spill
+MAX_SLOTS = 32
+FILLS_A_WARP = 256  # elements of a tile: 8 for each of 32 lanes
+HELD_ELEMENTS = 16384  # of a row of edges whose logits are held to choose among them
+KERNELS = (*HOPPER, *OF_EDGES)
 # Windows narrower than this have more borders than inside: smaller tiles waste less.
 NARROW = 64
 OF_NARROW = {"d_source": (32, 64)}
@@ -104,6 +117,29 @@ def choose(kernel: str, dtype: torch.dtype, width: int, window: int) -> Choice:
         rows, columns = min(choice.rows, rows), min(choice.columns, columns)
         choice = choice._replace(rows=rows, columns=columns, num_warps=4)
     return choice._replace(num_stages=STAGES_ON_AMD) if is_amd() else choice
+
+
+def choose_for_edges(kernel: str, width: int, degree: float) -> Choice:
+    """For heads of `width` features and rows of `degree` edges on average; columns are slots.
+
+    Example:
+        >>> from graphattn.kernels import tuning
+        >>> tuning.choose_for_edges("edges_forward", width=64, degree=16.0)
+        Choice(rows=1, columns=16, num_warps=1, num_stages=1)
+    """
+    if kernel in _override:
+        return _override[kernel]
+    width, slots = power_of_2(width), power_of_2(math.ceil(degree))
+    if kernel == "edges_select":  # a whole row, if it is not much longer than others
+        slots = max(1, min(max(slots, 16), 128, HELD_ELEMENTS // width))
+        return Choice(1, slots, min(8, max(1, slots * width // (2 * TILE_ELEMENTS))), 1)
+    slots = max(1, min(slots, MAX_SLOTS, TILE_ELEMENTS // width))
+    return Choice(max(1, FILLS_A_WARP // (slots * width)), slots, 1, 1)
+
+
+def power_of_2(number: int) -> int:
+    """The smallest that is no smaller."""
+    return 1 << max(number - 1, 0).bit_length()
 
 
 def _table(dtype: torch.dtype) -> Table:
@@ -150,14 +186,18 @@ def override(**choices: Choice) -> Iterator[None]:
     """Within the block the named kernels take these sizes.
 
     Raises:
-        ValueError: for a kernel that does not exist, or sizes that are no powers of two from 16 on.
+        ValueError: for a kernel that does not exist, or sizes that are no powers of two, from 16
+            on (of edge kernels from 1 on).
     """
     for kernel, choice in choices.items():
         if kernel not in KERNELS:
             raise ValueError(f"kernels are {', '.join(KERNELS)}; got {kernel!r}")
         for size in choice[:2]:
-            if size < 16 or size & (size - 1):
-                raise ValueError(f"rows and columns of {kernel} must be powers of 2 >= 16: {size}")
+            least = 1 if kernel in OF_EDGES else 16
+            if size < least or size & (size - 1):
+                raise ValueError(
+                    f"rows and columns of {kernel} must be powers of 2 >= {least}: {size}"
+                )
     global _override
     before, _override = _override, {**_override, **choices}
     try:

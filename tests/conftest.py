@@ -26,7 +26,17 @@ def pytest_configure(config: pytest.Config) -> None:
     before = os.environ.get("TRITON_INTERPRET")
     os.environ["TRITON_INTERPRET"] = "1"
     try:
-        from graphattn.kernels import band, band_backward, band_table, gaussian  # noqa: F401
+        from graphattn.kernels import (  # noqa: F401
+            band,
+            band_backward,
+            band_table,
+            edge_selection,
+            edges,
+            edges_backward,
+            gaussian,
+            knn,
+            topk,
+        )
     finally:
         if before is None:
             del os.environ["TRITON_INTERPRET"]

@@ -59,6 +59,12 @@ ROTARY = "tests/nn/test_nn_rotary.py"
 KERNELS = "tests/kernels/test_kernels_attention.py"
 GAUSSIAN = "tests/kernels/test_kernels_gaussian.py"
 BANDS = "tests/kernels/test_kernels_nan.py"
+EDGES = "tests/kernels/test_kernels_edges.py"
+EDGES_TOP_K = "tests/kernels/test_kernels_edges_top_k.py"
+EDGES_NAN = "tests/kernels/test_kernels_edges_nan.py"
+NEIGHBORS = "tests/kernels/test_kernels_knn.py"
+NO_WAITING = "tests/kernels/test_kernels_no_waiting.py"
+TABLES = "tests/graphs/test_graphs_neighbor_tables.py"
 
 MUTATIONS = [
     Mutation(
@@ -465,6 +471,94 @@ MUTATIONS = [
         "o_offset -= COLUMNS",
         "o_offset -= 0",
         (f"{KERNELS}::test_sizes_of_tiles_change_no_gradient_of_a_table",),
+    ),
+    # Kernels over edges, and tables of neighbours.
+    Mutation(
+        "a table of two rows is taken for an edge list",
+        "graphattn/graphs/encoding.py",
+        '"neighbors" if numbers[HAS_TABLE] else "edge_index"',
+        '"neighbors" if edge_index.shape[0] != 2 else "edge_index"',
+        (f"{TABLES}::test_a_table_of_two_rows_is_not_taken_for_a_list_of_edges",),
+    ),
+    Mutation(
+        "a layer lists the edges of a table, which waits for the device",
+        "graphattn/ops/attention/operators.py",
+        "*valid, graph.code, graph.listed, *options",
+        "*valid, graph.code, graph.edge_index, *options",
+        (f"{NO_WAITING}::test_a_layer_whose_graph_is_made_from_its_features_waits_for_nothing",),
+    ),
+    Mutation(
+        "the band's log-sums are taken for those of all edges",
+        "graphattn/ops/attention/triton.py",
+        "saved + (lse - of_bands) * LOG2E",
+        "saved",
+        (f"{EDGES}::test_values_and_gradients_are_those_of_float64[longformer]",),
+    ),
+    Mutation(
+        "the edge kernels begin anew where the band kernels have been",
+        "kernels/edges.py",
+        'b_sum = tl.where(b_max == float("-inf"), 0.0, 1.0)',
+        "b_sum = tl.zeros([ROWS], tl.float32)",
+        (f"{EDGES}::test_values_and_gradients_are_those_of_float64[longformer]",),
+    ),
+    Mutation(
+        "parts of a split row are merged without fading what came before",
+        "kernels/edges.py",
+        "b_out = b_out * i_fade + tl.sum(b_weight[:, None] * b_part, axis=0)",
+        "b_out = b_out + tl.sum(b_weight[:, None] * b_part, axis=0)",
+        (f"{EDGES}::test_where_rows_are_cut_changes_no_result",),
+    ),
+    Mutation(
+        "the last part of a split row reads on in the next row",
+        "kernels/edge_tables.py",
+        "(count[place] - done).clamp(max=LONGEST_SEGMENT)",
+        "torch.full_like(done, LONGEST_SEGMENT)",
+        (f"{EDGES}::test_where_rows_are_cut_changes_no_result",),
+    ),
+    Mutation(
+        "empty entries of a table count when edges are numbered",
+        "kernels/edge_tables.py",
+        "(self._sources >= 0).cumsum(0) - 1",
+        "torch.arange(self.num_edges)",
+        (
+            f"{EDGES}::test_values_and_gradients_are_those_of_float64"
+            "[bias of fewer neighbours than k]",
+        ),
+    ),
+    Mutation(
+        "of edges that equal the k-th one too many is kept",
+        "kernels/edge_selection.py",
+        "tl.cumsum(b_equal, axis=1) <= b_left[:, None]",
+        "tl.cumsum(b_equal, axis=1) <= b_left[:, None] + 1",
+        (f"{EDGES_TOP_K}::test_of_equal_sources_the_smaller_index_is_kept",),
+    ),
+    Mutation(
+        "-0.0 is less than 0.0 when a kernel selects",
+        "kernels/edge_selection.py",
+        "b_logit = tl.where(b_logit == 0, 0.0, b_logit)",
+        "b_logit = b_logit * 1.0",
+        (f"{EDGES_TOP_K}::test_negative_zero_ties_with_zero",),
+    ),
+    Mutation(
+        "a key that is not valid is read",
+        "kernels/edge_math.py",
+        "m_edge = m_edge & (tl.load(p_valid + b_other, mask=m_edge, other=0) != 0)",
+        "m_edge = m_edge",
+        (f"{EDGES}::test_values_and_gradients_are_those_of_float64[masked sources]",),
+    ),
+    Mutation(
+        "kernels of nearest neighbours trust their rounding",
+        "kernels/knn.py",
+        "norm_of_a.square() - 2 * rounding",
+        "norm_of_a.square() + 2 * rounding",
+        (f"{NEIGHBORS}::test_kernels_find_exactly_whom_torch_finds[duplicates]",),
+    ),
+    Mutation(
+        "kernels of nearest neighbours take the larger of two equal indices",
+        "kernels/knn_exact.py",
+        "b_column = tl.min(tl.where(m_least, o_column[None, :], NONE), axis=1)",
+        "b_column = tl.max(tl.where(m_least, o_column[None, :], -1), axis=1)",
+        (f"{NEIGHBORS}::test_kernels_find_exactly_whom_torch_finds[ties]",),
     ),
 ]
 

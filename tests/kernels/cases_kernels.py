@@ -41,6 +41,7 @@ class Case:
     features: int = 7
     value_features: int = 5
     table: bool = False
+    per_edge: bool = False  # a bias for every edge and head
     valid: str = ""  # "both", "targets", "sources"
     eps: float = 0.0
     shared: bool = False
@@ -50,7 +51,7 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
 
     def tensors(self, dtype: torch.dtype = torch.float32) -> Tensors:
-        """query, key and value in `dtype`; strength (and table) in float32."""
+        """query, key and value in `dtype`; strength (and table or edge_bias) in float32."""
         N, M, s = self.graph.num_targets, self.graph.num_sources, 10 * self.seed
         H, Hk, D, Dv = self.heads, self.kv_heads, self.features, self.value_features
         found = {"query": random(*self.batch, N, H, D, seed=s) + self.offset}
@@ -70,6 +71,8 @@ class Case:
             rows = self.graph.structure.num_offsets
             assert rows is not None
             found["table"] = random(rows, H, seed=s + 4).float()
+        if self.per_edge:
+            found["edge_bias"] = random(self.graph.num_edges, H, seed=s + 4).float()
         return found
 
     def upstream(self, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
@@ -115,8 +118,9 @@ def attend(
         one, other = (None if m is None else m.to(device) for m in case.masks)
         valid = (one, one) if case.masks[0] is case.masks[1] else (one, other)
     options = {"valid": valid, "backend": backend, "return_lse": True, **case.options}
-    if case.table:
-        options["edge_bias"] = tensors["table"]
+    for name in ("table", "edge_bias"):
+        if name in tensors:
+            options["edge_bias"] = tensors[name]
     graph = case.graph.to(device)
     if case.score == "rbf":
         return ga.rbf_attention(*qkv, graph, tensors["strength"], eps=case.eps, **options)
@@ -163,11 +167,14 @@ def exact(case: Case, dtype: torch.dtype = torch.float32) -> Tensors:
 
 
 def plain(case: Case, dtype: torch.dtype) -> Tensors:
-    """Dense attention in torch, every step rounded to `dtype`: what low precision must cost."""
+    """Dense attention in torch, every step rounded to `dtype`: what low precision must cost.
+
+    Of top_k only the sources are averaged that float64 chooses: a choice has no rounding.
+    """
     leaves = {name: x.requires_grad_() for name, x in case.tensors(dtype).items()}
     q, k, v = (leaves.get(name, leaves["query"]) for name in ("query", "key", "value"))
     k, v = (x.repeat_interleave(case.heads // x.shape[-2], dim=-2) for x in (k, v))
-    strength, edges = leaves["strength"][:, None, None], case.edges[..., None, :, :]
+    strength, edges = leaves["strength"][:, None, None], _kept(case, dtype)
     q, k, v = (x.transpose(-2, -3) for x in (q, k, v))  # [*, H, tokens, features]
     if case.score == "rbf":
         squared = (q[..., :, None, :] - k[..., None, :, :]).square().sum(-1)
@@ -176,6 +183,11 @@ def plain(case: Case, dtype: torch.dtype) -> Tensors:
         logit = (q @ k.mT * strength).to(dtype)
     if case.table:
         logit = logit + _dense(leaves["table"].to(dtype), case.graph)
+    if case.per_edge:
+        source, target = case.graph.edge_index
+        dense = logit.new_zeros(*case.graph.to_mask().shape, case.heads)
+        dense = dense.index_put((target, source), leaves["edge_bias"].to(dtype))
+        logit = logit + dense.movedim(-1, 0)
     alive = edges.any(-1, keepdim=True)
     logit = logit.masked_fill(~edges & alive, -torch.inf)
     lse = logit.logsumexp(-1, keepdim=True)
@@ -187,6 +199,28 @@ def plain(case: Case, dtype: torch.dtype) -> Tensors:
     return differentiated(out, lse, leaves, case.upstream(dtype))
 
 
+def _kept(case: Case, dtype: torch.dtype) -> Tensor:
+    """Bool [*, 1 or H, N, M]: the pairs that count, with top_k those of float64's choice."""
+    edges = case.edges[..., None, :, :]
+    if case.options.get("top_k") is None:
+        return edges
+    leaves = {name: x.double() for name, x in case.tensors(dtype).items()}
+    strength = leaves["strength"]
+    weights = ga.attention_weights(
+        leaves["query"],
+        leaves.get("key", leaves["query"]),
+        case.graph,
+        **({"sigma": strength} if case.score == "rbf" else {"scale": strength}),
+        top_k=case.options["top_k"],
+        edge_bias=leaves.get("edge_bias", leaves.get("table")),
+        valid=case.masks,
+    )
+    source, target = case.graph.edge_index
+    kept = edges.new_zeros(*case.batch, case.heads, *edges.shape[-2:])
+    kept[..., target, source] = (weights > 0).mT
+    return kept
+
+
 def _dense(table: Tensor, graph: ga.TokenGraph) -> Tensor:
     """[offsets, H] -> [H, N, M], zeros where there is no edge."""
     structure, edges = graph.structure, graph.to_mask()
@@ -194,6 +228,19 @@ def _dense(table: Tensor, graph: ga.TokenGraph) -> Tensor:
     i, j = (torch.arange(n) for n in edges.shape)
     row = structure.offset_index(i[:, None], j[None, :]).clamp(0, len(table) - 1)
     return (table[row] * edges[..., None]).movedim(-1, 0)
+
+
+def guarded(x: Tensor, device: str) -> Tensor:
+    """The same numbers inside a larger tensor of NaN: tokens, heads and features around them."""
+    if x.dim() < 4:  # read as a flat list of numbers
+        flat = torch.full((x.numel() + 64,), torch.nan, dtype=x.dtype, device=device)
+        inner = flat[32 : 32 + x.numel()].view(x.shape)
+    else:
+        B, N, H, D = x.shape
+        wide = torch.full((B * N + 64, H + 2, D + 16), torch.nan, dtype=x.dtype, device=device)
+        inner = wide[32 : 32 + B * N, 1 : 1 + H, 8 : 8 + D].view(B, N, H, D)
+        assert H * D == 0 or not inner.is_contiguous()
+    return inner.copy_(x)
 
 
 def error(found: Tensor, expected: Tensor, floor: float = 1e-3) -> float:

@@ -48,6 +48,7 @@ class Configuration(NamedTuple):
     bytes: float
     iterations: float
     target: str
+    gathered: float = 0.0
 
 
 @triton.jit(do_not_specialize=["offset"])
@@ -105,7 +106,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "small_kernels.py").write_text(KERNELS)
     for name in ("sound", "faulty"):
         (folder / f"{name}.py").write_text(
-            f"from small_kernels import {name} as main_configurations"
+            f"from small_kernels import {name} as all_configurations"
         )
     (folder / "command.py").write_text(CHECK)
     return folder

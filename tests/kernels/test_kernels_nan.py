@@ -2,7 +2,18 @@
 
 import pytest
 import torch
-from cases_kernels import Case, Tensors, attend, check, coins, exact, in_float64, kernels, solve
+from cases_kernels import (
+    Case,
+    Tensors,
+    attend,
+    check,
+    coins,
+    exact,
+    guarded,
+    in_float64,
+    kernels,
+    solve,
+)
 from torch import Tensor
 
 import graphattn as ga
@@ -35,19 +46,6 @@ CASES = {
 def test_memory_is_nan_until_a_kernel_writes_it(device: str) -> None:
     assert torch.empty(1000, device=device).isnan().all()
     assert torch.ones(10, device=device).new_empty(10, dtype=torch.bfloat16).isnan().all()
-
-
-def guarded(x: Tensor, device: str) -> Tensor:
-    """The same numbers inside a larger tensor of NaN: tokens, heads and features around them."""
-    if x.dim() < 4:  # read as a flat list of numbers
-        flat = torch.full((x.numel() + 64,), torch.nan, dtype=x.dtype, device=device)
-        inner = flat[32 : 32 + x.numel()].view(x.shape)
-    else:
-        B, N, H, D = x.shape
-        wide = torch.full((B * N + 64, H + 2, D + 16), torch.nan, dtype=x.dtype, device=device)
-        inner = wide[32 : 32 + B * N, 1 : 1 + H, 8 : 8 + D].view(B, N, H, D)
-        assert H * D == 0 or not inner.is_contiguous()
-    return inner.copy_(x)
 
 
 @pytest.mark.parametrize("name", CASES)

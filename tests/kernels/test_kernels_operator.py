@@ -201,13 +201,6 @@ def test_torch_func_is_told_to_take_the_reference(device: str) -> None:
 N = 7
 REFUSED = {
     "float64": (ga.causal_graph(N), {"dtype": torch.float64}, "not float64"),
-    "top_k": (ga.causal_graph(N), {"top_k": 2}, "no kernel for top_k"),
-    "a bias per edge": (
-        ga.causal_window_graph(N, 3), {"edge_bias": torch.zeros(18, 2)}, "not per edge",
-    ),
-    "global tokens": (ga.longformer_graph(N, 1, [0]), {}, "its kernels take windows, blocks"),
-    "a list of edges": (ga.from_edge_index(torch.tensor([[0], [1]]), N), {}, "take windows"),
-    "a cycle": (ga.window_cycle_graph(N, 2), {}, "its kernels take windows"),
     "wide heads": (ga.causal_graph(N), {"features": 257}, "1 to 256 features, not of 257"),
 }  # fmt: skip
 
@@ -217,8 +210,6 @@ def test_what_kernels_cannot_do_they_refuse_with_the_reason(name: str, device: s
     graph, options, says = REFUSED[name]
     options, graph = dict(options), graph.to(device)
     dtype, features = options.pop("dtype", torch.float32), options.pop("features", 4)
-    if "edge_bias" in options:
-        options["edge_bias"] = options["edge_bias"].to(device)
     x = torch.randn(N, 2, features, dtype=dtype, device=device)
     with pytest.raises(ValueError, match=f"backend 'triton' cannot run .*{says}"):
         ga.rbf_attention(x, x, x, graph, 1.0, backend="triton", **options)

@@ -15,7 +15,7 @@ TF32 = {"HGMMA.64x64x8.F32.TF32": 16}
 
 def configuration(**changed: Any) -> Any:
     launch = Launch(None, (132,), {"PRECISION": changed.pop("precision", "tf32")}, 4, 3)
-    work = {"flops": 0.0, "bytes": 0.0, "iterations": 0.0}
+    work = {"flops": 0.0, "bytes": 0.0, "gathered": 0.0, "iterations": 0.0}
     return SimpleNamespace(name="", launch=launch, main=True, target="", **(work | changed))
 
 
@@ -67,13 +67,20 @@ def test_moved_bytes_take_the_time_of_a_copy() -> None:
     assert prediction.limit == "bytes"
 
 
-@pytest.mark.parametrize("i", range(4))
+def test_what_is_gathered_takes_the_time_of_the_cache() -> None:
+    prediction = predict(configuration(bytes=4.3e9, gathered=11e9), compiled(BF16))
+    assert (prediction.bytes_s, prediction.cache_s) == pytest.approx((1e-3, 2e-3))
+    assert prediction.limit == "gathers"
+
+
+@pytest.mark.parametrize("i", range(5))
 def test_the_largest_bound_is_the_prediction(i: int) -> None:
-    seconds = [1.0, 1.0, 1.0, 1.0]
+    seconds = [1.0, 1.0, 1.0, 1.0, 1.0]
     seconds[i] = 2.0
     prediction = Prediction(*seconds)
     assert prediction.seconds == 2.0
-    assert prediction.limit == ("bytes", "matrix", "issue slots", "special functions")[i]
+    limits = ("bytes", "gathers", "matrix", "issue slots", "special functions")
+    assert prediction.limit == limits[i]
 
 
 def test_only_sm_90_is_predicted() -> None:

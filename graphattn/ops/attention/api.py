@@ -285,13 +285,7 @@ def _attend(
     dtype = compute_dtype(query.dtype)
     bias = _check_bias(edge_bias, graph, query.shape[-2], dtype, query.device)
     per_offset = bias is not None and bias.shape[0] != graph.num_edges
-    able = support(
-        graph,
-        query,
-        value.shape[-1],
-        top_k=top_k,
-        per_edge=bias is not None and not per_offset,
-    )
+    able = support(query, value.shape[-1])
     chosen = choose_backend(backend, able, query.device)
     options: dict[str, Any] = {
         "score": score,
@@ -314,16 +308,9 @@ def _attend(
         return reference.attend(*tensors, graph, edge_bias=_per_edge(bias, graph), **options)
 
 
-def support(
-    graph: TokenGraph,
-    query: Tensor,
-    value_width: int | None = None,
-    *,
-    top_k: int | None = None,
-    per_edge: bool = False,
-) -> dict[str, str | None]:
-    """Backend -> None where it can run attention on this graph, otherwise the reason."""
-    why_not = triton.why_not(graph, query, value_width, top_k=top_k, per_edge=per_edge)
+def support(query: Tensor, value_width: int | None = None) -> dict[str, str | None]:
+    """Backend -> None where it can run attention, over whatever graph; otherwise the reason."""
+    why_not = triton.why_not(query, value_width)
     return {"reference": None, "structured": None, "triton": why_not}
 
 

@@ -19,7 +19,7 @@ from graphattn.ops.inputs import ValidPair, compute_dtype
 
 INPUTS = "Tensor query, Tensor key, Tensor value, Tensor scale, Tensor? bias"
 OPTIONS = (
-    "Tensor? valid_targets, Tensor? valid_sources, Tensor code, Tensor? edge_index, "
+    "Tensor? valid_targets, Tensor? valid_sources, Tensor code, Tensor? listed, "
     "str score, int? top_k, bool per_offset, str backend, bool shared"
 )
 
@@ -40,20 +40,19 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """Output [*, N, H, Dv] and log-sums [*, N, H]; kernels take the inputs in their own dtype."""
     shared = backend == "triton" and query is key and key is value
-    edge_index = graph.edge_index if graph.structure is None else None
     options = score, top_k, per_offset, backend, shared
     out, lse, _ = torch.ops.graphattn.attention(
-        query, key, value, scale, bias, *valid, graph.code, edge_index, *options
+        query, key, value, scale, bias, *valid, graph.code, graph.listed, *options
     )
     return out, lse.transpose(-1, -2) if backend == "triton" else lse
 
 
 def _structured(inputs: tuple[Any, ...], options: tuple[Any, ...]) -> tuple[Any, Any]:
     """The inputs as a plan wants them, and the plan."""
-    of_target, of_source, code, edge_index, score, top_k, per_offset, _, _ = options
+    of_target, of_source, code, listed, score, top_k, per_offset, _, _ = options
     return structured.plan_call(
         inputs,
-        decode(code, edge_index, inputs[0].device),
+        decode(code, listed, inputs[0].device),
         score=score,
         per_offset=per_offset,
         top_k=top_k,
@@ -62,9 +61,16 @@ def _structured(inputs: tuple[Any, ...], options: tuple[Any, ...]) -> tuple[Any,
 
 
 def _triton(inputs: tuple[Any, ...], options: tuple[Any, ...]) -> triton.Call:
-    of_target, of_source, code, _, score, _, _, _, shared = options
-    graph = decode(code, None, inputs[0].device)
-    return triton.Call(inputs, graph, score, (of_target, of_source), shared)
+    of_target, of_source, code, listed, score, top_k, per_offset, _, shared = options
+    return triton.Call(
+        inputs,
+        decode(code, listed, inputs[0].device),
+        score,
+        (of_target, of_source),
+        per_offset=per_offset,
+        top_k=top_k,
+        shared=shared,
+    )
 
 
 @torch.library.custom_op(
@@ -115,7 +121,7 @@ def _attention_backward(*arguments: Any) -> tuple[Tensor, ...]:
     gradients: tuple[Tensor | None, ...]
     if arguments[-9] == "triton":
         call = _triton(given, arguments[5:-7])
-        gradients = call.backward(*results, needs_scale=needs_scale, needs_table=needs_bias)
+        gradients = call.backward(*results, needs_scale=needs_scale, needs_bias=needs_bias)
     else:
         inputs, plan = _structured(given, arguments[5:-7])
         out, _, saved, d_out, d_lse = (
@@ -175,7 +181,7 @@ def _plain_gradients(
     upstream: tuple[Tensor, Tensor],
     needed: tuple[bool, ...],
 ) -> list[Tensor | None]:
-    *given, of_target, of_source, code, edge_index = tensors
+    *given, of_target, of_source, code, listed = tensors
     # Each an alias: one tensor in several places has one gradient for every place.
     inputs: list[Any] = [None if x is None else x.view_as(x) for x in given]
     score, top_k, per_offset, backend, _ = ctx.options
@@ -186,7 +192,7 @@ def _plain_gradients(
         query,
         key,
         value,
-        decode(code, edge_index, query.device),
+        decode(code, listed, query.device),
         scale=scale,
         bias=bias,
         score=score,

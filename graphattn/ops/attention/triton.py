@@ -1,64 +1,58 @@
-"""Attention by fused kernels: which cases they take, and the way from a graph to their tables."""
+"""Attention by fused kernels: which cases they take, and the way from a graph to their tables.
+
+Windows, blocks, causal and complete graphs go to the band kernels, tile by tile. All other graphs
+go to the edge kernels, edge by edge; where they are mostly bands (a window with global tokens) the
+band kernels take those, and the edge kernels carry on with the rest of every row.
+"""
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
-from graphattn.graphs.bands import bands_of, has_bands
+from graphattn.graphs.bands import band_tables, bands_and_others, bands_of, has_bands
 from graphattn.graphs.structure import Structure
 from graphattn.graphs.token_graph import TokenGraph
-from graphattn.kernels.launch import is_interpreted
+from graphattn.kernels.band_tables import BandTables
+from graphattn.kernels.edge_tables import EdgeTables
+from graphattn.kernels.launch import why_not_on
 from graphattn.ops.inputs import ValidPair
 
 if TYPE_CHECKING:
-    from graphattn.kernels.band_tables import BandTables
+    from graphattn.kernels.band_inputs import BandInputs
+    from graphattn.kernels.edge_inputs import EdgeInputs
 
 WIDEST = 256  # features of a head
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-# Asked once: torch.compile may trace what asks, and cannot trace the search for a module.
-HAS_TRITON = find_spec("triton") is not None
+LOG2E = math.log2(math.e)
+Gradients = tuple[Tensor | None, ...]
 
 
-def why_not(
-    graph: TokenGraph,
-    query: Tensor,
-    value_width: int | None = None,
-    *,
-    top_k: int | None = None,
-    per_edge: bool = False,
-) -> str | None:
-    """The reason why no kernel takes a case; None where one does."""
-    if query.device.type != "cuda" and not is_interpreted():
-        return f"its kernels run on CUDA and HIP devices, not on {query.device.type}"
-    if not HAS_TRITON:
-        return "the package triton is not installed"
-    if query.dtype not in DTYPES:
-        name = str(query.dtype).removeprefix("torch.")
-        return f"its kernels take float32, float16 and bfloat16, not {name}"
+def why_not(query: Tensor, value_width: int | None = None) -> str | None:
+    """The reason why no kernel takes a case, whatever its graph; None where one does."""
+    if (reason := why_not_on(query)) is not None:
+        return reason
     for width in (query.shape[-1], query.shape[-1] if value_width is None else value_width):
         if not 1 <= width <= WIDEST:
             return f"its kernels take heads of 1 to {WIDEST} features, not of {width}"
     if query.shape[-2] == 0:
         return "its kernels take one head or more, not none"
-    if graph.structure is None or not has_bands(graph.structure):
-        return "its kernels take windows, blocks, causal and complete graphs, and batches of them"
-    if top_k is not None:
-        return "it has no kernel for top_k yet"
-    if per_edge:
-        return "its kernels take edge_bias as a table of offsets, not per edge"
     return None
 
 
 class Call:
     """One call of the kernels: tensors, tables, options.
 
-    `inputs` are query [*, N, H, D], key [*, M, Hk, D], value [*, M, Hk, Dv], scale [H] and a table
-    of offsets [offsets, H] or None; `shared` says that the first three are one tensor.
+    `inputs` are query [*, N, H, D], key [*, M, Hk, D], value [*, M, Hk, Dv], scale [H] and a bias
+    or None: [E, H], or a table of offsets [offsets, H] if `per_offset`; `shared` says that the
+    first three are one tensor.
+
+    Bands alone take windows, blocks, causal and complete graphs, with biases per offset and top_k;
+    bands and edges together unions with a band in them, without either; edges alone all others.
     """
 
     def __init__(
@@ -67,50 +61,61 @@ class Call:
         graph: TokenGraph,
         score: str,
         valid: ValidPair,
+        *,
+        per_offset: bool,
+        top_k: int | None,
         shared: bool,
     ) -> None:
-        from graphattn.kernels.band_inputs import BandInputs
+        query, key, value, scale, bias = inputs
+        self.batch, self.shared = query.shape[:-3], shared
+        self.scale, self.is_rbf, self.valid = scale, score == "rbf", self._flat_masks(valid)
+        query = self._flat(query)
+        self.tensors = (query,) * 3 if shared else (query, self._flat(key), self._flat(value))
+        self.bands: BandInputs | None = None
+        self.edges: EdgeInputs | None = None
+        self.offset_rows: Tensor | None = None
+        self.is_gaussian = self.has_five_products = False
+        self.num_offsets = len(bias) if per_offset else 0
+        structure, device = graph.structure, query.device
+        if structure is not None and has_bands(structure) and (bias is None or per_offset):
+            self.bands = self._over_bands(band_tables(structure, device), bias)
+            if top_k is None or top_k >= self.bands.bands.window:
+                self._look_for_one_tensor(structure)
+            else:
+                from graphattn.kernels.topk import select as select_within_bands
 
-        query, key, value, scale, table = inputs
-        batch = query.shape[:-3]
-        self.batch = batch.numel()
-        assert graph.structure is not None
-        bands = bands_of(graph.structure)
-        assert bands is not None
-        of_target, of_source = (
-            None if mask is None else mask.expand(*batch, -1).reshape(self.batch, mask.shape[-1])
-            for mask in valid
-        )
-        if valid[0] is valid[1]:
-            of_target = of_source
-        flat = query.reshape(self.batch, *query.shape[-3:])
-        self.inputs = BandInputs(
-            flat,
-            flat if shared else key.reshape(self.batch, *key.shape[-3:]),
-            flat if shared else value.reshape(self.batch, *value.shape[-3:]),
-            scale,
-            _tables(graph.structure, query.device),
-            score == "rbf",
-            table,
-            of_target,
-            of_source,
-        )
-        self.bands, self.shared = bands, shared
+                self.bands.kept = select_within_bands(self.bands, top_k)
+            return
+        beside = None
+        if structure is not None and bias is None and top_k is None:
+            beside = _tables_of_bands_and_others(structure, device)
+        if beside is not None:
+            self.bands, self.edges = self._over_bands(beside[0]), self._over_edges(beside[1])
+            return
+        if per_offset:
+            self.offset_rows = _offset_rows(structure, device)
+            bias = bias[self.offset_rows]
+        self.edges = self._over_edges(_edge_tables(graph), bias)
+        if top_k is not None:
+            from graphattn.kernels.edge_selection import select
 
-    @property
-    def _is_gaussian(self) -> bool:
-        """One tensor, and weights that need no running maximum."""
-        from graphattn.kernels.gaussian import has_shared_forward
-
-        return self.shared and has_shared_forward(self.inputs, self.bands.has_self_loops)
+            self.edges.kept = select(self.edges, top_k)
 
     def forward(self) -> tuple[Tensor, Tensor, Tensor]:
         """Output [B, N, H, Dv], log-sums [B, H, N], and log-sums for the backward [B, H, N]."""
-        from graphattn.kernels import band, gaussian
+        from graphattn.kernels import band, edges, gaussian
 
-        return (
-            gaussian.shared_forward(self.inputs) if self._is_gaussian else band.forward(self.inputs)
-        )
+        if self.edges is None:
+            assert self.bands is not None
+            attend = gaussian.shared_forward if self.is_gaussian else band.forward
+            return attend(self.bands)
+        if self.bands is None:
+            return edges.forward(self.edges)
+        out, lse, saved = band.forward(self.bands, torch.float32)
+        of_bands = lse
+        out, lse, _ = edges.forward(self.edges, (out, lse))
+        # What the band kernels saved, over all edges; rows without any band edge stay empty there.
+        return out, lse, torch.where(lse == -torch.inf, saved, saved + (lse - of_bands) * LOG2E)
 
     def backward(
         self,
@@ -121,32 +126,156 @@ class Call:
         d_lse: Tensor,
         *,
         needs_scale: bool,
-        needs_table: bool,
-    ) -> tuple[Tensor | None, ...]:
+        needs_bias: bool,
+    ) -> Gradients:
         """Gradients of the inputs; of one tensor that is all three, the whole one first."""
+        out, d_out = self._flat(out), self._flat(d_out)
+        B = self.batch.numel()
+        lse, saved, d_lse = (t.reshape(B, *t.shape[-2:]) for t in (lse, saved, d_lse))
+        d_lse = d_lse.transpose(1, 2)
+        needs_scale = needs_scale or self.shared
+        found: Gradients
+        if self.edges is None:
+            found = self._through_bands(out, lse, saved, d_out, d_lse, needs_scale, needs_bias)
+        elif self.bands is None:
+            found = self._through_edges(out, saved, d_out, d_lse, needs_scale, needs_bias)
+        else:
+            of_bands = self._through_bands(out, lse, saved, d_out, d_lse, needs_scale, False)
+            saved = torch.where(lse == -torch.inf, torch.inf, lse * LOG2E)
+            of_edges = self._through_edges(out, saved, d_out, d_lse, needs_scale, False)
+            found = (*map(_sum, of_bands, of_edges),)
+        if self.shared and found[1] is not None:
+            query, key, value, *others = found
+            found = _sum(_sum(query, key), value), None, None, *others
+        return found
+
+    def _through_bands(
+        self,
+        out: Tensor,
+        lse: Tensor,
+        saved: Tensor,
+        d_out: Tensor,
+        d_lse: Tensor,
+        needs_scale: bool,
+        needs_bias: bool,
+    ) -> Gradients:
         from graphattn.kernels import band_backward, band_table, gaussian
 
-        x = self.inputs
-        out, d_out = (t.reshape(self.batch, *t.shape[-3:]) for t in (out, d_out))
-        lse, saved, d_lse = (t.reshape(self.batch, *t.shape[-2:]) for t in (lse, saved, d_lse))
-        d_lse = d_lse.transpose(1, 2)
-        if self._is_gaussian and gaussian.has_shared_backward(x, self.bands.is_symmetric):
+        x = self.bands
+        assert x is not None
+        if self.has_five_products:
             d_x, d_scale = gaussian.shared_backward(x, out, lse, d_out, d_lse)
             return d_x, None, None, d_scale, None
-        *found, d_scale, delta = band_backward.backward(
-            x, out, saved, d_out, d_lse, scale_gradient=needs_scale or self.shared
+        *found, delta = band_backward.backward(
+            x, out, saved, d_out, d_lse, scale_gradient=needs_scale
         )
-        d_table = band_table.d_table(x, saved, delta, d_out) if needs_table else None
-        if self.shared:
-            found = [found[0] + found[1] + found[2], None, None]
-        return *found, d_scale, d_table
+        return *found, band_table.d_table(x, saved, delta, d_out) if needs_bias else None
+
+    def _through_edges(
+        self,
+        out: Tensor,
+        saved: Tensor,
+        d_out: Tensor,
+        d_lse: Tensor,
+        needs_scale: bool,
+        needs_bias: bool,
+    ) -> Gradients:
+        from graphattn.kernels import edges_backward
+
+        assert self.edges is not None
+        *found, d_bias = edges_backward.backward(
+            self.edges,
+            out,
+            saved,
+            d_out,
+            d_lse,
+            scale_gradient=needs_scale,
+            bias_gradient=needs_bias,
+        )
+        if d_bias is not None and self.offset_rows is not None:
+            table = d_bias.new_zeros(self.num_offsets, d_bias.shape[1])
+            # It sorts on a GPU; index_add_ would add atomically, in any order.
+            d_bias = table.index_put_((self.offset_rows,), d_bias, accumulate=True)
+        return *found, d_bias
+
+    def _look_for_one_tensor(self, structure: Structure) -> None:
+        """Whether weights need no running maximum, and gradients five products instead of seven."""
+        from graphattn.kernels.gaussian import has_shared_backward, has_shared_forward
+
+        bands = bands_of(structure)
+        assert bands is not None
+        assert self.bands is not None
+        if self.shared and has_shared_forward(self.bands, bands.has_self_loops):
+            self.is_gaussian = True
+            self.has_five_products = has_shared_backward(self.bands, bands.is_symmetric)
+
+    def _over_bands(self, tables: BandTables, table: Tensor | None = None) -> BandInputs:
+        from graphattn.kernels.band_inputs import BandInputs
+
+        return BandInputs(*self.tensors, self.scale, tables, self.is_rbf, table, *self.valid)
+
+    def _over_edges(self, tables: EdgeTables, bias: Tensor | None = None) -> EdgeInputs:
+        from graphattn.kernels.edge_inputs import EdgeInputs
+
+        return EdgeInputs(*self.tensors, self.scale, tables, self.is_rbf, bias, *self.valid)
+
+    def _flat(self, x: Tensor) -> Tensor:
+        """[*, tokens, heads, features] with one batch dimension."""
+        return x.reshape(self.batch.numel(), *x.shape[-3:])
+
+    def _flat_masks(self, valid: ValidPair) -> ValidPair:
+        of_target, of_source = (
+            None
+            if mask is None
+            else mask.expand(*self.batch, -1).reshape(self.batch.numel(), mask.shape[-1])
+            for mask in valid
+        )
+        return of_target, of_target if valid[0] is valid[1] else of_source
+
+
+def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    return None if a is None or b is None else a + b
+
+
+# Tables are kept: those of structures are made on the host and copied to the device once.
 
 
 @lru_cache(maxsize=64)
-def _tables(structure: Structure, device: torch.device) -> BandTables:
-    """Kept: they are made on the host and copied to the device once per graph."""
-    from graphattn.kernels.band_tables import BandTables
+def _tables_of_bands_and_others(
+    structure: Structure, device: torch.device
+) -> tuple[BandTables, EdgeTables] | None:
+    found = bands_and_others(structure)
+    if found is None:
+        return None
+    bands, others = found
+    sizes = structure.num_targets, structure.num_sources
+    return band_tables(bands, device), EdgeTables(
+        *sizes, edge_index=others.to(device, non_blocking=True)
+    )
 
-    bands = bands_of(structure)
-    assert bands is not None
-    return BandTables(bands.sequences, device, origin=bands.origin)
+
+# By the tensor that lists the edges, as long as it lives: the operator gets a graph's list, not the
+# graph. A list that was changed in place has another version.
+_of_lists: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def _edge_tables(graph: TokenGraph) -> EdgeTables:
+    listed = graph.edge_index if graph.neighbors is None else graph.neighbors
+    version = None if listed.is_inference() else listed._version
+    key = version, graph.num_targets, graph.num_sources, graph.neighbors is None
+    kept = _of_lists.get(listed)
+    if version is None or kept is None or kept[0] != key:
+        # Detached: what is kept must not itself keep the key alive.
+        kind = {"edge_index" if graph.neighbors is None else "neighbors": listed.detach()}
+        kept = key, EdgeTables(graph.num_targets, graph.num_sources, **kind)
+        if not torch.cuda.is_current_stream_capturing():  # filled when the capture is replayed
+            _of_lists[listed] = kept
+    tables: EdgeTables = kept[1]
+    return tables
+
+
+@lru_cache(maxsize=64)
+def _offset_rows(structure: Structure, device: torch.device) -> Tensor:
+    """The row of a table of offsets that every edge reads, [E]."""
+    source, target = structure.edges(device)
+    return structure.offset_index(target, source)

@@ -1,0 +1,118 @@
+"""What every edge kernel does with its rows of edges, and nothing else.
+
+Names as in band_math.py. A program takes ROWS rows and goes over their edges, SLOTS of each at a
+time: tiles of pairs are [ROWS, SLOTS], gathered features [ROWS, SLOTS, width].
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def own_segments(p_segments, num_segments, num_groups, heads, ROWS: tl.constexpr):
+    """What a program takes: batch, head, and of its rows [ROWS] each: the token, its first edge,
+    how many, and its part. Rows that do not exist are -1, those that are not split have part -1.
+
+    Heads vary fastest: programs that start together gather neighbouring parts of the same memory.
+    """
+    i_program = tl.program_id(0)
+    i_h = i_program % heads
+    i_group = (i_program // heads) % num_groups
+    i_b = ((i_program // heads) // num_groups).to(tl.int64)
+    o_segment = i_group * ROWS + tl.arange(0, ROWS)
+    m_segment = o_segment < num_segments
+    p_segment = p_segments + 4 * o_segment
+    b_row = tl.load(p_segment, mask=m_segment, other=-1)
+    b_first = tl.load(p_segment + 1, mask=m_segment, other=0)
+    b_count = tl.load(p_segment + 2, mask=m_segment, other=0).to(tl.int32)
+    b_part = tl.load(p_segment + 3, mask=m_segment, other=-1)
+    return i_b, i_h, b_row, b_first, b_count, b_part
+
+
+@triton.jit
+def without_invalid(b_count, b_row, p_valid, VALID: tl.constexpr):
+    """How many edges, 0 for tokens that are not valid."""
+    if VALID:
+        b_valid = tl.load(p_valid + b_row, mask=b_row >= 0, other=0)
+        b_count = tl.where(b_valid != 0, b_count, 0)
+    return b_count
+
+
+@triton.jit
+def load_edges(
+    p_others, p_edge_ids, p_valid, p_kept, b_first, b_count, i_slot, heads, i_h,
+    SLOTS: tl.constexpr, VALID: tl.constexpr, KEPT: tl.constexpr, EDGE_IDS: tl.constexpr,
+):  # fmt: skip
+    """The next SLOTS edges of every row: the token at the other end, whether there is an edge, and
+    its id in the graph: its place, or if EDGE_IDS what `p_edge_ids` says. [ROWS, SLOTS] each."""
+    o_slot = i_slot + tl.arange(0, SLOTS)
+    m_edge = o_slot[None, :] < b_count[:, None]
+    o_place = b_first[:, None] + o_slot[None, :]
+    b_other = tl.load(p_others + o_place, mask=m_edge, other=-1).to(tl.int64)
+    m_edge = b_other >= 0  # tables have empty entries
+    if VALID:
+        m_edge = m_edge & (tl.load(p_valid + b_other, mask=m_edge, other=0) != 0)
+    b_edge = o_place
+    if EDGE_IDS:
+        b_edge = tl.load(p_edge_ids + o_place, mask=m_edge, other=0)
+    if KEPT:
+        m_edge = m_edge & (tl.load(p_kept + b_edge * heads + i_h, mask=m_edge, other=0) != 0)
+    return b_other, m_edge, b_edge
+
+
+@triton.jit
+def gather(
+    p_first, b_token, m_pair, i_stride, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr
+):  # fmt: skip
+    """Features of tokens [ROWS, SLOTS]: [ROWS, SLOTS, BLOCK_WIDTH] in float32.
+
+    Where there is no pair nothing is read, so what such tokens hold, NaN too, does not matter.
+    """
+    o_feature = tl.arange(0, BLOCK_WIDTH)
+    p_tile = p_first + (b_token * i_stride)[:, :, None] + o_feature[None, None, :]
+    m_tile = m_pair[:, :, None] & (o_feature < WIDTH)[None, None, :]
+    return tl.load(p_tile, mask=m_tile, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def load_rows(p_first, b_row, m_row, i_stride, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr):
+    """Features of the rows' own tokens, [ROWS, BLOCK_WIDTH] in float32."""
+    o_feature = tl.arange(0, BLOCK_WIDTH)
+    p_tile = p_first + (b_row * i_stride)[:, None] + o_feature[None, :]
+    m_tile = m_row[:, None] & (o_feature < WIDTH)[None, :]
+    return tl.load(p_tile, mask=m_tile, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def store_rows(
+    p_first, b_tile, b_row, m_row, i_stride, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr
+):  # fmt: skip
+    """The way back, in the dtype of the pointer."""
+    o_feature = tl.arange(0, BLOCK_WIDTH)
+    p_tile = p_first + (b_row * i_stride)[:, None] + o_feature[None, :]
+    m_tile = m_row[:, None] & (o_feature < WIDTH)[None, :]
+    tl.store(p_tile, b_tile.to(p_first.dtype.element_ty), mask=m_tile)
+
+
+@triton.jit
+def affinities(b_own, b_other, RBF: tl.constexpr):
+    """own . other, or -||own - other||^2 / 2; and what its derivative by `own` is, without RBF
+    `other`, with it other - own, [ROWS, SLOTS, width]."""
+    if RBF:
+        b_other = b_other - b_own[:, None, :]
+        b_affinity = tl.sum(b_other * b_other, axis=2) * -0.5
+    else:
+        b_affinity = tl.sum(b_other * b_own[:, None, :], axis=2)
+    return b_affinity, b_other
+
+
+@triton.jit
+def own_split(p_split, num_split, heads):
+    """What a merging program takes: batch, head, the row (-1: none), its first part, how many."""
+    i_program = tl.program_id(0)
+    i_h = i_program % heads
+    p_row = p_split + 3 * ((i_program // heads) % num_split)
+    i_b = ((i_program // heads) // num_split).to(tl.int64)
+    return i_b, i_h, tl.load(p_row), tl.load(p_row + 1), tl.load(p_row + 2).to(tl.int32)

@@ -1,0 +1,60 @@
+"""Kernels that compare sums are started without fused multiply-adds; see `launch`.
+
+Fused, the lanes of a warp that share a sum may hold it with different last bits, and a comparison
+for equality then depends on which lane is asked. The interpreter has one lane and cannot show it.
+"""
+
+import pytest
+import torch
+
+from graphattn.kernels.band_tables import BandTables
+from graphattn.kernels.edge_inputs import EdgeInputs
+from graphattn.kernels.edge_tables import EdgeTables
+from graphattn.kernels.launch import Launch, recording
+
+pytestmark = pytest.mark.usefixtures("device")
+
+
+def fused(launches: list[Launch]) -> dict[str, bool]:
+    return {launch.kernel.fn.__name__: launch.fp_fusion for launch in launches}
+
+
+def test_neighbours_are_put_in_order_by_sums_of_rounded_products() -> None:
+    from graphattn.kernels.knn import nearest
+
+    every = BandTables(torch.tensor([[0, 50, 0, 50, 1, 49, 49, 1]]), "meta")
+    x = torch.empty(50, 24, device="meta")
+    with recording() as launches:
+        nearest(x, x, every, 5, to_self=True, self_loops=False)
+    assert fused(launches) == {
+        "candidates_kernel": True,
+        "order_kernel": False,
+        "search_kernel": False,
+    }
+
+
+def test_edges_are_chosen_by_sums_of_rounded_products() -> None:
+    from graphattn.kernels import edge_selection, edges
+
+    x = torch.empty(1, 50, 2, 8, device="meta")
+    tables = EdgeTables(50, 50, neighbors=torch.empty(50, 6, dtype=torch.int64, device="meta"))
+    inputs = EdgeInputs(x, x, x, torch.empty(2, device="meta"), tables, rbf=True)
+    with recording() as launches:
+        edge_selection.select(inputs, 3)
+        edges.forward(inputs)
+    assert fused(launches) == {"select_kernel": False, "edges_forward_kernel": True}
+
+
+def test_sources_of_windows_are_chosen_by_sums_of_rounded_products() -> None:
+    from graphattn.kernels import band, topk
+    from graphattn.kernels.band_inputs import BandInputs
+
+    window = BandTables(torch.tensor([[0, 50, 0, 50, 1, 9, 0, 1]]), "meta")
+    x = torch.empty(1, 50, 2, 8, device="meta")
+    inputs = BandInputs(x, x, x, torch.empty(2, device="meta"), window, rbf=True)
+    with recording() as launches:
+        inputs.kept = topk.select(inputs, 4)
+        band.forward(inputs)
+    found = fused(launches)
+    assert found.pop("band_forward_kernel")
+    assert list(found.values()) == [False]
