@@ -84,8 +84,11 @@ def main(arguments: Sequence[str] | None = None, *, configurations: str = CONFIG
 
 def check(archs: Sequence[str], configurations: str = CONFIGURATIONS) -> list[Row]:
     """Compiles every configuration for every architecture, in two processes."""
-    count = len(importlib.import_module(configurations).all_configurations())
-    jobs = [(configurations, i, arch) for arch in archs for i in range(count)]
+    module, jobs = importlib.import_module(configurations), []
+    for arch in archs:
+        with tuning.compiling_for(arch):  # how many launches there are depends on sizes of tiles
+            count = len(module.all_configurations())
+        jobs += [(configurations, i, arch) for i in range(count)]
     # Kernels cannot be pickled, so a job names its configuration. A new interpreter for each
     # process, because PyTorch's threads do not survive a fork.
     context = multiprocessing.get_context("spawn")
