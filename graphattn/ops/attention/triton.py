@@ -268,7 +268,8 @@ def _edge_tables(graph: TokenGraph) -> EdgeTables:
         # Detached: what is kept must not itself keep the key alive.
         kind = {"edge_index" if graph.neighbors is None else "neighbors": listed.detach()}
         kept = key, EdgeTables(graph.num_targets, graph.num_sources, **kind)
-        if not torch.cuda.is_current_stream_capturing():  # filled when the capture is replayed
+        # Under capture they would be filled only when the CUDA graph is replayed.
+        if not (listed.is_cuda and torch.cuda.is_current_stream_capturing()):
             _of_lists[listed] = kept
     tables: EdgeTables = kept[1]
     return tables
