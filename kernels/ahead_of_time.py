@@ -11,6 +11,7 @@ import re
 import subprocess
 import tempfile
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,6 +41,7 @@ ARCHITECTURES = {
     "sm_100": Architecture("cuda", 100, 32, 227 * KIB, r"UTC\w*MMA", "tcgen05 (UTCHMMA)"),
     "gfx942": Architecture("hip", "gfx942", 64, 64 * KIB, r"v_mfma", "mfma (v_mfma)"),
 }
+UNNOTICED = 100  # instructions of the main loop for each spill that does not matter
 TENSOR_MEMORY_LIMIT = 512  # columns of tensor memory on sm_100
 
 # Any matrix instruction, also one that falls short of the device's rate (HMMA on sm_90).
@@ -69,6 +71,10 @@ class Compiled(NamedTuple):
     counts, per warp, the instructions of one pass through the main loop: the innermost loop with
     most matrix instructions, the shorter of equals (the interior tiles, which need no mask). A
     kernel whose matrix instructions are in no loop is itself one pass.
+
+    `loops` are the instructions and special functions of every innermost loop with matrix
+    instructions, in the order of the code, and `outside` those in none of them: for kernels that
+    have much to do before, between or after.
     """
 
     arch: str
@@ -82,6 +88,8 @@ class Compiled(NamedTuple):
     loop_matrix: int
     loop_spills: int  # loads and stores of spilled registers
     loop_special: int  # exp2, log2, 1 / x, ...: they have their own, slower unit
+    loops: tuple[tuple[int, int], ...] = ()
+    outside: tuple[int, int] = (0, 0)
 
 
 class Instruction(NamedTuple):
@@ -217,7 +225,8 @@ def problems(compiled: Compiled, *, main: bool = True) -> list[str]:
     Args:
         compiled: from :func:`compile_launch`.
         main: whether the kernel must use the matrix instruction of its architecture and spill
-            nothing; other kernels may spill a little outside their main loop.
+            nothing; other kernels may spill a little outside their main loop. In a loop of
+            thousands of instructions one in a hundred may be a spill: nobody can tell.
 
     >>> compiled = Compiled("sm_90", 255, 8, 2, 240 * 1024, 0, {"HMMA.16816.F32": 4}, 90, 4, 1, 8)
     >>> for problem in problems(compiled):
@@ -228,7 +237,8 @@ def problems(compiled: Compiled, *, main: bool = True) -> list[str]:
     """
     device = ARCHITECTURES[compiled.arch]
     found = []
-    if compiled.loop_spills or (main and (compiled.spills or compiled.stack)):
+    spilled = compiled.loop_spills or (main and (compiled.spills or compiled.stack))
+    if spilled and not 0 < compiled.spills * UNNOTICED <= compiled.loop_instructions:
         what = "registers" if device.backend == "hip" else "times"
         found.append(
             f"spills {compiled.spills} {what}, {compiled.loop_spills} times in the main loop, "
@@ -390,15 +400,26 @@ def read_amdgcn(text: str) -> list[Instruction]:
 
 def _counts(code: list[Instruction]) -> dict[str, Any]:
     """The fields of `Compiled` that are counted over instructions."""
+    working = _working_loops(code)
     body = [code[i].name for i in main_loop(code)]
     matrix = Counter(i.name for i in code if _MATRIX.match(i.name))
+    inside = set().union(*working)
     return {
         "matrix": dict(sorted(matrix.items())),
         "loop_instructions": len(body),
         "loop_matrix": sum(1 for name in body if _MATRIX.match(name)),
         "loop_spills": sum(1 for name in body if _LOCAL.match(name)),
-        "loop_special": sum(1 for name in body if _SPECIAL.match(name)),
+        "loop_special": _specials(body),
+        "loops": tuple((len(loop), _specials(code[i].name for i in loop)) for loop in working),
+        "outside": (
+            len(code) - len(inside),
+            _specials(code[i].name for i in range(len(code)) if i not in inside),
+        ),
     }
+
+
+def _specials(names: Iterable[str]) -> int:
+    return sum(1 for name in names if _SPECIAL.match(name))
 
 
 def main_loop(code: list[Instruction]) -> set[int]:
@@ -407,17 +428,26 @@ def main_loop(code: list[Instruction]) -> set[int]:
     Without any matrix instruction fused multiply-adds decide. Of equal loops the shortest is
     taken; code that is in no such loop is one pass as a whole.
     """
-    product = _MATRIX if any(_MATRIX.match(i.name) for i in code) else _FUSED
-    weighted = [
-        (sum(1 for i in body if product.match(code[i].name)), body) for body in _loops(code)
-    ]
-    working = [(weight, body) for weight, body in weighted if weight]
-    innermost = [
-        (weight, body) for weight, body in working if not any(inner < body for _, inner in working)
-    ]
-    if not innermost:
+    working = _working_loops(code)
+    if not working:
         return set(range(len(code)))
-    return max(innermost, key=lambda loop: (loop[0], -len(loop[1])))[1]
+    product = _product(code)
+    return max(
+        working, key=lambda body: (sum(1 for i in body if product.match(code[i].name)), -len(body))
+    )
+
+
+def _product(code: list[Instruction]) -> re.Pattern[str]:
+    """The instructions that do the work: matrix instructions, or where there are none the fused."""
+    return _MATRIX if any(_MATRIX.match(i.name) for i in code) else _FUSED
+
+
+def _working_loops(code: list[Instruction]) -> list[set[int]]:
+    """The innermost of the loops that hold such instructions, in the order of the code."""
+    product = _product(code)
+    working = [body for body in _loops(code) if any(product.match(code[i].name) for i in body)]
+    innermost = [body for body in working if not any(inner < body for inner in working)]
+    return sorted(innermost, key=min)
 
 
 def _loops(code: list[Instruction]) -> list[set[int]]:

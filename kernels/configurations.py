@@ -25,12 +25,26 @@ class Configuration(NamedTuple):
     iterations: float  # passes through the main loop, over all programs
     target: str  # what it is for, as the table of targets says; "" for none
     gathered: float = 0.0  # bytes that are read again and again, at best from the cache
+    passes: tuple[float, ...] = ()  # through every innermost loop with products, in their order
+    programs: float = 0.0  # with `passes`: how often all that is outside of those loops is done
 
 
 def all_configurations() -> list[Configuration]:
     """Every launch of every family of kernels."""
     # Here, not above: they import what is defined above.
-    from graphattn.kernels import band_configurations, edge_configurations, knn_configurations
+    from graphattn.kernels import (
+        band_configurations,
+        consensus_configurations,
+        edge_configurations,
+        knn_configurations,
+        window_step_configurations,
+    )
 
-    families = band_configurations, edge_configurations, knn_configurations
+    families = (
+        band_configurations,
+        edge_configurations,
+        knn_configurations,
+        window_step_configurations,
+        consensus_configurations,
+    )
     return [configuration for family in families for configuration in family.configurations()]

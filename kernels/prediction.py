@@ -65,15 +65,36 @@ def predict(configuration: Configuration, compiled: Compiled) -> Prediction:
     """
     if compiled.arch != "sm_90":
         raise ValueError(f"compiled must be for sm_90 (an H200), got {compiled.arch}")
-    # Every warp of a program takes part in every pass.
-    passes = configuration.iterations * configuration.launch.num_warps
+    instructions, special = _issued(configuration, compiled)
     return Prediction(
         bytes_s=configuration.bytes / BYTES_PER_SECOND,
         cache_s=configuration.gathered / CACHE_PER_SECOND,
         matrix_s=configuration.flops / products_per_second(configuration, compiled),
-        issue_s=compiled.loop_instructions * passes / (MULTIPROCESSORS * SCHEDULERS * CLOCK),
-        special_s=compiled.loop_special * passes * WARP / (SPECIAL_LANES * MULTIPROCESSORS * CLOCK),
+        issue_s=instructions / (MULTIPROCESSORS * SCHEDULERS * CLOCK),
+        special_s=special * WARP / (SPECIAL_LANES * MULTIPROCESSORS * CLOCK),
     )
+
+
+def _issued(configuration: Configuration, compiled: Compiled) -> tuple[float, float]:
+    """Instructions and special functions of all warps: every warp takes part in every pass."""
+    warps = configuration.launch.num_warps
+    if not configuration.passes:
+        passes = configuration.iterations * warps
+        return compiled.loop_instructions * passes, compiled.loop_special * passes
+    if len(configuration.passes) != len(compiled.loops):
+        raise ValueError(
+            f"passes must be one number for each of {len(compiled.loops)} loops with products, "
+            f"got {configuration.passes}"
+        )
+    times = (*configuration.passes, configuration.programs)
+    instructions, special = (
+        warps
+        * sum(
+            n * loop[i] for n, loop in zip(times, (*compiled.loops, compiled.outside), strict=True)
+        )
+        for i in (0, 1)
+    )
+    return instructions, special
 
 
 def products_per_second(configuration: Configuration, compiled: Compiled) -> float:

@@ -45,6 +45,8 @@ HOPPER: Table = {
     },
     "d_table": {128: Choice(64, 64, 8, 1), 256: Choice(32, 32, 4, 1)},
     "band_select": {256: Choice(64, 32, 4, 2)},
+    "consensus": {64: Choice(128, 32, 8, 1), 256: Choice(64, 64, 8, 2)},
+    "consensus_backward": {64: Choice(64, 64, 8, 2), 256: Choice(64, 32, 8, 1)},
 }  # fmt: skip
 # Half precision on Ampere, AMD's and others.
 OTHERS: Table = {
@@ -55,6 +57,8 @@ OTHERS: Table = {
     "shared_backward": {64: Choice(32, 32, 4, 2), 256: Choice(32, 32, 8, 1)},
     "d_table": {256: Choice(32, 32, 4, 1)},
     "band_select": {256: Choice(16, 32, 2, 2)},
+    "consensus": {256: Choice(128, 32, 8, 2)},
+    "consensus_backward": {256: Choice(64, 32, 8, 2)},
 }
 BLACKWELL: Table = OTHERS | {
     "forward": {64: Choice(128, 32, 8, 2), 128: Choice(64, 64, 8, 2), 256: Choice(64, 32, 8, 2)},
@@ -62,6 +66,8 @@ BLACKWELL: Table = OTHERS | {
     "shared_backward": {64: Choice(64, 64, 8, 1), 256: Choice(32, 32, 8, 1)},
     "d_table": {128: Choice(64, 64, 8, 1), 256: Choice(32, 32, 4, 1)},
     "band_select": {256: Choice(64, 32, 8, 2)},
+    "consensus": {256: Choice(64, 32, 8, 1)},
+    "consensus_backward": {64: Choice(64, 64, 8, 1), 256: Choice(64, 32, 8, 1)},
 }
 SINGLE: Table = {  # float32
     "forward": {64: Choice(32, 32, 4, 2), 256: Choice(16, 32, 4, 1)},
@@ -71,6 +77,8 @@ SINGLE: Table = {  # float32
     "shared_backward": {256: Choice(16, 32, 4, 1)},
     "d_table": {256: Choice(16, 32, 4, 1)},
     "band_select": {256: Choice(16, 32, 4, 1)},
+    "consensus": {256: Choice(64, 16, 4, 1)},
+    "consensus_backward": {256: Choice(64, 16, 8, 1)},
 }
 SINGLE_ON_AMD: Table = SINGLE | {
     "d_query": {256: Choice(16, 32, 4, 1)},
@@ -78,11 +86,18 @@ SINGLE_ON_AMD: Table = SINGLE | {
 }
 # Edge kernels: a program is one warp, whose lanes share the features of a few edges of one row.
 # Several warps or rows add up across lanes more often: up to twice the instructions.
-OF_EDGES = ("edges_forward", "edges_d_query", "edges_d_source", "edges_select")
+OF_EDGES = (
+    "edges_forward", "edges_d_query", "edges_d_source", "edges_select", "both_ends", "window_step",
+)  # fmt: skip
 TILE_ELEMENTS = 1024  # of a gathered tile; more spill
 MAX_SLOTS = 32
 FILLS_A_WARP = 256  # elements of a tile: 8 for each of 32 lanes
 HELD_ELEMENTS = 16384  # of a row of edges whose logits are held to choose among them
+# A step of generation: one row a program, and few programs: more loads in flight.
+STEP_ELEMENTS = 4096
+STEP_STAGES = 4
+HELD_BY_FOUR_WARPS = 4096  # tokens of a window whose logits are held
+HELD_TOKENS = 8192  # the most of a window: more spill
 KERNELS = (*HOPPER, *OF_EDGES)
 # Windows narrower than this have more borders than inside: smaller tiles waste less.
 NARROW = 64
@@ -133,6 +148,10 @@ def choose_for_edges(kernel: str, width: int, degree: float) -> Choice:
     if kernel == "edges_select":  # a whole row, if it is not much longer than others
         slots = max(1, min(max(slots, 16), 128, HELD_ELEMENTS // width))
         return Choice(1, slots, min(8, max(1, slots * width // (2 * TILE_ELEMENTS))), 1)
+    if kernel == "window_step":
+        stages = STAGES_ON_AMD if is_amd() else STEP_STAGES
+        warps = 4 if slots <= HELD_BY_FOUR_WARPS else 8
+        return Choice(1, max(1, min(slots, STEP_ELEMENTS // width)), warps, stages)
     slots = max(1, min(slots, MAX_SLOTS, TILE_ELEMENTS // width))
     return Choice(max(1, FILLS_A_WARP // (slots * width)), slots, 1, 1)
 
@@ -153,6 +172,18 @@ def _table(dtype: torch.dtype) -> Table:
 def architecture() -> str:
     """What kernels are compiled for: "sm_90", "gfx942", or another of their makers' names."""
     return _architecture or _of_device()
+
+
+def reads_weights_on_chip() -> bool:
+    """Whether matrix instructions read their second factor from shared memory directly."""
+    return architecture() in ("sm_90", "sm_100", "sm_103")
+
+
+def most_columns(dtype: torch.dtype) -> int:
+    """Of a product of a tile of edges with weights, whose sums stay in registers meanwhile."""
+    if dtype == torch.float32:
+        return 64
+    return 256 if reads_weights_on_chip() else 128
 
 
 def is_amd() -> bool:

@@ -30,12 +30,15 @@ def pytest_configure(config: pytest.Config) -> None:
             band,
             band_backward,
             band_table,
+            consensus,
+            consensus_backward,
             edge_selection,
             edges,
             edges_backward,
             gaussian,
             knn,
             topk,
+            window_step,
         )
     finally:
         if before is None:

@@ -65,6 +65,10 @@ EDGES_NAN = "tests/kernels/test_kernels_edges_nan.py"
 NEIGHBORS = "tests/kernels/test_kernels_knn.py"
 NO_WAITING = "tests/kernels/test_kernels_no_waiting.py"
 TABLES = "tests/graphs/test_graphs_neighbor_tables.py"
+FUSED = "tests/kernels/test_kernels_consensus.py"
+PIECES = "tests/kernels/test_kernels_consensus_pieces.py"
+FUSED_NAN = "tests/kernels/test_kernels_consensus_nan.py"
+STEP = "tests/kernels/test_kernels_window_step.py"
 
 MUTATIONS = [
     Mutation(
@@ -559,6 +563,62 @@ MUTATIONS = [
         "b_column = tl.min(tl.where(m_least, o_column[None, :], NONE), axis=1)",
         "b_column = tl.max(tl.where(m_least, o_column[None, :], -1), axis=1)",
         (f"{NEIGHBORS}::test_kernels_find_exactly_whom_torch_finds[ties]",),
+    ),
+    Mutation(
+        "fused consensus divides its low-rank part by no rank",
+        "kernels/consensus.py",
+        "(b_beta / RANK)[:, None]",
+        "b_beta[:, None]",
+        (f"{FUSED}::test_values_and_gradients_are_those_of_float64[path]",),
+    ),
+    Mutation(
+        "fused consensus moves only the target of an edge under energy",
+        "kernels/consensus.py",
+        "(1, -1 if x.energy else 0)",
+        "(1, 0)",
+        (f"{FUSED}::test_values_and_gradients_are_those_of_float64[path]",),
+    ),
+    Mutation(
+        "fused degrees count edges in one direction",
+        "kernels/consensus.py",
+        "(1, 1 if x.energy else 0)",
+        "(1, 0)",
+        (f"{FUSED}::test_eight_leaves_and_a_hub_get_the_step_of_a_sixteenth",),
+    ),
+    Mutation(
+        "fused rows of Lambda lose the part of their gradient along themselves",
+        "kernels/consensus_backward.py",
+        "b_back = -2.0 * b_share",
+        "b_back = -0.0 * b_share",
+        (f"{FUSED}::test_values_and_gradients_are_those_of_float64[path]",),
+    ),
+    Mutation(
+        "fused windows join the sequences of a batch",
+        "kernels/consensus_math.py",
+        "mask=m_edge, other=-1) == b_own)",
+        "mask=m_edge, other=-1) != -1)",
+        (f"{FUSED}::test_values_and_gradients_are_those_of_float64[windows side by side]",),
+    ),
+    Mutation(
+        "fused consensus forgets what the pieces before have summed up",
+        "kernels/both_ends.py",
+        "self.is_whole = len(pieces) == 1 and not",
+        "self.is_whole = not",
+        (f"{PIECES}::test_a_small_workspace_gives_the_same[window]",),
+    ),
+    Mutation(
+        "fused consensus takes rows of Lambda for zero whose squares underflow",
+        "kernels/consensus_math.py",
+        "b_scale = tl.where(m_usual | (b_largest == 0), 1.0, 1.0 / b_largest)",
+        "b_scale = tl.where(m_usual | (b_largest >= 0), 1.0, 1.0)",
+        (f"{FUSED_NAN}::test_rows_of_lambda_of_any_size_are_normalised",),
+    ),
+    Mutation(
+        "the step kernel keeps the newer of two equally near tokens",
+        "kernels/window_step.py",
+        "tl.cumsum(m_equal.to(tl.int32), axis=0) <= i_left",
+        "tl.cumsum(m_equal.to(tl.int32), axis=0) > tl.sum(m_equal.to(tl.int32), axis=0) - i_left",
+        (f"{STEP}::test_of_equally_near_tokens_the_older_is_kept",),
     ),
 ]
 

@@ -87,8 +87,9 @@ def bench(
             help="Attention: complete, gka, causal-window, window, krause, million; over irregular "
             "graphs: knn-graph, bipartite, grid, longformer, crossover, or irregular for all five "
             "and knn. Vision transformers: gka-tiny, gka-small, gka-base, or models for all three. "
-            "Other operations: consensus, knn, edges, fiedler, streaming. Growth with the number "
-            "of tokens: doubling, scaling. Default: all of them.",
+            "Other operations: consensus, consensus-layer, knn, edges, fiedler, streaming, "
+            "streaming-krause. Growth with the number of tokens: doubling, scaling. Default: all "
+            "of them.",
             show_default=False,
         ),
     ] = None,

@@ -100,7 +100,8 @@ def _step(mean: Tensor, graph: TokenGraph, residual: float, discard: float) -> t
     total = mean.new_zeros(N).index_add(0, target, mean) + residual
     empty = total == 0
     total = total.masked_fill(empty, 1)
-    stays = (residual / total).masked_fill(empty, 1)
+    # A number by a tensor would be the number times 1 / x, which overflows for the least residuals.
+    stays = (torch.full_like(total, residual) / total).masked_fill(empty, 1)
     attention = torch.sparse_coo_tensor(
         torch.stack([target, source]),  # sorted by target, then source
         mean / total[target],

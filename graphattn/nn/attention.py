@@ -15,6 +15,7 @@ from graphattn.nn.graph_layer import Positions, Rotations, edge_mask, valid_for_
 from graphattn.nn.rotary import RotaryEmbedding
 from graphattn.nn.streaming import LayerCache, StreamingLayer
 from graphattn.ops.attention.api import attention_weights, rbf_attention
+from graphattn.ops.attention.streaming import has_step_kernel, step_by_kernel
 from graphattn.ops.inputs import Valid, ValidPair, compute_dtype, full_precision, repeat_heads
 from graphattn.ops.segments import edge_softmax, share_beside_eps
 
@@ -211,6 +212,48 @@ class GraphAttention(StreamingLayer):
             out = self.fused_row(by_head, key.to(dtype), value.to(dtype), keep)
         return out.to(query.dtype).reshape(query.shape)
 
+    def has_step_kernel(self, like: Tensor, cache_dtype: torch.dtype, window: int | None) -> bool:
+        return has_step_kernel(self.backend, like, cache_dtype, window, self.top_k)
+
+    def kernel_row(
+        self,
+        targets: tuple[Tensor, ...],
+        sources: dict[str, Tensor],
+        valid: Tensor | None,
+        cache: LayerCache,
+    ) -> Tensor:
+        (query,) = targets
+        cache.advance(1, masked=valid is not None)
+        held = cache.held(cache.window)
+        (first, _), *_ = cache.runs(held)
+        entries = math.prod(cache.batch)
+        key = sources["key"].reshape(entries, self.kv_heads, self.head_dim)
+        value, values = key, cache.buffers["key"]
+        if "value" in sources:
+            value, values = sources["value"].reshape(key.shape), cache.buffers["value"]
+        log_sigma, scale = self.step_scale()
+        out = step_by_kernel(
+            query.reshape(entries, self.heads, self.head_dim),
+            key,
+            value,
+            keys=cache.buffers["key"],
+            values=values,
+            first=first,
+            held=held,
+            window=cache.window,
+            log_sigma=log_sigma,
+            scale=scale,
+            top_k=self.top_k,
+            eps=self.eps,
+            valid=None if valid is None else valid.reshape(entries),
+            valids=cache.buffers.get("valid"),
+        )
+        return out.view(query.shape)
+
+    def step_scale(self) -> tuple[Tensor | None, float]:
+        """For the kernel: log(sigma) [heads] or [1], or None where scores are scaled products."""
+        raise NotImplementedError
+
     def row_logits(self, query: Tensor, key: Tensor) -> Tensor:
         """Log-affinities [B * Hk, g, n] of queries [B * Hk, g, D] to keys [B * Hk, n, D]."""
         raise NotImplementedError
@@ -292,6 +335,9 @@ class DistanceAttention(GraphAttention):
         by_head = distance.unflatten(0, (-1, self.kv_heads))
         by_head *= scale.expand(self.heads).reshape(self.kv_heads, -1, 1)
         return distance
+
+    def step_scale(self) -> tuple[Tensor | None, float]:
+        return self.log_sigma, 1.0
 
     def sigma(self) -> Tensor:
         """The bandwidths, [heads] or [1]; float32 at least."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,12 +22,15 @@ from graphattn.nn.graph_layer import (
 )
 from graphattn.nn.rotary import RotaryEmbedding
 from graphattn.nn.streaming import LayerCache, StreamingLayer
-from graphattn.ops.consensus.api import check_energy_graph, consensus_update
+from graphattn.ops.backends import choose_backend
+from graphattn.ops.consensus.api import check_energy_graph, consensus_update, support
+from graphattn.ops.consensus.parameters import FirstLayer
 from graphattn.ops.consensus.step_size import automatic_step
 from graphattn.ops.inputs import Valid, ValidPair, compute_dtype, full_precision
 
 StepSize = float | Literal["learned", "auto"]
 Rope = bool | Literal["isometric"] | RotaryEmbedding
+HiddenPair = tuple[Tensor | FirstLayer, Tensor | FirstLayer]  # of targets and of sources
 
 
 class _Consensus(GraphLayer):
@@ -148,20 +151,32 @@ class _Consensus(GraphLayer):
         compared = self.rotate(u, v, rotations)
         if self.isometric:  # step in the rotated frame, and back
             u = compared[0]
-        hidden = self.edge_net.target_hidden(x), self.edge_net.source_hidden(context)
+        hidden: HiddenPair
+        if self.applies_first_layer(u):
+            hidden = self.edge_net.first_layers(x, context)
+        else:
+            hidden = self.edge_net.target_hidden(x), self.edge_net.source_hidden(context)
         return self.project_back(self.move(u, compared, hidden, graph, valid), rotations)
+
+    def applies_first_layer(self, u: Tensor) -> bool:
+        """Whether the operation forms hidden vectors itself, and so keeps none of them."""
+        if self.uses_propagate():
+            return False
+        trunks = 1 if self.trunk == "shared" else 3
+        return choose_backend(self.backend, support(u, trunks), u.device) == "triton"
 
     def move(
         self,
         u: Tensor,
         compared: PairTensor,
-        hidden: PairTensor,
+        hidden: HiddenPair,
         graph: TokenGraph,
         valid: ValidPair,
     ) -> Tensor:
         """u', [*, N, H, D], by `message()` or by the operation."""
-        run = self.unfused if self.uses_propagate() else self.fused
-        return run(u, compared, hidden, graph, valid)
+        if self.uses_propagate():
+            return self.unfused(u, compared, cast(PairTensor, hidden), graph, valid)
+        return self.fused(u, compared, hidden, graph, valid)
 
     def project_back(self, moved: Tensor, rotations: Rotations) -> Tensor:
         """W_o u' + b_o of u', which "isometric" has moved in the rotated frame."""
@@ -186,7 +201,7 @@ class _Consensus(GraphLayer):
         self,
         u: Tensor,
         compared: PairTensor,
-        hidden: PairTensor,
+        hidden: HiddenPair,
         graph: TokenGraph,
         valid: ValidPair,
     ) -> Tensor:

@@ -135,6 +135,9 @@ class DotProductAttention(GraphAttention):
             products = sum_pairs(query, key, difference=False)
         return products.mul_(1 / math.sqrt(self.head_dim))
 
+    def step_scale(self) -> tuple[Tensor | None, float]:
+        return None, 1 / math.sqrt(self.head_dim)
+
     def fused(
         self, query: Tensor, key: Tensor, value: Tensor, graph: TokenGraph, valid: ValidPair
     ) -> Tensor:

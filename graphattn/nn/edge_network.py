@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from graphattn.ops.consensus.edge_matrix import EdgeMatrix, edge_matrix
-from graphattn.ops.consensus.parameters import EdgeNetworkParameters
+from graphattn.ops.consensus.parameters import EdgeNetworkParameters, FirstLayer
 
 
 class GroupedLinear(nn.Module):
@@ -20,9 +20,14 @@ class GroupedLinear(nn.Module):
         self.bias = nn.Parameter(torch.empty(groups, outputs)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        y = torch.einsum("...gi,goi->...go", x, self.weight)
-        # Autocast computes y in bfloat16; a float32 bias would promote it back.
-        return y if self.bias is None else y + self.bias.to(y.dtype)
+        return FirstLayer(x, self.weight, self.bias).hidden()
+
+    def unapplied(self, x: Tensor) -> FirstLayer | Tensor:
+        """The map and what it is to be applied to; its result if :meth:`forward` has hooks."""
+        if self._forward_hooks or self._forward_pre_hooks:
+            found: Tensor = self(x)
+            return found
+        return FirstLayer(x, self.weight, self.bias)
 
     def __repr__(self) -> str:
         groups, outputs, inputs = self.weight.shape
@@ -94,6 +99,16 @@ class EdgeNetwork(nn.Module):
         """R of every edge from target_hidden_i + source_hidden_j, in the dtype of that sum."""
         parameters = (tensor.to(hidden_sum.dtype) for tensor in self.second_layer())
         return edge_matrix(hidden_sum, EdgeNetworkParameters(*parameters))
+
+    def first_layers(
+        self, target: Tensor, source: Tensor
+    ) -> tuple[FirstLayer | Tensor, FirstLayer | Tensor]:
+        """The first layer on both sides, for an operation that applies it itself."""
+        found: list[FirstLayer | Tensor] = []
+        for layer, y in ((self.target, target), (self.source, source)):
+            y = y.unflatten(-1, (self.groups, -1))
+            found.append(layer.unapplied(y) if isinstance(layer, GroupedLinear) else layer(y))
+        return found[0], found[1]
 
     def target_hidden(self, y: Tensor) -> Tensor:
         """First layer on the targets: [*, N, dim] -> [*, N, G, xi]."""

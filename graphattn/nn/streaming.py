@@ -30,8 +30,10 @@ class LayerCache:
 
     tokens, W being the window. When those are full, the last window moves to their front. So memory
     is constant, nothing is read around a corner, and moving costs less than attending. A cache
-    without a window doubles its buffers instead. It holds plain tensors outside autograd:
-    ``copy.deepcopy`` branches a text in two.
+    without a window doubles its buffers instead. Where a kernel takes the steps, which reads around
+    corners, the buffers are rings of W places: the token of position p stands at place p modulo W.
+    Either form serves either way. It holds plain tensors outside autograd: ``copy.deepcopy``
+    branches a text in two.
 
     Args:
         owner: name and dtype of the layer that made it.
@@ -39,6 +41,7 @@ class LayerCache:
         batch: the leading dimensions.
         window: how many tokens a token sees, itself included; None for all.
         dtype, device: of the buffers.
+        ring: whether they are rings; only with a window.
 
     Attributes:
         batch, window: as above; :meth:`reorder` may change the first of `batch`.
@@ -67,11 +70,15 @@ class LayerCache:
         *,
         dtype: torch.dtype,
         device: torch.device,
+        ring: bool = False,
     ) -> None:
         self.owner, self.fields = owner, fields
-        self.batch, self.window, self.device = batch, window, device
+        self.batch, self.window, self.device, self.dtype = batch, window, device, dtype
+        self.is_ring = ring and window is not None
         self.position = 0
-        self.capacity = FIRST_CAPACITY if window is None else window + max(window // 4, 16)
+        self.capacity = FIRST_CAPACITY if window is None else window
+        if window is not None and not ring:
+            self.capacity += max(window // 4, 16)
         self.end = 0  # the newest token stands at end - 1 of every buffer
         self.angles: tuple[int, Tensor, Tensor] | None = None  # first position, cos, sin
         entries = math.prod(batch)
@@ -89,9 +96,23 @@ class LayerCache:
         """How many tokens there are, at most `most`."""
         return self.position if most is None else min(self.position, most)
 
+    def runs(self, count: int) -> list[tuple[int, int]]:
+        """(first place, how many) of the newest `count` tokens, oldest first.
+
+        One run, or around the end of a ring two.
+        """
+        first = self.end - count
+        if first >= 0:
+            return [(first, count)]
+        return [(first + self.capacity, -first), (0, self.end)]
+
     def rows(self, name: str, count: int) -> Tensor:
-        """The newest `count` tokens, [batch * heads, count, width]; a view."""
-        return self.buffers[name].narrow(1, self.end - count, count)
+        """The newest `count` tokens, oldest first, [batch * heads, count, width].
+
+        A view, but around the end of a ring a copy.
+        """
+        found = [self.buffers[name].narrow(1, *run) for run in self.runs(count)]
+        return found[0] if len(found) == 1 else torch.cat(found, dim=1)
 
     def tokens(self, name: str, count: int) -> Tensor:
         """The same as a layer has them, [*, count, heads, width]."""
@@ -106,27 +127,49 @@ class LayerCache:
     def append(self, tokens: dict[str, Tensor], valid: Tensor | None) -> None:
         """Take in n tokens, [*, n, heads, width], and `valid`, [*, n]."""
         n = next(iter(tokens.values())).shape[-3]
-        if valid is not None and "valid" not in self.buffers:
+        kept = self.advance(n, masked=valid is not None)
+        for name, x in tokens.items():
+            if n > 1:
+                x = x[..., n - kept :, :, :].transpose(-3, -2)
+            self._write(name, x, kept)
+        if "valid" not in self.buffers:
+            return
+        if valid is None:
+            for run in self.runs(kept):
+                self.buffers["valid"].narrow(1, *run).fill_(True)
+        else:
+            self._write("valid", valid[..., n - kept :], kept)
+
+    def advance(self, n: int, *, masked: bool) -> int:
+        """Make n more tokens the newest, still to be written; returns how many of them are kept.
+
+        `masked`: some may not be real, so that the cache tells from now on which are.
+        """
+        if masked and "valid" not in self.buffers:
             entries = math.prod(self.batch)
             with torch.inference_mode(False):
                 self.buffers["valid"] = torch.ones(
                     entries, self.capacity, 1, dtype=torch.bool, device=self.device
                 )
         kept = n if self.window is None else min(n, self.window)
-        self._make_room(kept)
-        for name, x in tokens.items():
-            place = self.buffers[name].narrow(1, self.end, kept)
-            if n > 1:
-                x = x[..., n - kept :, :, :].transpose(-3, -2)
-            place.copy_(x.reshape(place.shape))
-        if "valid" in self.buffers:
-            place = self.buffers["valid"].narrow(1, self.end, kept)
-            if valid is None:
-                place.fill_(True)
-            else:
-                place.copy_(valid[..., n - kept :].reshape(place.shape))
-        self.end += kept
         self.position += n
+        if self.is_ring:
+            self.end = (self.position - 1) % self.capacity + 1
+        else:
+            self._make_room(kept)
+            self.end += kept
+        return kept
+
+    def _write(self, name: str, x: Tensor, n: int) -> None:
+        """The newest n tokens of a buffer, from [*, heads, n, width]."""
+        buffer, runs = self.buffers[name], self.runs(n)
+        if len(runs) == 1:
+            place = buffer.narrow(1, *runs[0])
+            place.copy_(x.reshape(place.shape))
+            return
+        x = x.reshape(len(buffer), n, buffer.shape[-1])
+        for run, part in zip(runs, x.split([length for _, length in runs], dim=1), strict=True):
+            buffer.narrow(1, *run).copy_(part)
 
     def _make_room(self, n: int) -> None:
         """Room for n more tokens (at most a window of them) behind the newest."""
@@ -205,6 +248,24 @@ class StreamingLayer(GraphLayer):
         """The newest token of the cache as target of the last window, [*, 1, H, D]."""
         raise NotImplementedError
 
+    def has_step_kernel(self, like: Tensor, cache_dtype: torch.dtype, window: int | None) -> bool:
+        """Whether a kernel takes steps of targets [*, H, D] like this one; see `kernel_row`.
+
+        Raises:
+            ValueError: the backend "triton" was asked for by name and cannot.
+        """
+        return False
+
+    def kernel_row(
+        self,
+        targets: tuple[Tensor, ...],
+        sources: dict[str, Tensor],
+        valid: Tensor | None,
+        cache: LayerCache,
+    ) -> Tensor:
+        """`step_row` of a token that the cache does not hold yet: one launch does both."""
+        raise NotImplementedError
+
     def step_rows(
         self,
         targets: tuple[Tensor, ...],
@@ -236,26 +297,37 @@ class StreamingLayer(GraphLayer):
             batch: the leading dimensions of the tokens to come; () for a single text.
             window: how many tokens each token sees, itself included, as in
                 :func:`~graphattn.causal_window_graph`; memory is that of 1.25 window tokens (at
-                least window + 16), however long the text. None: all before it, as in
+                least window + 16; of the window alone where a kernel takes the steps, on a GPU),
+                however long the text. None: all before it, as in
                 :func:`~graphattn.causal_graph`; memory then grows with the text (it doubles).
             dtype, device: of what is kept; the layer's own if None.
 
         Raises:
             ValueError: for arguments out of range, and for a layer whose tokens are not moved by
-                earlier ones alone: ``SelfConsensus(update="energy")``, attention to a context.
+                earlier ones alone: ``SelfConsensus(update="energy")``, attention to a context. Also
+                where the backend "triton" was asked for by name and its kernel cannot take steps.
         """
         fields = self.cache_fields()
         sizes = batch if isinstance(batch, tuple | list) else (batch,)
         if dtype is not None and not dtype.is_floating_point:
             raise ValueError(f"dtype must be floating-point, got {dtype}")
         weight = self.output_proj.weight
+        kept = weight.dtype if dtype is None else dtype
+        sizes = tuple(as_int("batch", size, 0) for size in sizes)
+        window = None if window is None else as_int("window", window, 1)
+        target = torch.empty(
+            (0, self.heads, self.head_dim),
+            dtype=weight.dtype,
+            device=weight.device if device is None else device,
+        )
         return LayerCache(
             (type(self).__name__, weight.dtype),
             fields,
-            tuple(as_int("batch", size, 0) for size in sizes),
-            None if window is None else as_int("window", window, 1),
-            dtype=weight.dtype if dtype is None else dtype,
-            device=weight.device if device is None else torch.empty(0, device=device).device,
+            sizes,
+            window,
+            dtype=kept,
+            device=target.device,
+            ring=self.has_step_kernel(target, kept, window),
         )
 
     @torch.no_grad()
@@ -376,8 +448,7 @@ class StreamingLayer(GraphLayer):
         n = targets[0].shape[-3]
         before = cache.held(None if cache.window is None else cache.window - 1)
         if n == 1:
-            cache.append(sources, mask)
-            return self.step_row(targets, cache)
+            return self._mix_one(targets, sources, mask, cache)
         # One by one reads nothing twice; all at once pays where most tokens of the graph are new.
         if 4 * n > before:
             mixed = self._prefill(targets, sources, mask, cache, before)
@@ -386,12 +457,27 @@ class StreamingLayer(GraphLayer):
         rows = []
         for t in range(n):
             here = slice(t, t + 1)
-            cache.append(
+            row = self._mix_one(
+                tuple(s[..., here, :, :] for s in targets),
                 {name: s[..., here, :, :] for name, s in sources.items()},
                 None if mask is None else mask[..., here],
+                cache,
             )
-            rows.append(self.step_row(tuple(s[..., here, :, :] for s in targets), cache))
+            rows.append(row)
         return torch.cat(rows, dim=-3)
+
+    def _mix_one(
+        self,
+        targets: tuple[Tensor, ...],
+        sources: dict[str, Tensor],
+        mask: Tensor | None,
+        cache: LayerCache,
+    ) -> Tensor:
+        """One new token as target, [*, 1, H, D]; the cache takes it in."""
+        if self.has_step_kernel(targets[0], cache.dtype, cache.window):
+            return self.kernel_row(targets, sources, mask, cache)
+        cache.append(sources, mask)
+        return self.step_row(targets, cache)
 
     def _prefill(
         self,

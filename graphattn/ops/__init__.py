@@ -3,11 +3,12 @@
 from graphattn.ops.attention.api import attention_weights, dot_product_attention, rbf_attention
 from graphattn.ops.backends import use_backend
 from graphattn.ops.consensus.api import consensus_edge_matrices, consensus_update
-from graphattn.ops.consensus.parameters import EdgeNetworkParameters
+from graphattn.ops.consensus.parameters import EdgeNetworkParameters, FirstLayer
 from graphattn.ops.support import backends
 
 __all__ = [
     "EdgeNetworkParameters",
+    "FirstLayer",
     "attention_weights",
     "backends",
     "consensus_edge_matrices",

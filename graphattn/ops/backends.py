@@ -12,7 +12,6 @@ from graphattn.graphs.arguments import as_choice
 from graphattn.kernels.launch import is_looked_into
 
 BACKENDS = ("reference", "structured", "triton")
-NOT_YET = "not implemented yet"
 
 _override: ContextVar[str] = ContextVar("graphattn_backend", default="auto")
 # The same for torch.compile, which guards global variables and cannot read context variables.

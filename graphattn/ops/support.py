@@ -52,4 +52,5 @@ def backends(op: str, graph: Any, query: Tensor) -> dict[str, str | None]:
         sources = int(edges[0].max()) + 1 if isinstance(edges, Tensor) and edges.numel() else N
         graph = as_token_graph(edges, N, sources)
     graph = as_token_graph(graph, N, graph.num_sources)
-    return consensus_support() if op == "consensus_update" else attention_support(query)
+    support = consensus_support if op == "consensus_update" else attention_support
+    return support(query)

@@ -53,11 +53,21 @@ TINY = {
     "longformer": {"tokens": 40, "window": 3, "global_tokens": 2},
     "crossover": {"tokens": 48, "features": 4},
     "consensus": {"tokens": 20, "dim": 24, "edge_hidden": 8},
+    "consensus-layer": {"tokens": 20, "dim": 24, "edge_hidden": 8},
     "knn": {"tokens": 60, "k": 4},
     "edges": {"tokens": 50, "window": 3},
     "million": {"tokens": 60, "window": 7},
     "fiedler": {"tokens": 80, "window": 3},
     "streaming": {"window": 6, "dim": 16, "heads": 2, "early": 3, "late": 40},
+    "streaming-krause": {
+        "batch": 2,
+        "window": 6,
+        "top_k": 4,
+        "dim": 16,
+        "heads": 2,
+        "early": 3,
+        "late": 40,
+    },
     "doubling": {"window": 4, "features": 4},
     "scaling-window": {"window": 4, "features": 4},
     "scaling-consensus": {"dim": 8, "edge_hidden": 4},
@@ -79,7 +89,7 @@ MODELS = ["gka-tiny", "gka-small", "gka-base"]
 OPERATIONS = [
     name
     for name, case in CASES.items()
-    if case.backward and not case.lengths and name not in MODELS
+    if case.backward and not case.lengths and name not in (*MODELS, "consensus-layer")
 ]
 
 
@@ -279,7 +289,7 @@ def test_a_case_that_a_layer_cannot_run_yet_is_one_line(monkeypatch):
     result = run("streaming")
     assert result.exit_code == 0
     assert result.output.count("missing: streaming: not available yet: no step()") == 1
-    assert result.output.count("not measured") == len(case.targets)
+    assert result.output.count("not measured") == len(targets_on(case, "cpu"))
 
 
 def test_an_older_record_stands_beside_the_new_numbers(tmp_path):
@@ -400,7 +410,7 @@ def test_targets_of_another_device_are_not_judged(monkeypatch, tmp_path):
 
 
 def test_the_targets_of_a_gpu_are_those_of_the_design():
-    """(case, quantity, rivals, bound) for attention, nearest neighbours and the models."""
+    """(case, quantity, rivals, bound) of the rows of its table, and of a token of a stream."""
     found = {
         (case.name, target.quantity, " or ".join(target.over), target.at_least or target.at_most)
         for case in cases.CASES
@@ -409,6 +419,7 @@ def test_the_targets_of_a_gpu_are_those_of_the_design():
     flash, cudnn = "SDPA flash (dot product)", "SDPA cuDNN (dot product)"
     deit = "DeiT (SDPA flash) or DeiT (SDPA cuDNN)"
     eager = "index_add or torch-scatter"
+    by_edges = "gather/scatter"
     assert found == {
         ("gka", "time", f"{flash} or {cudnn}", 1.0),
         *((name, "share of bound", "", 0.6) for name in ("gka", "causal-window", "window")),
@@ -420,11 +431,19 @@ def test_the_targets_of_a_gpu_are_those_of_the_design():
         ("causal-window", "time", "flash-attention (dot product)", 0.9),
         *(("knn-graph", "time", rivals, n) for rivals, n in ((eager, 10), ("compiled", 4))),
         *(("knn-graph", "memory", rivals, 1 / 10) for rivals in (eager, "compiled")),
+        *((case, "memory", rival, 1 / 10) for case in ("consensus", "consensus-layer")
+          for rival in (by_edges, f"{by_edges}, compiled")),
+        ("consensus", "time", by_edges, 5),
+        ("consensus", "time", f"{by_edges}, compiled", 2),
+        ("krause", "time", "masked dense", 5),
+        ("krause", "time", "FlexAttention, chosen before", 1.5),
+        *((case, "time", rival, n) for case in ("streaming", "streaming-krause")
+          for rival, n in (("early in a stream", 1.1), ("its projections alone", 2))),
         ("knn", "time", "cdist + topk or chunked matmul + topk", 1.5),
         ("knn", "memory", "", 2.0**26),  # 65,536 tokens, 16 indices and distances of each
         *((name, "time", deit, 1.15) for name in MODELS),
         *((name, "memory", deit, 0.9) for name in MODELS),
-    }
+    }  # fmt: skip
     assert all(
         {target.passes for target in targets_on(case, "cuda")} == {FORWARD, BOTH}
         for case in cases.CASES
@@ -441,6 +460,12 @@ def test_a_gpu_has_sizes_of_its_own():
     assert (sizes["knn"]["tokens"], sizes["knn"]["features"], sizes["knn"]["k"]) == (65536, 64, 16)
     assert (sizes["knn-graph"]["tokens"], sizes["knn-graph"]["k"]) == (65536, 16)
     assert (sizes["longformer"]["tokens"], sizes["longformer"]["window"]) == (65536, 256)
+    assert (sizes["krause"]["window"], sizes["krause"]["top_k"]) == (256, 192)
+    assert sizes["consensus"] == sizes["consensus-layer"] == {
+        "batch": 64, "tokens": 1024, "window": 2, "dim": 768, "heads": 12, "edge_hidden": 256,
+        "rank": 4,
+    }  # fmt: skip
+    assert sizes["streaming"]["window"] == sizes["streaming-krause"]["window"] == 256
     assert sizes["gka"] != by_name["gka"].size("paper", "cpu")
     assert [sizes[name]["images"] for name in MODELS] == [256, 256, 128]
     assert all(sizes[name]["pixels"] == 224 for name in MODELS)

@@ -13,6 +13,7 @@ from cases_kernels import Case, coins, random
 
 import graphattn as ga
 from graphattn.kernels import edge_tables, tuning
+from graphattn.ops import kept
 from graphattn.ops.attention import triton
 
 
@@ -34,7 +35,7 @@ def cut_at(longest: int) -> Iterator[None]:
     """Within the block rows with more edges are cut. Tables that are kept are made anew."""
 
     def forget() -> None:
-        triton._of_lists.clear()
+        kept._of_lists.clear()
         triton._tables_of_bands_and_others.cache_clear()
 
     with pytest.MonkeyPatch.context() as patch:

@@ -49,6 +49,7 @@ class Configuration(NamedTuple):
     iterations: float
     target: str
     gathered: float = 0.0
+    passes: tuple[float, ...] = ()
 
 
 @triton.jit(do_not_specialize=["offset"])

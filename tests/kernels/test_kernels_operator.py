@@ -246,14 +246,6 @@ def test_on_a_cpu_kernels_are_only_interpreted_where_that_is_asked_for(
         ga.rbf_attention(x, x, x, graph, 1.0, backend="triton")
 
 
-def test_consensus_has_no_kernel_yet(device: str) -> None:
-    graph, state = ga.causal_graph(N).to(device), torch.randn(N, 2, 4, device=device)
-    assert ga.backends("consensus_update", graph, state)["triton"] is not None
-    layer = ga.nn.SelfConsensus(8, 2, rank=1, edge_hidden=4, update="target", backend="triton")
-    with pytest.raises(ValueError, match="backend 'triton' cannot run"):
-        layer.to(device)(torch.randn(N, 8, device=device), graph)
-
-
 def test_auto_does_not_interpret(device: str) -> None:
     """Where kernels could only be interpreted, torch is faster; asked for by name they run."""
     from graphattn.kernels.launch import recording

@@ -15,7 +15,7 @@ TF32 = {"HGMMA.64x64x8.F32.TF32": 16}
 
 def configuration(**changed: Any) -> Any:
     launch = Launch(None, (132,), {"PRECISION": changed.pop("precision", "tf32")}, 4, 3)
-    work = {"flops": 0.0, "bytes": 0.0, "gathered": 0.0, "iterations": 0.0}
+    work = {"flops": 0.0, "bytes": 0.0, "gathered": 0.0, "iterations": 0.0, "passes": ()}
     return SimpleNamespace(name="", launch=launch, main=True, target="", **(work | changed))
 
 
@@ -42,6 +42,16 @@ def test_the_work_is_all_that_counts_not_how_it_is_divided() -> None:
     few = predict(configuration(iterations=100), compiled(BF16, instructions=600, special=60))
     many = predict(configuration(iterations=600), compiled(BF16, instructions=100, special=10))
     assert few == pytest.approx(many)
+
+
+def test_loops_one_after_the_other_and_what_is_around_them_are_counted_each() -> None:
+    twice = compiled(BF16, instructions=999)._replace(loops=((100, 4), (50, 0)), outside=(30, 1))
+    # 2 passes of the first, 4 of the second, and 3 programs, of four warps each.
+    found = predict(configuration(passes=(2.0, 4.0), programs=3.0), twice)
+    once = predict(configuration(iterations=1.0), compiled(BF16, instructions=490, special=11))
+    assert (found.issue_s, found.special_s) == pytest.approx((once.issue_s, once.special_s))
+    with pytest.raises(ValueError, match=r"passes must be one number for each of 2 loops"):
+        predict(configuration(passes=(2.0,), programs=3.0), twice)
 
 
 def test_matrix_time_follows_the_type_the_machine_code_multiplies() -> None:

@@ -50,7 +50,7 @@ def test_reading_what_another_program_writes_is_seen(device: str) -> None:
         tl.store(p_numbers + i + 1, tl.load(p_numbers + i))
 
     with (
-        pytest.raises(AssertionError, match="shift_kernel reads what it writes"),
+        pytest.raises(AssertionError, match="shift_kernel reads what another program writes"),
         watched_memory(device),
     ):
         shift_kernel[(3,)](torch.zeros(4))

@@ -1,7 +1,8 @@
 """What interpreted kernels do to memory: no byte outside their tensors, and no races.
 
 Programs of one launch run in any order on a GPU. The interpreter runs one after another and would
-never notice that two write the same number, or that one reads what another writes.
+never notice that two write the same number, or that one reads what another writes. (What it writes
+itself a program may have read before: it adds to it.)
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ def _bytes(x: Tensor) -> tuple[int, int]:
 class _Memory:
     """In place of the interpreter's own, while one kernel runs."""
 
-    def __init__(self, real: Any, kernel: str, tensors: list[Tensor]) -> None:
-        self._real, self._kernel = real, kernel
+    def __init__(self, real: Any, builder: Any, kernel: str, tensors: list[Tensor]) -> None:
+        self._real, self._builder, self._kernel = real, builder, kernel
         self._ranges = np.array([_bytes(x) for x in tensors], dtype=np.uint64)
         self._read: list[np.ndarray] = []
         self._written: list[np.ndarray] = []
@@ -44,19 +45,25 @@ class _Memory:
         return self._real.store(pointers, value, mask)
 
     def _inside(self, does: str, pointers: Any, mask: Any, size: int) -> np.ndarray:
+        """The addresses that are used, and by which program, [2, n]."""
         used = np.unique(pointers[mask.astype(bool)])
         inside = np.zeros(used.shape, dtype=bool)
         for first, end in self._ranges:
             inside |= (used >= first) & (used + np.uint64(size) <= end)
         assert inside.all(), f"{self._kernel} {does} {(~inside).sum()} numbers outside its tensors"
-        return used
+        x, y, z = self._builder.grid_idx
+        return np.stack([used, np.full_like(used, x + (y << 20) + (z << 40))])
 
     def check(self) -> None:
-        written = np.concatenate([np.empty(0, np.uint64), *self._written])
-        once = np.unique(written)
+        nothing = np.empty((2, 0), np.uint64)
+        written, writer = np.concatenate([nothing, *self._written], axis=1)
+        once, first = np.unique(written, return_index=True)
         assert len(once) == len(written), f"{self._kernel} writes numbers more than once"
-        read = np.unique(np.concatenate([np.empty(0, np.uint64), *self._read]))
-        assert not np.isin(read, once).any(), f"{self._kernel} reads what it writes"
+        read, reader = np.concatenate([nothing, *self._read], axis=1)
+        of_others = np.isin(read, once)
+        place = np.searchsorted(once, read[of_others])
+        own = writer[first][place] == reader[of_others]
+        assert own.all(), f"{self._kernel} reads what another program writes"
 
 
 @contextmanager
@@ -71,7 +78,8 @@ def watched_memory(device: str) -> Iterator[None]:
 
     def watched(self: Any, *arguments: Any, **named: Any) -> Any:
         tensors = [x for x in (*arguments, *named.values()) if isinstance(x, Tensor)]
-        interpreter._interpreter = memory = _Memory(real, self.fn.__name__, tensors)
+        builder = interpreter.interpreter_builder
+        interpreter._interpreter = memory = _Memory(real, builder, self.fn.__name__, tensors)
         try:
             done = run(self, *arguments, **named)
         finally:

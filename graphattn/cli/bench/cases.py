@@ -6,20 +6,24 @@ other sizes their numbers are shown and say little.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch.nn.attention import SDPBackend
 
 from graphattn.cli.bench import contenders as other
 from graphattn.cli.bench import ours, work
-from graphattn.cli.bench.attention_cases import ATTENTION, THOUSANDS
+from graphattn.cli.bench.attention_cases import ATTENTION
 from graphattn.cli.bench.case import BOTH, FORWARD, Case
+from graphattn.cli.bench.consensus_cases import CONSENSUS, SCALING_CONSENSUS
 from graphattn.cli.bench.edge_cases import OVER_EDGES
 from graphattn.cli.bench.inputs import (
     NeighborInputs,
     WindowSize,
-    consensus_inputs,
+    dot_product_layer,
+    krause_layer,
     spectral_inputs,
-    stream_inputs,
+    streams_of,
 )
 from graphattn.cli.bench.record import OURS
 from graphattn.cli.bench.targets import Target
@@ -50,6 +54,24 @@ OF_NEIGHBORS = (
     4 * 12.0 * ON_GPU["tokens"] * ON_GPU["k"] + 4.0 * ON_GPU["tokens"] * ON_GPU["features"]
 )
 DEIT_FLASH, DEIT_CUDNN = "DeiT (SDPA flash)", "DeiT (SDPA cuDNN)"
+
+
+LAYER = {"dim": 512, "heads": 8}
+A_TOKEN: dict[str, Any] = {
+    "contenders": {OURS: ours.late_step, "early in a stream": ours.early_step},
+    "yardsticks": {"its projections alone": other.projections_alone},
+    "backward": False,
+    "memory": False,
+    "work": work.stream_step,
+}
+
+
+def of_a_token(device: str) -> tuple[Target, ...]:
+    """A step takes as long late as early, and twice as long as the layer's projections at most."""
+    return (
+        Target("time", ("early in a stream",), at_most=1.1, device=device),
+        Target("time", ("its projections alone",), at_most=2, device=device),
+    )
 
 
 def vision_case(name: str, title: str, dim: int, heads: int, images: int) -> Case:
@@ -94,29 +116,7 @@ CASES = [
     vision_case("gka-tiny", "GKA-Ti and DeiT-Ti", 192, 3, 256),
     vision_case("gka-small", "GKA-S and DeiT-S", 384, 6, 256),
     vision_case("gka-base", "GKA-B and DeiT-B", 768, 12, 128),
-    Case(
-        "consensus",
-        "Consensus step, window-path graph",
-        {
-            "small": {"batch": 1, "tokens": 256, "window": 2, "dim": 384, "heads": 6,
-                      "edge_hidden": 64, "rank": 4},
-            "paper": {"batch": 4, "tokens": 1024, "window": 2, "dim": 384, "heads": 6,
-                      "edge_hidden": 256, "rank": 4},
-            "long": {"batch": 1, "tokens": 131072, "window": 2, "dim": 64, "heads": 1,
-                     "edge_hidden": 64, "rank": 4},
-        },
-        consensus_inputs,
-        {OURS: ours.consensus, "gather/scatter": other.gather_scatter_consensus},
-        yardsticks={"its product alone": other.dominant_product},
-        targets=(
-            Target("time", ("gather/scatter",), at_least=3.5),
-            Target("time", ("its product alone",), at_most=2),
-            Target("memory", ("gather/scatter",), at_most=1 / 4),
-            Target("time", ("its product alone",), at_most=3.5, passes=BOTH),
-            Target("memory", ("gather/scatter",), at_most=1 / 4, passes=BOTH),
-        ),
-        work=work.consensus,
-    ),
+    *CONSENSUS,
     Case(
         "knn",
         "Nearest neighbours",
@@ -178,31 +178,28 @@ CASES = [
             "paper": {"window": 256, "dim": 512, "heads": 8, "early": 1_000, "late": 100_000},
             "long": {"window": 256, "dim": 512, "heads": 8, "early": 1_000, "late": 300_000},
         },
-        stream_inputs,
-        {OURS: ours.late_step, "early in a stream": ours.early_step},
-        yardsticks={"its projections alone": other.projections_alone},
-        targets=(
-            Target("time", ("early in a stream",), at_most=1.1),
-            Target("time", ("its projections alone",), at_most=2),
-        ),
-        backward=False,
-        memory=False,
-        work=work.stream_step,
+        streams_of(dot_product_layer),
+        **A_TOKEN,
+        targets=(*of_a_token("cpu"), *of_a_token("cuda")),
         cuda={"paper": {"window": 256, "dim": 512, "heads": 8, "early": 1_000, "late": 5_000}},
     ),
     Case(
-        "scaling-consensus",
-        "Consensus step, window-path graph, by length",
+        "streaming-krause",
+        "One token of Krause attention, late in a stream",
         {
-            "small": {"batch": 1, "window": 2, "dim": 64, "heads": 2, "edge_hidden": 32, "rank": 2},
-            "paper": {"batch": 1, "window": 2, "dim": 128, "heads": 2, "edge_hidden": 64,
-                      "rank": 4},
-            "long": {"batch": 1, "window": 2, "dim": 128, "heads": 2, "edge_hidden": 64,
-                     "rank": 4},
+            "small": {"batch": 1, "window": 64, "top_k": 48, **LAYER, "early": 100, "late": 2_000},
+            "paper": {"batch": 1, "window": 256, "top_k": 192, **LAYER, "early": 1_000,
+                      "late": 20_000},
+            "long": {"batch": 1, "window": 256, "top_k": 192, **LAYER, "early": 1_000,
+                     "late": 100_000},
         },
-        consensus_inputs,
-        {OURS: ours.consensus},
-        lengths=THOUSANDS,
-        work=work.consensus,
+        streams_of(krause_layer),
+        **A_TOKEN,
+        targets=of_a_token("cuda"),
+        cuda={
+            "paper": {"batch": 64, "window": 256, "top_k": 192, **LAYER, "early": 1_000,
+                      "late": 5_000},
+        },
     ),
+    SCALING_CONSENSUS,
 ]  # fmt: skip

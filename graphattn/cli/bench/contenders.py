@@ -7,18 +7,19 @@ from __future__ import annotations
 
 import importlib.util
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from graphattn.cli.bench.inputs import (
     AttentionInputs,
     ConsensusInputs,
+    ConsensusLayerInputs,
     MissingError,
     NeighborInputs,
     SpectralInputs,
@@ -55,10 +56,10 @@ def afford_edges(x: AttentionInputs) -> None:
     afford(numbers, "its messages", x.query)
 
 
-def afford_edge_networks(x: ConsensusInputs) -> None:
+def afford_edge_networks(x: ConsensusInputs | ConsensusLayerInputs) -> None:
     """Refuse to hold the matrices Lambda of too many edges."""
-    edges = x.state.shape[:-3].numel() * x.graph.num_edges
-    afford(float(edges) * x.network.shear_bias.numel(), "its edge networks", x.state)
+    edges = float(x.num_sequences * x.graph.num_edges)
+    afford(edges * x.network.shear_bias.numel(), "its edge networks", x.network.shear)
 
 
 # Attention.
@@ -69,12 +70,31 @@ def masked_dense(x: AttentionInputs) -> Tensor:
     rows = x.query.shape[:-3].numel() * x.query.shape[-2] * x.graph.num_targets
     afford(float(rows) * x.graph.num_sources, "all pairs", x.query)
     q, k, v = (t.transpose(-3, -2) for t in (x.query, x.key, x.value))
-    logits = (q @ k.mT - k.square().sum(-1)[..., None, :] / 2) / x.sigma**2
-    logits = logits.masked_fill(~x.graph.to_mask(), -torch.inf)
+    no_edge = ~x.graph.to_mask()
+    logits = _logits(q, k, x.sigma).masked_fill(no_edge, -torch.inf)
     if x.top_k is not None and x.top_k < logits.shape[-1]:
-        threshold = logits.topk(x.top_k, dim=-1).values[..., -1:]
-        logits = logits.masked_fill(logits < threshold, -torch.inf)
+        scores = logits.detach()
+        if scores.dtype != torch.float32:  # bfloat16 does not tell neighbours apart
+            with torch.no_grad(), products_in_tf32():
+                scores = _logits(q.float(), k.float(), x.sigma).masked_fill(no_edge, -torch.inf)
+        threshold = scores.topk(x.top_k, dim=-1).values[..., -1:]
+        logits = logits.masked_fill(scores < threshold, -torch.inf)
     return (logits.softmax(-1) @ v).transpose(-3, -2)
+
+
+def _logits(query: Tensor, key: Tensor, sigma: float) -> Tensor:
+    return (query @ key.mT - key.square().sum(-1)[..., None, :] / 2) / sigma**2
+
+
+@contextmanager
+def products_in_tf32() -> Iterator[None]:
+    """On a GPU the faster products of float32, which are exact for numbers that were bfloat16."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def _gather_scatter(
@@ -157,33 +177,6 @@ def installed(name: str) -> Any:
     if importlib.util.find_spec(name.split(".")[0]) is None:
         raise MissingError(f"{name.split('.')[0]} is not installed")
     return importlib.import_module(name)
-
-
-# Consensus.
-
-
-def gather_scatter_consensus(x: ConsensusInputs) -> Tensor:
-    """The energy step with everything per edge, as message passing is written by hand."""
-    afford_edge_networks(x)
-    network, (source, target) = x.network, x.graph.edge_index
-    hidden = functional.gelu(
-        x.target_hidden.index_select(-3, target) + x.source_hidden.index_select(-3, source)
-    )
-    alpha = functional.softplus((hidden * network.alpha).sum(-1) + network.alpha_bias)
-    beta = functional.softplus((hidden * network.beta).sum(-1) + network.beta_bias)
-    rows = torch.einsum("...ehx,hrdx->...ehrd", hidden, network.shear) + network.shear_bias
-    rows = functional.normalize(rows, dim=-1)
-    difference = x.state.index_select(-3, target) - x.state.index_select(-3, source)
-    along = torch.einsum("...ehrd,...ehd->...ehr", rows, difference)
-    pull = torch.einsum("...ehrd,...ehr->...ehd", rows, along) / rows.shape[-2]
-    message = alpha[..., None] * difference + beta[..., None] * pull
-    gradient = torch.zeros_like(x.state).index_add(-3, target, message)
-    return x.state - x.step_size * gradient.index_add(-3, source, message, alpha=-1)
-
-
-def dominant_product(x: ConsensusInputs) -> Tensor:
-    """One product per edge, hidden to Lambda, and nothing else: what no implementation avoids."""
-    return x.hidden_of_edges @ x.network.shear.flatten(1, 2).mT
 
 
 # Nearest neighbours: (squared distances, indices), nearest first.
@@ -271,8 +264,8 @@ def smallest_eigenpairs(x: SpectralInputs, count: int) -> tuple[Any, Any]:
 
 
 def projections_alone(x: StreamInputs) -> Tensor:
-    """The query, key, value and output projections of one token, and no attention."""
-    layer, token = x.late.layer, x.late.tokens[:1]
+    """The query, key, value and output projections of a token per text, and no attention."""
+    layer, token = x.late.layer, x.late.tokens[0]
     layer.query_proj(token)
     layer.key_proj(token)
     return layer.output_proj(layer.value_proj(token))

@@ -20,7 +20,8 @@ from graphattn.cli.bench.inputs import AttentionInputs, MissingError
 from graphattn.graphs.composites import Union
 from graphattn.graphs.structure import Band, GlobalTokens, Structure
 
-Contains = Callable[[Tensor, Tensor], Tensor]  # whether (target, source) are edges
+Contains = Callable[..., Tensor]  # whether (target, source) are edges, or of (batch, head) too
+ROWS = 256  # of targets whose windows of keys are gathered at a time: 134 MB for 8 heads of 64
 
 
 def sdpa(backend: SDPBackend, *, is_causal: bool = False) -> Run:
@@ -90,11 +91,21 @@ def flex_dot(x: AttentionInputs) -> Tensor:
 
 def flex_rbf(x: AttentionInputs) -> Tensor:
     """FlexAttention of the Gaussian kernel, as a dot product with a bias of the keys."""
+    return by_distance(x, block_mask)
+
+
+def flex_kept(x: AttentionInputs) -> Tensor:
+    """The same over the top-k sources of every target, which are chosen once, before the clock."""
+    return by_distance(x, kept_mask)
+
+
+def by_distance(x: AttentionInputs, mask: Callable[[AttentionInputs], Any]) -> Tensor:
+    """FlexAttention of the Gaussian kernel with a mask of that kind."""
     query, key, value = by_head(x)
     # Compiled by itself: the gradient of a bias that is computed in the same graph as the
     # attention may get lost without a word (pytorch/pytorch#162228).
     bias = on_gpu(x, key_bias)(key, x.sigma)
-    return by_token(on_gpu(x, biased)(query, key, value, bias, block_mask(x), x.sigma), x)
+    return by_token(on_gpu(x, biased)(query, key, value, bias, mask(x), x.sigma), x)
 
 
 def dot_product(query: Tensor, key: Tensor, value: Tensor, mask: Any) -> Tensor:
@@ -142,19 +153,67 @@ def block_mask(x: AttentionInputs) -> Any:
     if x.graph.num_edges == N * M:
         return None
     if "block_mask" not in x.prepared:
-        from torch.nn.attention.flex_attention import create_block_mask
-
         structure = x.graph.structure
         contains = looked_up(dense_mask(x)) if structure is None else elementwise(structure)
 
         def is_edge(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
             return contains(i, j)
 
-        device = x.query.device
-        # Uncompiled it holds all pairs: 34 GB of distances for 65,536 tokens.
-        create = compiled(create_block_mask) if device.type == "cuda" else create_block_mask
-        x.prepared["block_mask"] = create(is_edge, None, None, N, M, device=device)
+        x.prepared["block_mask"] = list_blocks(is_edge, None, None, x)
     return x.prepared["block_mask"]
+
+
+def list_blocks(mask: Contains, batch: int | None, heads: int | None, x: AttentionInputs) -> Any:
+    """The blocks with a pair in `mask`, of each of so many sequences and heads; None: of all."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    device = x.query.device
+    # Uncompiled it holds all pairs: 34 GB of distances for 65,536 tokens.
+    create = compiled(create_block_mask) if device.type == "cuda" else create_block_mask
+    return create(mask, batch, heads, x.graph.num_targets, x.graph.num_sources, device=device)
+
+
+def kept_mask(x: AttentionInputs) -> Any:
+    """The blocks of a window in which every target keeps its top-k sources."""
+    if "kept_mask" not in x.prepared:
+        band, kept = x.graph.structure, kept_in_window(x)
+        assert isinstance(band, Band)
+        B, H, _, width = kept.shape
+
+        def is_kept(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            place = j - i + band.before
+            return (place >= 0) & (place < width) & kept[b, h, i, place.clamp(0, width - 1)]
+
+        x.prepared["kept_mask"] = list_blocks(is_kept, B, H, x)
+    return x.prepared["kept_mask"]
+
+
+@torch.no_grad()
+def kept_in_window(x: AttentionInputs) -> Tensor:
+    """bool [B, H, N, window]: which sources of its window a target keeps, by distance in float32.
+
+    Of equally near ones the first. Sources stand in their order, some rows of targets at a time.
+    """
+    band = x.graph.structure
+    if not isinstance(band, Band) or band.dilation != 1:
+        raise MissingError("its top-k sources are looked for in windows only")
+    query, key, _ = (t.float() for t in by_head(x))
+    B, H, N, _ = query.shape
+    offsets = torch.arange(-band.before, band.after + 1, device=query.device)
+    kept = torch.zeros(B, H, N, len(offsets), dtype=torch.bool, device=query.device)
+    for start in range(0, N, ROWS):
+        target = torch.arange(start, min(start + ROWS, N), device=query.device)[:, None]
+        source = target + offsets
+        is_edge = (source >= 0) & (source < key.shape[2])
+        source = source.clamp(0, key.shape[2] - 1)
+        is_edge &= band.contains(target.expand_as(source), source)
+        nearness = -(query[:, :, target] - key[:, :, source]).square().sum(-1)
+        nearness = nearness.masked_fill(~is_edge, -torch.inf)
+        nearest = nearness.sort(dim=-1, descending=True, stable=True).indices[..., : x.top_k]
+        rows = kept[:, :, start : start + ROWS]
+        rows.scatter_(-1, nearest, True)
+        rows &= is_edge
+    return kept
 
 
 def looked_up(mask: Tensor) -> Contains:

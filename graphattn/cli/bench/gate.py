@@ -20,6 +20,7 @@ from graphattn.cli.bench.contenders import Run, smallest_eigenpairs
 from graphattn.cli.bench.inputs import (
     AttentionInputs,
     ConsensusInputs,
+    ConsensusLayerInputs,
     NeighborInputs,
     SpectralInputs,
     Stream,
@@ -52,6 +53,8 @@ def truth_of(inputs: Any, *, backward: bool, dot_product: bool = False) -> Truth
             return StreamTruth(inputs)
         case VisionInputs():
             return ModelTruth(inputs)
+        case ConsensusLayerInputs():
+            return LayerTruth(inputs, backward=backward)
     return OperationTruth(inputs, backward=backward, dot_product=dot_product)
 
 
@@ -101,24 +104,8 @@ class OperationTruth:
 
     def edges_at_rows(self) -> ga.TokenGraph:
         """The edges that the outputs at the sampled rows depend on."""
-        graph: ga.TokenGraph = self.inputs.graph
-        chosen = torch.zeros(graph.num_targets, dtype=torch.bool, device=graph.device)
-        chosen[self.rows] = True
-        if graph.structure is not None and graph.num_edges > 10**7:  # list the chosen rows only
-            targets = self.rows.sort().values
-            sources = torch.arange(graph.num_sources, device=graph.device)
-            inside = torch.stack(
-                [graph.structure.contains(t.expand_as(sources), sources) for t in targets]
-            )
-            row, source = inside.nonzero().T
-            edges = torch.stack([source, targets[row]])
-        else:
-            source, target = graph.edge_index
-            keep = chosen[target]
-            if isinstance(self.inputs, ConsensusInputs):  # "energy" also moves an edge's source
-                keep = keep | chosen[source]
-            edges = graph.edge_index[:, keep]
-        return ga.from_edge_index(edges, graph.num_targets, graph.num_sources)
+        is_energy = isinstance(self.inputs, ConsensusInputs)
+        return edges_at(self.rows, self.inputs.graph, both_ends=is_energy)
 
     def errors_of(self, run: Run) -> tuple[float, float]:
         """Of the output and of the gradients."""
@@ -130,6 +117,25 @@ class OperationTruth:
             gradients = [gradient[self.last] for gradient in found]
         pairs = zip(gradients, self.gradients, strict=True)
         return relative_error(out, self.out), worst(relative_error(g, t) for g, t in pairs)
+
+
+def edges_at(rows: Tensor, graph: ga.TokenGraph, *, both_ends: bool) -> ga.TokenGraph:
+    """The edges to some targets; with `both_ends`, as "energy" moves them, those from them too."""
+    chosen = torch.zeros(graph.num_targets, dtype=torch.bool, device=graph.device)
+    chosen[rows] = True
+    if graph.structure is not None and graph.num_edges > 10**7:  # list the chosen rows only
+        targets = rows.sort().values
+        sources = torch.arange(graph.num_sources, device=graph.device)
+        inside = torch.stack(
+            [graph.structure.contains(t.expand_as(sources), sources) for t in targets]
+        )
+        row, source = inside.nonzero().T
+        edges = torch.stack([source, targets[row]])
+    else:
+        source, target = graph.edge_index
+        keep = chosen[target] | chosen[source] if both_ends else chosen[target]
+        edges = graph.edge_index[:, keep]
+    return ga.from_edge_index(edges, graph.num_targets, graph.num_sources)
 
 
 def in_float64(x: Any, *, dot_product: bool = False) -> Tensor:
@@ -216,11 +222,18 @@ class SpectralTruth:
 
 
 class StreamTruth:
-    """The last output of one forward pass over what the next step sees, in float64."""
+    """The last output of one forward pass over what the next step sees, in float64.
+
+    But what a stream projects it rounds to its own dtype, and so does the truth: which keys are the
+    nearest is a matter of what a cache holds.
+    """
 
     def __init__(self, inputs: StreamInputs) -> None:
         self.inputs = inputs
+        dtype = inputs.late.tokens.dtype
         self.layer = copy.deepcopy(inputs.late.layer).double()
+        for projection in (self.layer.query_proj, self.layer.key_proj):
+            projection.register_forward_hook(lambda _, __, out: out.to(dtype).to(out.dtype))
 
     def errors_of(self, run: Run) -> tuple[float, float]:
         """Relative, for the stream that the contender moves on."""
@@ -229,14 +242,43 @@ class StreamTruth:
         with torch.no_grad():
             out = run(self.inputs)
         moved = 0 if self.inputs.early.position > before else 1
-        return relative_error(out.flatten(), expected[moved]), 0.0
+        return relative_error(out, expected[moved]), 0.0
 
     def next_of(self, stream: Stream) -> Tensor:
-        """What the next step should give, [dim]."""
+        """What the next step should give, [texts, dim]."""
         tokens = stream.seen().double()
-        graph = ga.causal_graph(len(tokens)).to(tokens.device)
+        graph = ga.causal_graph(tokens.shape[1]).to(tokens.device)
         with torch.no_grad(), ga.use_backend("reference"):
-            return self.layer(tokens, graph)[-1]
+            return self.layer(tokens, graph)[:, -1]
+
+
+class LayerTruth:
+    """Rows of a consensus layer's output, and gradients of a random loss on them, in float64."""
+
+    def __init__(self, inputs: ConsensusLayerInputs, *, backward: bool) -> None:
+        self.inputs = inputs
+        generator = torch.Generator().manual_seed(1)
+        self.rows = sample(inputs.graph.num_targets, generator).to(inputs.graph.device)
+        layer = copy.deepcopy(inputs.layer).double()
+        tokens = inputs.tokens.detach().double().requires_grad_()
+        with ga.use_backend("reference"):
+            out = layer(tokens, edges_at(self.rows, inputs.graph, both_ends=True))[:, self.rows]
+        self.loss = torch.randn(out.shape, generator=generator, dtype=torch.float64).to(out.device)
+        self.gradients: list[Tensor] = []
+        if backward:
+            learned = [tokens, *layer.parameters()]
+            self.gradients = list(torch.autograd.grad((out * self.loss).sum(), learned))
+        self.out = out.detach()
+
+    def errors_of(self, run: Run) -> tuple[float, float]:
+        """Of the output, and of the gradients by tokens and weights."""
+        out = run(self.inputs)[:, self.rows]
+        gradients: tuple[Tensor, ...] = ()
+        if self.gradients:
+            loss = (out * self.loss.to(out.dtype)).sum()
+            gradients = torch.autograd.grad(loss, self.inputs.learned())
+        pairs = zip(gradients, self.gradients, strict=True)
+        return relative_error(out, self.out), worst(relative_error(g, t) for g, t in pairs)
 
 
 class ModelTruth:

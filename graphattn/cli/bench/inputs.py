@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -53,6 +54,11 @@ class ConsensusInputs:
         """What gradients are taken of."""
         return [self.state, self.target_hidden, self.source_hidden, *self.network]
 
+    @property
+    def num_sequences(self) -> int:
+        """B."""
+        return self.state.shape[:-3].numel()
+
     @cached_property
     def hidden_of_edges(self) -> Tensor:
         """Random hidden vectors [H, edges of all sequences, xi]: the operand of a yardstick."""
@@ -71,6 +77,30 @@ class ConsensusInputs:
             graph,
             self.step_size,
         )
+
+
+@dataclass(frozen=True)
+class ConsensusLayerInputs:
+    """Tokens [B, N, dim], a :class:`graphattn.nn.SelfConsensus` with its weights, and a graph."""
+
+    tokens: Tensor
+    layer: Any
+    graph: ga.TokenGraph
+
+    def learned(self) -> list[Tensor]:
+        """What gradients are taken of."""
+        return [self.tokens, *self.layer.parameters()]
+
+    @property
+    def num_sequences(self) -> int:
+        """B."""
+        return self.tokens.shape[:-2].numel()
+
+    @property
+    def network(self) -> ga.EdgeNetworkParameters:
+        """The second layer of the edge network."""
+        found: ga.EdgeNetworkParameters = self.layer.edge_net.second_layer()
+        return found
 
 
 @dataclass(frozen=True)
@@ -98,28 +128,29 @@ class SpectralInputs:
 
 
 class Stream:
-    """A layer that has read so many tokens of an endless sequence, one at a time, and reads on.
+    """A layer that has read so many tokens of endless texts, one of each at a time, and reads on.
 
-    The sequence repeats the rows of `tokens`, so that what the layer sees at any position is known.
+    They repeat `tokens`, [length, texts, dim], so that what the layer sees at any position is
+    known.
     """
 
     def __init__(self, layer: Any, tokens: Tensor, window: int, read: int) -> None:
         self.layer, self.tokens, self.window, self.position = layer, tokens, window, 0
-        self.cache = layer.init_cache(1, window=window)
+        self.cache = layer.init_cache(tokens.shape[1], window=window)
         with torch.no_grad():
             for _ in range(read):
                 self.step()
 
     def step(self) -> Tensor:
-        """The output for the next token."""
+        """The outputs for the next tokens, [texts, dim]."""
         token = self.tokens[self.position % len(self.tokens)]
         self.position += 1
-        return self.layer.step(token[None], self.cache)
+        return self.layer.step(token, self.cache)
 
     def seen(self) -> Tensor:
-        """The tokens that the next step sees, itself the last of them."""
+        """The tokens that the next step sees, itself the last of them, [texts, tokens, dim]."""
         positions = range(max(0, self.position + 1 - self.window), self.position + 1)
-        return self.tokens[[position % len(self.tokens) for position in positions]]
+        return self.tokens[[position % len(self.tokens) for position in positions]].transpose(0, 1)
 
 
 @dataclass(frozen=True)
@@ -189,6 +220,23 @@ def consensus_inputs(
     )
 
 
+def consensus_layer_inputs(
+    size: dict[str, int], device: torch.device, dtype: torch.dtype
+) -> ConsensusLayerInputs:
+    """Normal random tokens; weights as the layer starts with them."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        layer = ga.nn.SelfConsensus(
+            size["dim"], size["heads"], rank=size["rank"], edge_hidden=size["edge_hidden"]
+        )
+        tokens = torch.randn(size["batch"], size["tokens"], size["dim"])
+    return ConsensusLayerInputs(
+        tokens.to(device, dtype).requires_grad_(),
+        layer.to(device, dtype),
+        ga.window_path_graph(size["tokens"], size["window"]).to(device),
+    )
+
+
 def spectral_inputs(num_tokens: int, window: int) -> SpectralInputs:
     """A window-path graph with log-normal weights, another one for each direction of an edge."""
     graph = ga.window_path_graph(num_tokens, window)
@@ -197,15 +245,32 @@ def spectral_inputs(num_tokens: int, window: int) -> SpectralInputs:
     return SpectralInputs(graph, weight)
 
 
-def stream_inputs(size: dict[str, int], device: torch.device, dtype: torch.dtype) -> StreamInputs:
+def streams_of(
+    make: Callable[[dict[str, int]], Any],
+) -> Callable[[dict[str, int], torch.device, torch.dtype], StreamInputs]:
+    """Two streams through the layer that `make` gives for a size; one text each, or a batch."""
+
+    def inputs(size: dict[str, int], device: torch.device, dtype: torch.dtype) -> StreamInputs:
+        generator = torch.Generator().manual_seed(0)
+        layer = make(size).to(device, dtype)
+        if not hasattr(layer, "step"):
+            raise MissingError(f"not available yet: {type(layer).__name__} has no step()")
+        length, texts = 4 * size["window"] + 1, size.get("batch", 1)
+        tokens = torch.randn(length, texts, size["dim"], generator=generator)
+        early, late = (
+            Stream(layer, tokens.to(device, dtype), size["window"], size[position])
+            for position in ("early", "late")
+        )
+        return StreamInputs(early, late)
+
+    return inputs
+
+
+def dot_product_layer(size: dict[str, int]) -> Any:
     """Dot-product attention: of all causal layers the one that does least beside projections."""
-    generator = torch.Generator().manual_seed(0)
-    layer = ga.nn.DotProductAttention(size["dim"], size["heads"]).to(device, dtype)
-    if not hasattr(layer, "step"):
-        raise MissingError(f"not available yet: {type(layer).__name__} has no step()")
-    tokens = torch.randn(4 * size["window"] + 1, size["dim"], generator=generator)
-    early, late = (
-        Stream(layer, tokens.to(device, dtype), size["window"], size[position])
-        for position in ("early", "late")
-    )
-    return StreamInputs(early, late)
+    return ga.nn.DotProductAttention(size["dim"], size["heads"])
+
+
+def krause_layer(size: dict[str, int]) -> Any:
+    """Krause attention with top-k: the one that does most."""
+    return ga.nn.KrauseAttention(size["dim"], size["heads"], top_k=size["top_k"])

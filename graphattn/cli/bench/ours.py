@@ -11,6 +11,7 @@ from graphattn.cli.bench.contenders import afford_edge_networks, afford_edges
 from graphattn.cli.bench.inputs import (
     AttentionInputs,
     ConsensusInputs,
+    ConsensusLayerInputs,
     NeighborInputs,
     SpectralInputs,
     StreamInputs,
@@ -42,6 +43,12 @@ def consensus(x: ConsensusInputs) -> Tensor:
     return ga.consensus_update(
         x.state, x.state, x.target_hidden, x.source_hidden, x.network, x.graph, x.step_size
     )
+
+
+def consensus_layer(x: ConsensusLayerInputs) -> Tensor:
+    """A layer with a consensus step, on the backend that "auto" takes."""
+    out: Tensor = x.layer(x.tokens, x.graph)
+    return out
 
 
 def neighbors(x: NeighborInputs) -> tuple[Tensor, Tensor]:

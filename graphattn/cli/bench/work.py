@@ -53,6 +53,23 @@ def consensus(size: Size, itemsize: int, backward: bool) -> Work:
     return (3.5 * flops, 2.5 * moved) if backward else (flops, moved)
 
 
+def consensus_layer(size: Size, itemsize: int, backward: bool) -> Work:
+    """The same product, and those of the two projections and the edge network's first layer.
+
+    Tokens, outputs and weights are moved once; hidden vectors may stay where they are made. The
+    backward pass has two products for each of the layer's projections, and reads the weights and
+    writes their gradients.
+    """
+    step, _ = consensus(size, itemsize, backward)
+    tokens, dim = size["batch"] * size["tokens"], size["dim"]
+    weights = 2 * dim * (dim + size["edge_hidden"]) + size["rank"] * dim * size["edge_hidden"]
+    projections = 4.0 * tokens * dim * (dim + size["edge_hidden"])
+    moved = 1.0 * itemsize * (2 * tokens * dim + weights)
+    if backward:
+        return step + 3 * projections, moved + itemsize * (3.0 * tokens * dim + 2 * weights)
+    return step + projections, moved
+
+
 def neighbors(size: Size, itemsize: int, backward: bool) -> Work:
     """A product per pair; points read, and an index and a distance per neighbour written.
 
@@ -70,6 +87,7 @@ def edges(size: Size, itemsize: int, backward: bool) -> Work:
 
 
 def stream_step(size: Size, itemsize: int, backward: bool) -> Work:
-    """Four projections, and two products with the keys and values of a window."""
-    weights, window = 4 * size["dim"] ** 2, 2 * size["window"] * size["dim"]
-    return 2.0 * (weights + window), 1.0 * itemsize * (weights + window)
+    """Four projections, and two products with the keys and values of every text's window."""
+    texts, weights = size.get("batch", 1), 4 * size["dim"] ** 2
+    windows = texts * 2 * size["window"] * size["dim"]
+    return 2.0 * (texts * weights + windows), 1.0 * itemsize * (weights + windows)

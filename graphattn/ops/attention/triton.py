@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from graphattn.graphs.bands import band_tables, bands_and_others, bands_of, has_bands
 from graphattn.graphs.structure import Structure
@@ -22,6 +21,7 @@ from graphattn.kernels.band_tables import BandTables
 from graphattn.kernels.edge_tables import EdgeTables
 from graphattn.kernels.launch import why_not_on
 from graphattn.ops.inputs import ValidPair
+from graphattn.ops.kept import kept
 
 if TYPE_CHECKING:
     from graphattn.kernels.band_inputs import BandInputs
@@ -254,25 +254,13 @@ def _tables_of_bands_and_others(
     )
 
 
-# By the tensor that lists the edges, as long as it lives: the operator gets a graph's list, not the
-# graph. A list that was changed in place has another version.
-_of_lists: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-
-
 def _edge_tables(graph: TokenGraph) -> EdgeTables:
-    listed = graph.edge_index if graph.neighbors is None else graph.neighbors
-    version = None if listed.is_inference() else listed._version
-    key = version, graph.num_targets, graph.num_sources, graph.neighbors is None
-    kept = _of_lists.get(listed)
-    if version is None or kept is None or kept[0] != key:
-        # Detached: what is kept must not itself keep the key alive.
-        kind = {"edge_index" if graph.neighbors is None else "neighbors": listed.detach()}
-        kept = key, EdgeTables(graph.num_targets, graph.num_sources, **kind)
-        # Under capture they would be filled only when the CUDA graph is replayed.
-        if not (listed.is_cuda and torch.cuda.is_current_stream_capturing()):
-            _of_lists[listed] = kept
-    tables: EdgeTables = kept[1]
-    return tables
+    return kept(graph, _tables_of_list)
+
+
+def _tables_of_list(graph: TokenGraph, listed: Tensor) -> EdgeTables:
+    kind = {"edge_index" if graph.neighbors is None else "neighbors": listed}
+    return EdgeTables(graph.num_targets, graph.num_sources, **kind)
 
 
 @lru_cache(maxsize=64)

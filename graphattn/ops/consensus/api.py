@@ -13,9 +13,9 @@ from torch import Tensor
 
 from graphattn.graphs.arguments import as_choice
 from graphattn.graphs.token_graph import TokenGraph
-from graphattn.ops.backends import NOT_YET, choose_backend
-from graphattn.ops.consensus import compiled, reference, structured
-from graphattn.ops.consensus.parameters import EdgeNetworkParameters
+from graphattn.ops.backends import choose_backend
+from graphattn.ops.consensus import compiled, operators, reference, structured, triton
+from graphattn.ops.consensus.parameters import EdgeNetworkParameters, FirstLayer
 from graphattn.ops.inputs import (
     Valid,
     check_graph,
@@ -31,8 +31,8 @@ Update = Literal["energy", "target"]
 def consensus_update(
     state: Tensor,
     neighbor_state: Tensor,
-    target_hidden: Tensor,
-    source_hidden: Tensor,
+    target_hidden: Tensor | FirstLayer,
+    source_hidden: Tensor | FirstLayer,
     edge_network: EdgeNetworkParameters,
     graph: TokenGraph | Tensor,
     step_size: float | Tensor | Literal["auto"],
@@ -64,7 +64,8 @@ def consensus_update(
         neighbor_state: v, what it is compared with, [*, M, H, D]; `state` itself in self-consensus.
         target_hidden: [*, N, G, xi], G = H or 1 (one network for all heads). With 3 * xi features
             the thirds feed alpha, beta and Lambda (``trunk="separate"``: Algorithm 2, literally).
-        source_hidden: [*, M, G, xi], likewise.
+        source_hidden: [*, M, G, xi], likewise. Either may be a :class:`~graphattn.FirstLayer`,
+            whose hidden vectors the operation then forms itself.
         edge_network: :class:`EdgeNetworkParameters`, the second layer.
         graph: N targets, M sources; shared by all leading dimensions.
         step_size: eta: a float, a tensor broadcastable to [*, N, H], or "auto": for "energy"
@@ -76,11 +77,14 @@ def consensus_update(
             invalid token is no edge, and what invalid tokens hold is never read. They keep their
             state; NaN and infinity in it read as 0.
         backend: "reference" keeps tensors of every edge; "structured" goes over the edges of any
-            graph in chunks, and over those of a window without listing them; "auto" takes it but
-            inside torch.func, which looks into its steps.
+            graph in chunks, and over those of a window without listing them; "triton" does so by
+            fused kernels, which take one trunk and multiply numbers of the tensors' own dtype.
+            "auto" takes "triton" on a GPU and "structured" elsewhere, but "reference" inside
+            torch.func, which looks into its steps.
 
     Returns:
-        u', [*, N, H, D] in the dtype of `state`; half precision is computed in float32.
+        u', [*, N, H, D] in the dtype of `state`; half precision is computed in float32 (by "triton"
+        but for the factors of matrix products, and what is summed up at the ends of edges).
 
     Raises:
         ValueError: names the argument, its value and what is allowed. "energy" on a causal graph
@@ -100,38 +104,45 @@ def consensus_update(
     graph, network, pair = _check(
         state, neighbor_state, target_hidden, source_hidden, edge_network, graph, valid
     )
-    update_by: Callable[..., Tensor] = reference.consensus_update
-    if choose_backend(backend, support(), state.device) == "structured":
-        traced = torch.compiler.is_compiling()
-        update_by = (compiled if traced else structured).consensus_update
+    trunks = _width(target_hidden) // network.alpha.shape[-1]
+    chosen = choose_backend(backend, support(state, trunks), state.device)
     if as_choice("update", update, ("energy", "target")) == "energy":
         check_energy_graph(graph)
     dtype = compute_dtype(state.dtype)
-    u, v = _disagreement(disagreement, state, neighbor_state)
+    compared = _disagreement(disagreement, state, neighbor_state)
     step = _step(step_size, state, dtype)
     moving = state
     if pair[0] is not None:  # an invalid token keeps its state, but hands on no NaN
         moving = torch.where(pair[0][..., None, None], state, state.nan_to_num(0.0, 0.0, 0.0))
         if step is not None:
             step = torch.where(pair[0][..., None], step, 0)
+    hidden: tuple[Tensor | FirstLayer, ...] = target_hidden, source_hidden
+    update_by: Callable[..., Tensor] = operators.consensus_update
+    if chosen != "triton":
+        traced = torch.compiler.is_compiling()
+        module = (compiled if traced else structured) if chosen == "structured" else reference
+        update_by = module.consensus_update
+        formed = (x.hidden() if isinstance(x, FirstLayer) else x for x in hidden)
+        hidden = tuple(x.to(dtype) for x in formed)
+        compared = compared[0].to(dtype), compared[1].to(dtype)
+        moving = moving.to(dtype)
     with full_precision(state.device):
         new = update_by(
-            moving.to(dtype),
-            target_hidden.to(dtype),
-            source_hidden.to(dtype),
+            moving,
+            *hidden,
             network,
             graph,
             step,
             update=update,
-            disagreement=(u.to(dtype), v.to(dtype)),
+            disagreement=compared,
             valid=pair,
         )
     return new.to(state.dtype)
 
 
-def support() -> dict[str, str | None]:
+def support(state: Tensor, trunks: int = 1) -> dict[str, str | None]:
     """Backend -> None where it can run a consensus step, otherwise the reason."""
-    return {"reference": None, "structured": None, "triton": NOT_YET}
+    return {"reference": None, "structured": None, "triton": triton.why_not(state, trunks)}
 
 
 def consensus_edge_matrices(
@@ -160,7 +171,7 @@ def consensus_edge_matrices(
         True
     """
     check_tensors(target_hidden=target_hidden, source_hidden=source_hidden)
-    network = _check_network(edge_network, target_hidden, source_hidden)
+    network = _check_network(edge_network, target_hidden, target_hidden.shape, source_hidden.shape)
     graph = check_graph(
         graph, target_hidden, target_hidden.shape[-3], source_hidden.shape[-3], per_edge=True
     )
@@ -205,25 +216,24 @@ def _check(
     graph: Any,
     valid: Any,
 ) -> tuple[TokenGraph, EdgeNetworkParameters, tuple[Tensor | None, Tensor | None]]:
-    check_tensors(
-        state=state,
-        neighbor_state=neighbor_state,
-        target_hidden=target_hidden,
-        source_hidden=source_hidden,
-    )
+    tensors = {"state": state, "neighbor_state": neighbor_state}
+    hidden = {"target_hidden": target_hidden, "source_hidden": source_hidden}
+    layers = {name: x for name, x in hidden.items() if isinstance(x, FirstLayer)}
+    check_tensors(**tensors, **{name: x for name, x in hidden.items() if name not in layers})
+    shapes = {
+        name: _check_layer(name, x, state) if name in layers else x.shape
+        for name, x in hidden.items()
+    }
     N, M = state.shape[-3], neighbor_state.shape[-3]
     if neighbor_state.shape[-2:] != state.shape[-2:]:
         raise ValueError(
             f"neighbor_state must have the heads and features of state ({list(state.shape[-2:])}), "
             f"got {list(neighbor_state.shape[-2:])}"
         )
-    for name, hidden, tokens in (
-        ("target_hidden", target_hidden, N),
-        ("source_hidden", source_hidden, M),
-    ):
-        if hidden.shape[-3] != tokens:
-            raise ValueError(f"{name} must have {tokens} tokens, got {hidden.shape[-3]}")
-    network = _check_network(edge_network, target_hidden, source_hidden)
+    for name, tokens in zip(shapes, (N, M), strict=True):
+        if shapes[name][-3] != tokens:
+            raise ValueError(f"{name} must have {tokens} tokens, got {shapes[name][-3]}")
+    network = _check_network(edge_network, state, *shapes.values())
     if network.shear.shape[0] != state.shape[-2] or network.shear.shape[2] != state.shape[-1]:
         raise ValueError(
             f"edge_network must have {state.shape[-2]} heads and {state.shape[-1]} features like "
@@ -251,10 +261,44 @@ def _disagreement(
     return disagreement[0], disagreement[1]
 
 
+def _width(hidden: Tensor | FirstLayer) -> int:
+    """Hidden features of all trunks."""
+    return hidden.weight.shape[1] if isinstance(hidden, FirstLayer) else hidden.shape[-1]
+
+
+def _check_layer(name: str, layer: FirstLayer, state: Tensor) -> torch.Size:
+    """The shape of the hidden vectors that a first layer makes."""
+    for part, tensor in zip(layer._fields, layer, strict=True):
+        if part == "bias" and tensor is None:
+            continue
+        if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
+            got = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise ValueError(f"{name}.{part} must be a floating-point tensor, got {got}")
+        if tensor.device != state.device:
+            raise ValueError(f"{name}.{part} must be on {state.device}, got {tensor.device}")
+    tokens, weight, bias = layer
+    batch = state.shape[:-3]
+    if tokens.dim() < 3 or tokens.shape[:-3] != batch:
+        raise ValueError(
+            f"{name}.tokens must have shape [{', '.join(map(str, (*batch, 'N', 'G', 'in')))}], "
+            f"got {list(tokens.shape)}"
+        )
+    groups, inputs = tokens.shape[-2:]
+    if weight.dim() != 3 or (weight.shape[0], weight.shape[2]) != (groups, inputs):
+        raise ValueError(
+            f"{name}.weight must have shape [{groups}, xi, {inputs}], got {list(weight.shape)}"
+        )
+    if bias is not None and bias.shape != weight.shape[:2]:
+        raise ValueError(
+            f"{name}.bias must have shape {list(weight.shape[:2])}, got {list(bias.shape)}"
+        )
+    return torch.Size((*tokens.shape[:-1], weight.shape[1]))
+
+
 def _check_network(
-    edge_network: Any, target_hidden: Tensor, source_hidden: Tensor
+    edge_network: Any, like: Tensor, target_hidden: torch.Size, source_hidden: torch.Size
 ) -> EdgeNetworkParameters:
-    """The parameters in the compute dtype, shapes checked against the hidden vectors."""
+    """The parameters in the compute dtype, shapes checked against those of hidden vectors."""
     try:
         network = EdgeNetworkParameters(*edge_network)
     except TypeError:
@@ -263,10 +307,8 @@ def _check_network(
     for name, tensor in zip(network._fields, network, strict=True):
         if not isinstance(tensor, Tensor):
             raise ValueError(f"edge_network.{name} must be a tensor, got {tensor!r}")
-        if tensor.device != target_hidden.device:
-            raise ValueError(
-                f"edge_network.{name} must be on {target_hidden.device}, got {tensor.device}"
-            )
+        if tensor.device != like.device:
+            raise ValueError(f"edge_network.{name} must be on {like.device}, got {tensor.device}")
     if network.shear.dim() != 4 or network.shear.shape[1] == 0:
         raise ValueError(
             "edge_network.shear must have shape [H, r, D, xi] with rank r >= 1, "
@@ -279,18 +321,18 @@ def _check_network(
             raise ValueError(
                 f"edge_network.{name} must have shape {list(shape)}, got {list(tensor.shape)}"
             )
-    for name, hidden in (("target_hidden", target_hidden), ("source_hidden", source_hidden)):
-        if hidden.shape[-2] not in (1, heads) or hidden.shape[-1] not in (xi, 3 * xi):
+    for name, sizes in (("target_hidden", target_hidden), ("source_hidden", source_hidden)):
+        if sizes[-2] not in (1, heads) or sizes[-1] not in (xi, 3 * xi):
             raise ValueError(
                 f"{name} must end in [{heads} or 1 (heads), {xi} or {3 * xi} (hidden features)], "
-                f"got {list(hidden.shape[-2:])}"
+                f"got {list(sizes[-2:])}"
             )
-    if target_hidden.shape[-2:] != source_hidden.shape[-2:]:
+    if target_hidden[-2:] != source_hidden[-2:]:
         raise ValueError(
             "target_hidden and source_hidden must agree in heads and features, got "
-            f"{list(target_hidden.shape[-2:])} and {list(source_hidden.shape[-2:])}"
+            f"{list(target_hidden[-2:])} and {list(source_hidden[-2:])}"
         )
-    dtype = compute_dtype(target_hidden.dtype)
+    dtype = compute_dtype(like.dtype)
     return EdgeNetworkParameters(*(tensor.to(dtype) for tensor in network))
 
 

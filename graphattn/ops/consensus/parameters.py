@@ -1,10 +1,36 @@
-"""The second layer of the edge network, as tensors."""
+"""The edge network as tensors: its first layer, still to be applied, and its second."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
+
+
+class FirstLayer(NamedTuple):
+    """What hidden vectors are made from: ``weight y + bias`` for every token and group of heads.
+
+    Given in the place of hidden vectors, which are several times as large as the tokens, it lets
+    the fused backend form them piece by piece, and again in the backward, instead of keeping them.
+
+    Example:
+        >>> import torch, graphattn as ga
+        >>> y = torch.randn(10, 2, 8)  # tokens, groups, features
+        >>> first = ga.FirstLayer(y, weight=torch.randn(2, 16, 8), bias=torch.zeros(2, 16))
+        >>> first.hidden().shape
+        torch.Size([10, 2, 16])
+    """
+
+    tokens: Tensor  # y, [*, N, G, in]
+    weight: Tensor  # [G, xi, in]
+    bias: Tensor | None = None  # [G, xi]
+
+    def hidden(self) -> Tensor:
+        """The hidden vectors, [*, N, G, xi]; under autocast in its dtype."""
+        y = torch.einsum("...gi,goi->...go", self.tokens, self.weight)
+        # Autocast computes y in bfloat16; a float32 bias would promote it back.
+        return y if self.bias is None else y + self.bias.to(y.dtype)
 
 
 class EdgeNetworkParameters(NamedTuple):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from graphattn.graphs.composites import Parts
-from graphattn.graphs.structure import Band
+from graphattn.graphs.structure import Band, Structure
 from graphattn.graphs.token_graph import TokenGraph
 from graphattn.ops.consensus.parameters import EdgeNetworkParameters
 from graphattn.ops.inputs import ValidPair
@@ -89,13 +89,7 @@ class Pieces:
         ]
         self.bands = _bands(graph)
         if self.bands:
-            longest = max(self.bands, key=lambda band: band.num_tokens)
-            first, last = -longest._reach(longest.before), longest._reach(longest.after)
-            self.moves = [
-                hop * longest.dilation
-                for hop in range(first, last + 1)
-                if hop or (longest.self_loops and loops)
-            ]
+            self.moves = moves_of(self.bands, loops=loops)
             self.borders = torch.tensor([band.num_tokens for band in self.bands]).cumsum(0).tolist()
             self.length = self.num_tokens
         else:
@@ -157,18 +151,29 @@ class Pieces:
         return counts
 
 
-def _bands(graph: TokenGraph) -> tuple[Band, ...]:
-    """The one band, or the bands of a batch that have the same offsets; () for other graphs.
-
-    And for many hops over short sequences: going through them takes longer than a list of edges.
-    """
-    structure = graph.structure
+def equal_bands(structure: Structure | None) -> tuple[Band, ...]:
+    """The one band, or the bands of a batch that have the same offsets; () for other graphs."""
     parts = structure.parts if isinstance(structure, Parts) else (structure,)
     bands = tuple(part for part in parts if isinstance(part, Band))
     kinds = {(b.before, b.after, b.dilation, b.self_loops) for b in bands}
-    if len(bands) < len(parts) or len(kinds) != 1:
-        return ()
-    hops = max(band._reach(band.before) + band._reach(band.after) for band in bands)
+    return () if len(bands) < len(parts) or len(kinds) != 1 else bands
+
+
+def moves_of(bands: tuple[Band, ...], *, loops: bool) -> list[int]:
+    """Source minus target of every edge that a token of equal bands may have, ascending."""
+    longest = max(bands, key=lambda band: band.num_tokens)
+    first, last = -longest._reach(longest.before), longest._reach(longest.after)
+    return [
+        hop * longest.dilation
+        for hop in range(first, last + 1)
+        if hop or (longest.self_loops and loops)
+    ]
+
+
+def _bands(graph: TokenGraph) -> tuple[Band, ...]:
+    """Equal bands, but for many hops over short sequences: a list of edges is faster there."""
+    bands = equal_bands(graph.structure)
+    hops = max((band._reach(band.before) + band._reach(band.after) for band in bands), default=0)
     return () if hops > MANY_HOPS and graph.num_edges < hops * SHORT else bands
 
 

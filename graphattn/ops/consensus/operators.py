@@ -1,0 +1,228 @@
+"""Fused consensus as an operator of torch.library: torch.compile keeps it whole.
+
+The graph travels as tensors (:mod:`graphattn.graphs.encoding`). Eager second derivatives go through
+structured consensus; of a compiled function nobody can take second ones.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphattn.graphs.encoding import decode
+from graphattn.graphs.token_graph import TokenGraph
+from graphattn.ops.consensus import structured
+from graphattn.ops.consensus.parameters import EdgeNetworkParameters, FirstLayer
+from graphattn.ops.consensus.step_size import step_of_degrees
+from graphattn.ops.consensus.triton import Groups, add_layer_gradients
+from graphattn.ops.inputs import ValidPair
+
+LAYER = ("tokens", "weight", "bias")
+NAMES = (
+    *(f"target_{name}" for name in LAYER), *(f"source_{name}" for name in LAYER), "u", "v",
+    "alpha", "alpha_bias", "beta", "beta_bias", "shear", "shear_bias",
+)  # fmt: skip
+COUNT = len(NAMES)
+OPTIONAL = ("target_weight", "target_bias", "source_weight", "source_bias")  # none: hidden vectors
+INPUTS = ", ".join(f"Tensor{'?' if name in OPTIONAL else ''} {name}" for name in NAMES)
+OPTIONS = (
+    "Tensor? valid_targets, Tensor? valid_sources, Tensor code, Tensor? listed, "
+    "bool energy, bool degrees, bool shared"
+)
+Hidden = Tensor | FirstLayer
+
+
+def consensus_update(
+    state: Tensor,
+    target_hidden: Hidden,
+    source_hidden: Hidden,
+    network: EdgeNetworkParameters,
+    graph: TokenGraph,
+    step_size: Tensor | None,
+    *,
+    update: str,
+    disagreement: tuple[Tensor, Tensor],
+    valid: ValidPair,
+) -> Tensor:
+    """u' = u - step * g, computed in float32; `step_size` broadcastable to [*, N, H], None for the
+    automatic one. All tensors but those of the edge network have one dtype."""
+    u, v = disagreement
+    batch = state.shape[:-3]
+    layers = [_as_layer(hidden, state.dtype) for hidden in (target_hidden, source_hidden)]
+    for layer in layers:
+        layer[0] = _flat(layer[0], batch.numel())
+    compared = [_flat(x, batch.numel()) for x in disagreement]
+    options = graph.code, graph.listed, update == "energy", step_size is None, u is v
+    gradient, degree = torch.ops.graphattn.consensus(
+        *layers[0], *layers[1], *compared, *network, *_flat_masks(valid, batch), *options
+    )
+    if step_size is None:
+        step_size = step_of_degrees(degree.view(state.shape[:-1]), graph, update)
+    return torch.addcmul(state, step_size[..., None], gradient.view(state.shape), value=-1)
+
+
+def _as_layer(hidden: Hidden, dtype: torch.dtype) -> list[Any]:
+    """A first layer in the dtype of the state; hidden vectors are one without weights."""
+    layer = hidden if isinstance(hidden, FirstLayer) else (hidden, None, None)
+    return [None if x is None else x.to(dtype) for x in layer]
+
+
+def _flat(x: Tensor, entries: int) -> Tensor:
+    """[*, tokens, heads, features] with one batch dimension."""
+    return x.reshape(entries, *x.shape[-3:])
+
+
+def _flat_masks(valid: ValidPair, batch: torch.Size) -> ValidPair:
+    of_target, of_source = (
+        None if mask is None else mask.expand(*batch, -1).reshape(batch.numel(), mask.shape[-1])
+        for mask in valid
+    )
+    return of_target, of_source
+
+
+def _groups(tensors: tuple[Any, ...], options: tuple[Any, ...]) -> Groups:
+    of_target, of_source, code, listed, energy, degrees, shared = options
+    return Groups(
+        (tensors[:3], tensors[3:6]),
+        (tensors[6], tensors[7]),
+        EdgeNetworkParameters(*tensors[8:]),
+        decode(code, listed, tensors[6].device),
+        (of_target, of_source),
+        energy=energy,
+        degrees=degrees,
+        shared=shared,
+    )
+
+
+@torch.library.custom_op(
+    "graphattn::consensus",
+    mutates_args=(),
+    schema=f"({INPUTS}, {OPTIONS}) -> (Tensor, Tensor)",
+)
+def _consensus(*arguments: Any) -> tuple[Tensor, Tensor]:
+    """g [B, N, H, D], and the degrees [B, N, H] in float32: empty where nobody wants them."""
+    from graphattn.kernels import consensus
+
+    groups = _groups(arguments[:COUNT], arguments[COUNT:])
+    u = groups.u
+    gradient = torch.empty_like(u, memory_format=torch.contiguous_format)
+    degree = u.new_empty(u.shape[:-1] if groups.degrees else (0,), dtype=torch.float32)
+    for batch, heads in groups.cut(backward=False):
+        of_group, degree_of_group = consensus.forward(groups.inputs_of(batch, heads))
+        gradient[batch, :, heads] = of_group
+        if degree_of_group is not None:
+            degree[batch, :, heads] = degree_of_group
+    return gradient, degree
+
+
+@_consensus.register_fake
+def _(*arguments: Any) -> tuple[Tensor, Tensor]:
+    u, degrees = arguments[6], arguments[-2]
+    degree = u.new_empty(u.shape[:-1] if degrees else (0,), dtype=torch.float32)
+    return u.new_empty(u.shape), degree
+
+
+@torch.library.custom_op(
+    "graphattn::consensus_backward",
+    mutates_args=(),
+    schema=f"({INPUTS}, {OPTIONS}, Tensor d_gradient, Tensor d_degree, bool network) -> "
+    f"({', '.join(['Tensor'] * COUNT)})",
+)
+def _consensus_backward(*arguments: Any) -> tuple[Tensor, ...]:
+    """Gradients of the inputs; empty tensors for those that are not there or not asked for."""
+    from graphattn.kernels import consensus_backward
+
+    tensors, options = arguments[:COUNT], arguments[COUNT:-3]
+    d_gradient, d_degree, network = arguments[-3:]
+    groups = _groups(tensors, options)
+    totals = _empty_gradients(*arguments)
+    for x in totals:
+        x.zero_()
+    of_layers, (d_u, d_v, *of_network) = (totals[:3], totals[3:6]), totals[6:]
+    for batch, heads in groups.cut(backward=True):
+        upstream = d_gradient[batch, :, heads]
+        of_degree = d_degree[batch, :, heads].contiguous() if groups.degrees else None
+        found = consensus_backward.backward(
+            groups.inputs_of(batch, heads), upstream, of_degree, network=network
+        )
+        d_u[batch, :, heads] = found.u
+        if found.v is not None:
+            d_v[batch, :, heads] = found.v
+        if not network:
+            continue
+        for total, gradient in zip(of_network, found.network or (), strict=True):
+            total[heads] += gradient
+        for layer, total, d_hidden in zip(
+            groups.layers, of_layers, (found.target_hidden, found.source_hidden), strict=True
+        ):
+            assert d_hidden is not None
+            add_layer_gradients(total, layer, d_hidden, batch, heads)
+    return totals
+
+
+@_consensus_backward.register_fake
+def _empty_gradients(*arguments: Any) -> tuple[Tensor, ...]:
+    tensors, shared, network = arguments[:COUNT], arguments[-4], arguments[-1]
+
+    def there(name: str, x: Tensor | None) -> bool:
+        return x is not None and (name == "u" or (not shared if name == "v" else network))
+
+    u = tensors[6]
+    return tuple(
+        x.new_empty(x.shape) if there(name, x) else u.new_empty(0)
+        for name, x in zip(NAMES, tensors, strict=True)
+    )
+
+
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, energy, degrees, shared = inputs
+    ctx.options = energy, degrees, shared
+    ctx.save_for_backward(*tensors)
+
+
+def _backward(ctx: Any, d_gradient: Tensor, d_degree: Tensor) -> tuple[Tensor | None, ...]:
+    needed = ctx.needs_input_grad[:COUNT]
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        # create_graph=True: somebody differentiates this again.
+        return *_plain_gradients(ctx, (d_gradient, d_degree), needed), *[None] * 7
+    network = any(needed[:6]) or any(needed[8:])
+    found = torch.ops.graphattn.consensus_backward(
+        *ctx.saved_tensors, *ctx.options, d_gradient, d_degree, network
+    )
+    there = list(needed)
+    if ctx.options[-1]:  # one tensor, one gradient
+        there[7] = False
+    return *(x if n else None for x, n in zip(found, there, strict=True)), *[None] * 7
+
+
+def _plain_gradients(
+    ctx: Any, upstream: tuple[Tensor, Tensor], needed: tuple[bool, ...]
+) -> list[Tensor | None]:
+    """The gradients in operations of float32 that can be differentiated again."""
+    *given, of_target, of_source, code, listed = ctx.saved_tensors
+    energy, degrees, _ = ctx.options
+    # Each an alias: one tensor in several places has one gradient for every place.
+    inputs: list[Any] = [None if x is None else x.view_as(x) for x in given]
+    wide: list[Any] = [None if x is None else x.float() for x in inputs]
+    hidden = (
+        wide[i] if wide[i + 1] is None else FirstLayer(*wide[i : i + 3]).hidden() for i in (0, 3)
+    )
+    found = structured.sums_over_edges(
+        decode(code, listed, wide[6].device),
+        (*hidden, *wide[6:]),
+        (of_target, of_source),
+        energy=energy,
+        degrees=degrees,
+    )
+    wanted = [x for x, n in zip(inputs, needed, strict=True) if n]
+    pairs = [(x, d.float()) for x, d in zip(found, upstream, strict=True) if x is not None]
+    outputs, given_back = zip(*pairs, strict=True)
+    gradients = iter(
+        torch.autograd.grad(outputs, wanted, given_back, create_graph=True, allow_unused=True)
+    )
+    return [next(gradients) if n else None for n in needed]
+
+
+_consensus.register_autograd(_backward, setup_context=_remember)

@@ -1,0 +1,200 @@
+"""Consensus by fused kernels: which cases they take, and the way from a graph to its edges.
+
+Kernels go over the edges, forward and backward, and keep nothing of them. Hidden vectors, larger
+than the tokens, are formed from a :class:`~graphattn.FirstLayer` for a few heads and entries of the
+batch at a time, and formed again in the backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from graphattn.graphs.structure import Structure
+from graphattn.graphs.token_graph import TokenGraph
+from graphattn.kernels.consensus_edges import ConsensusEdges
+from graphattn.kernels.launch import why_not_on
+from graphattn.ops.consensus.parameters import EdgeNetworkParameters
+from graphattn.ops.consensus.pieces import equal_bands, moves_of
+from graphattn.ops.inputs import ValidPair
+from graphattn.ops.kept import kept
+
+if TYPE_CHECKING:
+    from graphattn.kernels.consensus_inputs import ConsensusInputs
+
+WIDEST = 256  # features of a head
+SHARE_OF_PLACES = 0.4  # of a window's offsets that must be edges; otherwise they are listed
+
+
+def why_not(state: Tensor, trunks: int = 1) -> str | None:
+    """The reason why no kernel takes a case, whatever its graph; None where one does."""
+    if (reason := why_not_on(state)) is not None:
+        return reason
+    if not 1 <= state.shape[-1] <= WIDEST:
+        return f"its kernels take heads of 1 to {WIDEST} features, not of {state.shape[-1]}"
+    if state.shape[-2] == 0:
+        return "its kernels take one head or more, not none"
+    if trunks > 1:
+        return "its kernels take one trunk that feeds alpha, beta and Lambda (trunk='shared')"
+    return None
+
+
+class Groups:
+    """A step, a few heads of a few entries of the batch at a time.
+
+    Args:
+        layers: of targets and of sources: tokens [B, N, G, in], weight [G, xi, in] and bias [G, xi]
+            or None; hidden vectors [B, N, G, xi] and twice None.
+        states: u [B, N, H, D] and v [B, M, H, D], one tensor if `shared`.
+        energy, degrees: as of :class:`~graphattn.kernels.consensus_inputs.ConsensusInputs`.
+    """
+
+    def __init__(
+        self,
+        layers: tuple[tuple[Any, ...], tuple[Any, ...]],
+        states: tuple[Tensor, Tensor],
+        network: EdgeNetworkParameters,
+        graph: TokenGraph,
+        valid: ValidPair,
+        *,
+        energy: bool,
+        degrees: bool,
+        shared: bool,
+    ) -> None:
+        self.layers, self.network, self.valid = layers, network, valid
+        self.u, self.v = states
+        self.energy, self.degrees, self.shared = energy, degrees, shared
+        self.edges = edges_of(graph, loops=not energy)
+
+    def cut(self, backward: bool) -> Iterator[tuple[slice, slice]]:
+        """Entries of the batch, and heads, whose hidden vectors and messages there is room for."""
+        from graphattn.kernels import consensus_inputs
+
+        (B, N, H, D), M, xi = self.u.shape, self.v.shape[1], self.network.alpha.shape[-1]
+        size = self.u.element_size()
+        numbers = D + backward * (self.network.shear[0].numel() // max(xi, 1) + 2 * xi)
+        own = self.edges.places * numbers + (1 + backward) * (N + M) * xi
+        fitting = max(1, consensus_inputs.WORKSPACE // max(own * size, 1))
+        heads = min(H, fitting)
+        entries = max(1, min(B, fitting // H))
+        for b in range(0, B, entries):
+            for h in range(0, H, heads):
+                yield slice(b, min(b + entries, B)), slice(h, min(h + heads, H))
+
+    def inputs_of(self, batch: slice, heads: slice) -> ConsensusInputs:
+        """What the kernels are given for a group; its hidden vectors are formed here."""
+        from graphattn.kernels.consensus_inputs import ConsensusInputs
+
+        hidden = [form(layer, batch, heads) for layer in self.layers]
+        u, v = (x[batch, :, heads] for x in (self.u, self.v))
+        masks = (None if mask is None else mask[batch] for mask in self.valid)
+        return ConsensusInputs(
+            *(x.expand(*x.shape[:2], u.shape[2], -1) for x in hidden),
+            u,
+            u if self.shared else v,
+            tuple(x[heads] for x in self.network),
+            self.edges,
+            self.energy,
+            self.degrees,
+            *masks,
+            self.shared,
+        )
+
+
+def form(layer: tuple[Any, ...], batch: slice, heads: slice) -> Tensor:
+    """Hidden vectors of a group, [entries, tokens, heads or 1, xi]."""
+    tokens, weight, bias = layer
+    tokens = own_part(tokens, batch, heads)
+    if weight is None:
+        return tokens
+    if len(weight) > 1:
+        weight, bias = weight[heads], None if bias is None else bias[heads]
+    by_head = by_group(tokens)
+    if bias is None:
+        hidden = torch.bmm(by_head, weight.mT)
+    else:
+        hidden = torch.baddbmm(bias[:, None], by_head, weight.mT)
+    return hidden.unflatten(1, tokens.shape[:2]).permute(1, 2, 0, 3)
+
+
+def own_part(x: Tensor, batch: slice, heads: slice) -> Tensor:
+    """x [B, tokens, H or 1, features] of a group."""
+    return x[batch] if x.shape[2] == 1 else x[batch, :, heads]
+
+
+def by_group(x: Tensor) -> Tensor:
+    """[entries, tokens, groups, features] -> [groups, entries * tokens, features]."""
+    return x.permute(2, 0, 1, 3).flatten(1, 2)
+
+
+def add_layer_gradients(
+    total: tuple[Tensor, ...], layer: tuple[Any, ...], d_hidden: Tensor, batch: slice, heads: slice
+) -> None:
+    """From those of a group's hidden vectors, [entries, tokens, heads, xi]."""
+    tokens, weight, bias = layer
+    if tokens.shape[2] == 1:
+        d_hidden = d_hidden.sum(2, keepdim=True)
+    d_tokens = own_part(total[0], batch, heads)
+    if weight is None:
+        d_tokens += d_hidden
+        return
+    own, shared = own_part(tokens, batch, heads), len(weight) == 1
+    weight = weight if shared else weight[heads]
+    d_weight, d_bias = (x if shared else x[heads] for x in total[1:])
+    by_head = by_group(d_hidden)
+    d_tokens += torch.bmm(by_head, weight).unflatten(1, own.shape[:2]).permute(1, 2, 0, 3)
+    d_weight += torch.bmm(by_head.mT, by_group(own))
+    if bias is not None:
+        d_bias += by_head.sum(1, dtype=torch.float32).to(d_bias.dtype)
+
+
+# What the kernels read in place of a graph is made once.
+
+
+def edges_of(graph: TokenGraph, *, loops: bool) -> ConsensusEdges:
+    """The edges of a graph, without self-loops unless they count."""
+    if graph.structure is not None:
+        found = _of_structure(graph.structure, graph.device, loops)
+        if found is not None:
+            return found
+    return kept(graph, _listed_with_loops if loops else _listed_without_loops)
+
+
+@lru_cache(maxsize=64)
+def _of_structure(structure: Structure, device: torch.device, loops: bool) -> ConsensusEdges | None:
+    bands = equal_bands(structure)
+    if not bands:
+        return None
+    moves = tuple(moves_of(bands, loops=loops))
+    N = structure.num_targets
+    if len(moves) * N * SHARE_OF_PLACES > structure.num_edges():
+        return None
+    sequence = None
+    if len(bands) > 1:
+        lengths = torch.tensor([band.num_tokens for band in bands])
+        ids = torch.arange(len(bands), dtype=torch.int32)
+        sequence = ids.repeat_interleave(lengths).to(device, non_blocking=True)
+    return ConsensusEdges(N, N, device, moves, sequence)
+
+
+def _listed_with_loops(graph: TokenGraph, listed: Tensor) -> ConsensusEdges:
+    return _of_list(graph, listed, loops=True)
+
+
+def _listed_without_loops(graph: TokenGraph, listed: Tensor) -> ConsensusEdges:
+    return _of_list(graph, listed, loops=False)
+
+
+def _of_list(graph: TokenGraph, listed: Tensor, *, loops: bool) -> ConsensusEdges:
+    N, M = graph.num_targets, graph.num_sources
+    if graph.neighbors is not None:
+        target = torch.arange(N, device=listed.device).repeat_interleave(listed.shape[1])
+        listed = torch.stack([listed.flatten(), target])
+    if not loops:  # no edge, rather than a shorter list, whose length the device would have to tell
+        source, target = listed
+        listed = torch.stack([source.masked_fill(source == target, -1), target])
+    return ConsensusEdges(N, M, listed.device, edge_index=listed)

@@ -1,0 +1,276 @@
+"""Fused consensus takes tensors as they come: any strides, none at all, autocast, far addresses."""
+
+import subprocess
+import sys
+import textwrap
+from dataclasses import replace
+
+import pytest
+import torch
+from cases_consensus import (
+    BACKEND,
+    CASES,
+    HALF,
+    Case,
+    check,
+    differentiated,
+    exact,
+    kernels,
+    move,
+)
+from cases_edges import only
+from torch import Tensor
+
+import graphattn as ga
+
+pytestmark = pytest.mark.usefixtures("device")
+
+SINGLE = 5e-6
+
+
+# Strides.
+
+
+def reversed_order(x: Tensor) -> Tensor:
+    """The same numbers, the first dimension the fastest in memory."""
+    return x.permute(*reversed(range(x.dim()))).contiguous().permute(*reversed(range(x.dim())))
+
+
+def every_second(x: Tensor) -> Tensor:
+    """The same numbers, each followed by a NaN."""
+    wide = torch.full((*x.shape, 2), torch.nan, dtype=x.dtype, device=x.device)
+    wide[..., 0] = x
+    return wide[..., 0]
+
+
+@pytest.mark.parametrize("laid_out", [reversed_order, every_second])
+@pytest.mark.parametrize("name", ["path", "list, target", "rotated list", "padding of a list"])
+def test_strides_change_no_result(name: str, laid_out, device: str) -> None:
+    """Of any input, and of the gradient that comes in."""
+    case = CASES[name]
+    leaves = {n: laid_out(x.to(device)).requires_grad_() for n, x in case.tensors().items()}
+    assert not leaves["target_hidden"].is_contiguous()
+    d_new = laid_out(case.upstream().to(device))
+    found = differentiated(move(case, leaves, device=device), leaves, d_new)
+    check(found, exact(case), case, SINGLE)
+
+
+def test_what_all_entries_of_a_batch_share_may_be_expanded(device: str) -> None:
+    """Without being copied; its gradient is the sum."""
+    for name in ("path", "list, target", "rotated rectangle"):
+        case = CASES[name]
+        tensors = {n: x.to(device).requires_grad_() for n, x in case.tensors().items()}
+        expanded = {
+            n: x.expand(3, *x.shape[1:]) if x.dim() == 4 and n != "shear" else x
+            for n, x in tensors.items()
+        }
+        wider = replace(case, batch=(3,))
+        d_new = case.upstream().expand(3, -1, -1, -1) / 3
+        found = differentiated(move(wider, expanded, device=device), tensors, d_new)
+        expected = exact(case)
+        expected["new"] = expected["new"].expand(3, -1, -1, -1)
+        check(found, expected, case, SINGLE)
+
+
+def test_a_gradient_that_comes_in_may_be_expanded(device: str) -> None:
+    """As that of a sum is: one number with strides of zero."""
+    for name in ("path", "list, target"):
+        case = CASES[name]
+        leaves = {n: x.to(device).requires_grad_() for n, x in case.tensors().items()}
+        new = move(case, leaves, device=device)
+        found = torch.autograd.grad(new.sum(), list(leaves.values()))
+        other = move(case, leaves, device=device)
+        given = torch.ones_like(other)
+        expected = torch.autograd.grad(other, list(leaves.values()), given)
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_inputs_are_not_written_to(device: str) -> None:
+    for name in ("path", "list, target", "padding"):
+        case = CASES[name]
+        leaves = {n: x.to(device).requires_grad_() for n, x in case.tensors().items()}
+        before = {n: x.detach().clone() for n, x in leaves.items()}
+        differentiated(move(case, leaves, device=device), leaves, case.upstream())
+        assert all(torch.equal(x, before[n]) for n, x in leaves.items())
+
+
+def test_an_undirected_list_in_any_order_is_the_same_graph(device: str) -> None:
+    case = CASES["list"]
+    edges = case.graph.edge_index
+    order = torch.randperm(edges.shape[1], generator=torch.Generator().manual_seed(0))
+    shuffled = replace(case, graph=ga.from_edge_index(edges[:, order], 20))
+    one, other = kernels(case, device), kernels(shuffled, device)
+    assert all(torch.equal(one[n], other[n]) for n in one)
+
+
+# Nothing.
+
+EMPTY = {
+    "no tokens": ga.window_path_graph(0, 2),
+    "no tokens, no list": only(0, 0),
+    "no targets": only(0, 7),
+    "no sources": only(7, 0),
+    "no edges": only(12, 12),
+    "no edges between others": only(5, 12),
+    "single tokens": ga.batch([ga.window_path_graph(1, 2)] * 3),
+    "an empty sequence": ga.batch([ga.window_path_graph(n, 2) for n in (0, 1, 0)]),
+    "a table of nothing": ga.TokenGraph(
+        neighbors=torch.full((12, 3), -1), num_targets=12, num_sources=12
+    ),
+}
+
+
+@pytest.mark.parametrize("step", [0.1, "auto"])
+@pytest.mark.parametrize("name", EMPTY)
+def test_without_edges_nothing_moves(name: str, step: float | str, device: str) -> None:
+    """All gradients are there, and zero but for that of the states, which is what comes in."""
+    graph = EMPTY[name]
+    for update in ("energy", "target"):
+        if update == "energy" and graph.num_targets != graph.num_sources:
+            continue
+        case = Case(graph, update, step=step, other_states=True, xi=3)
+        found = kernels(case, device)
+        assert torch.equal(found.pop("new"), case.tensors()["state"])
+        assert torch.equal(found.pop("state"), case.upstream())
+        assert all((x == 0).all() for x in found.values())
+
+
+@pytest.mark.parametrize("name", ["path", "list, target", "rotated rectangle", "padding"])
+def test_an_empty_batch_is_no_work(name: str, device: str) -> None:
+    case = replace(CASES[name], batch=(0,))
+    found = kernels(case, device)
+    assert found["new"].shape == case.tensors()["state"].shape
+    assert all((x == 0).all() for x in found.values())
+
+
+def test_nothing_valid_is_no_edge(device: str) -> None:
+    for name in ("path", "list"):
+        for step in (0.1, "auto"):
+            case = replace(CASES[name], step=step)
+            leaves = {n: x.to(device).requires_grad_() for n, x in case.tensors().items()}
+            valid = torch.zeros(20, dtype=torch.bool, device=device)
+            new = move(case, leaves, device=device, valid=valid)
+            found = differentiated(new, leaves, case.upstream())
+            assert torch.equal(found.pop("new"), case.tensors()["state"])
+            assert torch.equal(found.pop("state"), case.upstream())
+            assert all((x == 0).all() for x in found.values())
+
+
+# Autocast.
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize("name", ["path", "list"])
+def test_under_autocast_a_layer_costs_no_more_than_in_torch(
+    name: str, dtype: torch.dtype, device: str
+) -> None:
+    """Projections in half precision, the network's parameters in float32."""
+    graph = CASES[name].graph.to(device)
+    x = torch.randn(2, 20, 12, device=device)
+    d_y = torch.randn(2, 20, 12, device=device)
+
+    def run(backend: str, *, wide: bool = False) -> list[Tensor]:
+        torch.manual_seed(0)
+        layer = ga.nn.SelfConsensus(
+            12, 2, rank=2, edge_hidden=6, step_size="learned", backend=backend
+        )
+        kind = torch.float64 if wide else torch.float32
+        layer, leaf = layer.to(device, kind), x.to(kind).requires_grad_()
+        with torch.autocast(device, dtype=dtype, enabled=not wide):
+            y = layer(leaf, graph)
+        assert y.dtype == (kind if wide else dtype)
+        return [y, *torch.autograd.grad(y, [leaf, *layer.parameters()], d_y.to(y.dtype))]
+
+    results = zip(run(BACKEND), run("structured"), run("reference", wide=True), strict=True)
+    for mine, in_torch, expected in results:
+        size = expected.norm().clamp(min=1e-2)
+        got, of_torch = ((t.double() - expected).norm() / size for t in (mine, in_torch))
+        # What torch computes in float32 inside, kernels may multiply in half precision.
+        assert got <= 2 * of_torch + 4 * torch.finfo(dtype).eps
+
+
+# Far addresses.
+
+FAR = """
+import mmap
+import resource
+import time
+
+import torch
+
+import graphattn as ga
+
+torch.manual_seed(0)
+started = time.perf_counter()
+FLAGS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000  # MAP_NORESERVE
+T, H, D, XI = 20, 1, 16, 16
+
+
+def memory():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+def mapped(shape, dtype):
+    # Zeros, of which only what is looked at takes memory.
+    memory = mmap.mmap(-1, torch.Size(shape).numel() * dtype.itemsize, flags=FLAGS)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)
+
+
+# Few tokens, each 2^27 numbers from the next: the 17th begins at 2^31.
+stride = 2**27
+whole = mapped((T * stride,), DTYPE)
+
+
+def far(x, place):
+    spread = whole.as_strided(x.shape, (T * stride, stride, x.shape[-1], 1), 1000 * place)
+    return spread.copy_(x)
+
+
+near = [torch.randn(1, T, H, n).to(DTYPE) for n in (D, D, XI, XI)]
+network = ga.EdgeNetworkParameters(
+    *(torch.randn(s) / 4 for s in [(H, XI), (H,), (H, XI), (H,), (H, 2, D, XI), (H, 2, D)])
+)
+d_new = torch.randn(1, T, H, D).to(DTYPE)
+mask = torch.rand(T, T) < 0.2
+before = memory()
+
+
+def step(tensors, d_new, graph, update):
+    leaves = [x.requires_grad_() for x in (*tensors, *network)]
+    u, v, *hidden = tensors
+    new = ga.consensus_update(
+        u, v, *hidden, network, graph, 0.1, update=update, backend="BACKEND"
+    )
+    return new.detach(), *torch.autograd.grad(new, leaves, d_new)
+
+
+for graph, update in (
+    (ga.window_path_graph(T, 2), "energy"),
+    (ga.window_path_graph(T, 2), "target"),
+    (ga.from_mask(mask), "energy"),
+    (ga.from_mask(mask), "target"),
+):
+    apart = [far(x, place) for place, x in enumerate(near)]
+    found = step(apart, far(d_new, 4), graph, update)
+    expected = step([x.clone() for x in near], d_new, graph, update)
+    for a, b in zip(found, expected, strict=True):
+        assert torch.equal(a, b), (graph, update)
+took, grown = time.perf_counter() - started, memory() - before
+assert grown < 0.3, f"{grown} GiB"
+print("all equal", round(took, 2), "s", round(grown, 3), "GiB")
+"""
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_offsets_do_not_wrap_at_two_to_the_31(dtype: str, device: str) -> None:
+    """In a process of its own, interpreted: its memory is mapped, but never touched."""
+    if device != "cpu":
+        pytest.skip("on a GPU memory is not mapped lazily")
+    code = (
+        textwrap.dedent(FAR).replace("DTYPE", f"torch.{dtype}").replace('"BACKEND"', repr(BACKEND))
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.startswith("all equal")

@@ -1,0 +1,259 @@
+"""Fused consensus keeps NaN where it is, reads nothing out of bounds, and survives any numbers."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from cases_consensus import (
+    CASES,
+    NETWORK,
+    Case,
+    check,
+    differentiated,
+    exact,
+    in_float64,
+    kernels,
+    move,
+    solve,
+)
+from cases_edges import some
+from cases_kernels import Tensors, guarded
+from torch import Tensor
+
+import graphattn as ga
+
+pytestmark = pytest.mark.usefixtures("device")
+
+SINGLE = 5e-6
+TOKENS = ("state", "neighbor_state", "u", "v", "target_hidden", "source_hidden")
+
+GUARDED = [
+    "path with self loops, target", "dilated", "windows side by side, target", "causal",
+    "complete", "tokens without edges", "neighbours, target", "more targets", "rotated list",
+    "padding", "padding of a list", "one network, list",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", GUARDED)
+def test_nothing_is_read_out_of_bounds(name: str, device: str) -> None:
+    """NaN all around every input, and around d_new, reaches no result."""
+    case = replace(CASES[name], batch=(1,))
+    if isinstance(case.step, tuple):
+        case = replace(case, step=case.step[-2:])
+    tensors, d_new = case.tensors(), case.upstream()
+    inside = {n: guarded(x, device).requires_grad_() for n, x in tensors.items()}
+    found = differentiated(move(case, inside, device=device), inside, guarded(d_new, device))
+    check(found, in_float64(case, tensors, d_new), case, SINGLE)
+
+
+def spoiled(tensors: Tensors, hit: Tensor, bad: float) -> Tensors:
+    """Tokens that are hit hold `bad` in everything that tokens hold."""
+    return {
+        n: x.masked_fill(hit[..., None, None], bad) if n in TOKENS else x
+        for n, x in tensors.items()
+    }
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, 1e30], ids=str)
+@pytest.mark.parametrize(
+    "name",
+    ["padding", "padding, target", "padding of windows side by side", "padding of a list",
+     "one network, list"],
+)  # fmt: skip
+def test_what_padding_holds_is_never_read(name: str, bad: float, device: str) -> None:
+    """No bit of the others' states and of any gradient changes; they keep what they are."""
+    case = replace(CASES[name], heads=1, rank=1, xi=3)
+    mask = case.masks[0]
+    assert mask is not None
+    assert not mask.all()
+    clean = kernels(case, device)
+    found = solve(case, spoiled(case.tensors(), ~mask, bad), case.upstream(), device=device)
+    for n in found:
+        own = mask if n in ("new", "state") else slice(None)
+        assert torch.equal(found[n][own], clean[n][own]), n
+    kept = 1e30 if bad == 1e30 else 0.0  # NaN and infinity read as 0
+    assert (found["new"][~mask] == kept).all()
+    assert all((found[n][~mask] == 0).all() for n in ("target_hidden", "source_hidden"))
+
+
+@pytest.mark.parametrize("side", [0, 1], ids=["targets", "sources"])
+def test_either_side_may_be_padded_alone(side: int, device: str) -> None:
+    case = CASES["both masked, differently"]
+    mask, clean, tensors = case.masks[side], kernels(case, device), case.tensors()
+    assert mask is not None
+    for n in (("target_hidden",), ("neighbor_state", "source_hidden"))[side]:
+        tensors[n] = tensors[n].masked_fill(~mask[..., None, None], torch.nan)
+    found = solve(case, tensors, case.upstream(), device=device)
+    assert all(torch.equal(found[n], clean[n]) for n in found)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf], ids=str)
+@pytest.mark.parametrize("update", ["energy", "target"])
+@pytest.mark.parametrize("step", [0.1, "auto"])
+@pytest.mark.parametrize("name", ["path", "dilated", "list", "neighbours", "tokens without edges"])
+def test_a_bad_token_reaches_its_neighbours_and_nobody_else(
+    name: str, step: float | str, update: str, bad: float, device: str
+) -> None:
+    """In new states, and in gradients one edge further under "auto", which is one step per row."""
+    if step == "auto" and update == "energy":
+        pytest.skip("one step per sequence: see the next test")
+    case = replace(CASES[name], update=update, step=step, heads=1, rank=1, xi=3)
+    sees, t = case.graph.to_mask(), 12
+    hit = torch.arange(len(sees)) == t
+    lookers, seen = sees[:, t], sees[t]
+    moved = lookers | hit | (seen if update == "energy" else False)
+    touched = lookers | seen | hit
+    if step == "auto":
+        touched = moved | sees[moved].any(0)
+    assert not touched.all()
+    clean = kernels(case, device)
+    found = solve(case, spoiled(case.tensors(), hit, bad), case.upstream(), device=device)
+    # inf - inf and inf * 0 are NaN, inf * 1 is not.
+    assert not found["new"][:, moved].isfinite().flatten(2).all(-1).any(), "it is hidden"
+    for n, unmoved in (("new", ~moved), *((n, ~touched) for n in TOKENS if n in found)):
+        assert torch.equal(found[n][:, unmoved], clean[n][:, unmoved]), n
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf], ids=str)
+@pytest.mark.parametrize("step", [0.1, "auto"])
+@pytest.mark.parametrize("name", ["windows side by side", "many kinds side by side"])
+def test_a_bad_sequence_changes_no_bit_of_the_others(
+    name: str, step: float | str, bad: float, device: str
+) -> None:
+    """The first sequence of a batch, and the whole of an entry of a leading dimension."""
+    case = replace(CASES[name], batch=(2,), step=step, heads=1, rank=1, xi=3)
+    N, (first, _) = case.graph.num_targets, case.graph.sizes[0]
+    hit = torch.zeros(2, N, dtype=torch.bool)
+    hit[0], hit[1, :first] = True, True
+    clean = kernels(case, device)
+    found = solve(case, spoiled(case.tensors(), hit, bad), case.upstream(), device=device)
+    assert found["new"][hit].isnan().any()
+    for n in ("new", *TOKENS):
+        if n in found:
+            assert torch.equal(found[n][~hit], clean[n][~hit]), n
+
+
+@pytest.mark.parametrize("step", [0.3, "auto"])
+@pytest.mark.parametrize("update", ["energy", "target"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_a_token_without_edges_keeps_its_state_to_the_last_bit(
+    dtype: torch.dtype, update: str, step: float | str, device: str
+) -> None:
+    """And its gradient is what comes in. NaN in all else it holds changes no bit of anything."""
+    singles = ga.batch([ga.window_path_graph(n, 2) for n in (1, 5, 1)])
+    for graph in (CASES["tokens without edges"].graph, singles):
+        case = Case(graph, update, step=step, heads=1, rank=1, other_states=True, xi=3)
+        mask = graph.to_mask()
+        alone = ~mask.any(1) & ~mask.any(0)
+        still = ~mask.any(1) if update == "target" else alone
+        assert alone.any()
+        tensors, clean = case.tensors(dtype), kernels(case, device, dtype)
+        assert torch.equal(clean["new"][:, still], tensors["state"][:, still])
+        assert torch.equal(clean["state"][:, alone], case.upstream(dtype)[:, alone])
+        bad = spoiled({n: x for n, x in tensors.items() if n != "state"}, alone, torch.nan)
+        bad = {"state": tensors["state"], **bad}
+        found = solve(case, bad, case.upstream(dtype), device=device)
+        assert all(torch.equal(found[n], clean[n]) for n in found)
+        if update == "target":  # nobody reads what a row without edges is compared by
+            bad = {**tensors, "target_hidden": spoiled(tensors, still, torch.nan)["target_hidden"]}
+            found = solve(case, bad, case.upstream(dtype), device=device)
+            assert all(torch.equal(found[n], clean[n]) for n in found)
+
+
+# Rows of Lambda.
+
+SMALL = [Case(ga.window_path_graph(9, 2), step="auto"), Case(some(9, 9), "target")]
+
+
+@pytest.mark.parametrize("case", SMALL, ids=["path", "list"])
+def test_a_zero_row_of_lambda_stays_zero(case: Case, device: str) -> None:
+    """Its gradient is exactly 0; the other rows' are those of float64."""
+    tensors = case.tensors()
+    for n in ("shear", "shear_bias"):
+        tensors[n][:, 0] = 0
+        tensors[n][0] = 0  # and all rows of one head
+    found = solve(case, tensors, case.upstream(), device=device)
+    check(found, in_float64(case, tensors, case.upstream()), case, SINGLE)
+    for n in ("shear", "shear_bias"):
+        assert (found[n][:, 0] == 0).all()
+        assert (found[n][0] == 0).all()
+        assert (found[n][1, 1] != 0).all()
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e-20, 1e20, 1e30])
+@pytest.mark.parametrize("case", SMALL, ids=["path", "list"])
+def test_rows_of_lambda_of_any_size_are_normalised(case: Case, scale: float, device: str) -> None:
+    """1e-30 squared is 0 in float32, 1e30 squared is infinite; one head is scaled, one is not."""
+    plain, tensors = kernels(case, device), case.tensors()
+    for n in ("shear", "shear_bias"):
+        tensors[n][1] *= scale
+    scaled = solve(case, tensors, case.upstream(), device=device)
+    close = {"rtol": 1e-5, "atol": 1e-5}
+    for n in ("shear", "shear_bias"):
+        torch.testing.assert_close(scaled[n][1] * scale, plain[n][1], **close)
+        scaled[n][1] = plain[n][1]
+    for n in scaled:
+        torch.testing.assert_close(scaled[n], plain[n], **close)
+    assert torch.equal(scaled["new"][..., 0, :], plain["new"][..., 0, :])
+
+
+def test_with_one_feature_lambda_is_a_sign(device: str) -> None:
+    """R = alpha + beta, and nothing moves the sign."""
+    for graph in (ga.window_path_graph(9, 2), some(9, 9)):
+        case = Case(graph, features=1, rank=3)
+        found = kernels(case, device)
+        check(found, exact(case), case, SINGLE)
+        assert found["shear"].abs().max() <= 1e-5
+        flipped = {n: -x if "shear" in n else x for n, x in case.tensors().items()}
+        other = solve(case, flipped, case.upstream(), device=device)
+        torch.testing.assert_close(other["new"], found["new"])
+
+
+# Numbers.
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("size", [0.0, 1e-30, 30.0, 1e4])
+@pytest.mark.parametrize("case", SMALL, ids=["path", "list"])
+def test_hidden_vectors_of_any_size(
+    case: Case, size: float, dtype: torch.dtype, device: str
+) -> None:
+    """GELU far from 0, where a polynomial in it would overflow, and softplus of large logits."""
+    tensors = case.tensors(dtype)
+    for n in ("target_hidden", "source_hidden"):
+        tensors[n] = tensors[n] * size
+    found = solve(case, tensors, case.upstream(dtype), device=device)
+    expected = in_float64(case, tensors, case.upstream(dtype))
+    for n in found:
+        largest = expected[n].abs().max().clamp(min=1e-2)
+        rounding = 2e-5 if dtype == torch.float32 else 4 * torch.finfo(dtype).eps
+        assert (found[n].double() - expected[n]).abs().max() <= rounding * largest, n
+
+
+@pytest.mark.parametrize("logit", [-1e4, -90.0, 90.0, 1e4])
+@pytest.mark.parametrize("which", ["alpha_bias", "beta_bias"])
+@pytest.mark.parametrize("case", SMALL, ids=["path", "list"])
+def test_softplus_neither_overflows_nor_loses_its_tail(
+    case: Case, which: str, logit: float, device: str
+) -> None:
+    tensors = case.tensors()
+    case = replace(case, step=0.1)  # beside 1e4 all degrees are equally large, but for rounding
+    tensors[which] = torch.full_like(tensors[which], logit)
+    found = solve(case, tensors, case.upstream(), device=device)
+    check(found, in_float64(case, tensors, case.upstream()), case, 2e-5)
+
+
+def test_edges_that_hardly_pull_still_give_an_automatic_step(device: str) -> None:
+    """alpha + beta = 2e-39 would have the reciprocal infinity: here 1e-30, and 1e30."""
+    for logit in (-69.0, 1e30):
+        case = replace(SMALL[0], step="auto")
+        tensors = case.tensors()
+        for n in NETWORK:
+            tensors[n] = torch.zeros_like(tensors[n])
+        tensors["alpha_bias"] = torch.full_like(tensors["alpha_bias"], logit)
+        tensors["beta_bias"] = torch.full_like(tensors["beta_bias"], -torch.inf)
+        new = move(case, {n: x.to(device) for n, x in tensors.items()}, device=device).cpu()
+        wide = {n: x.double() for n, x in tensors.items()}
+        expected = move(case, wide, backend="reference")
+        torch.testing.assert_close(new.double(), expected, rtol=1e-5, atol=1e-5)
+        assert (new - tensors["state"]).abs().max() > 0.1

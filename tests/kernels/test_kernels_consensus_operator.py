@@ -1,0 +1,385 @@
+"""The operator behind fused consensus: torch.library, torch.compile, derivatives, refusals."""
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from cases_consensus import BACKEND, CASES, Case, kernels, move, solve
+from cases_edges import nearest, some
+from functorch.compile import make_boxed_func
+from test_kernels_no_waiting import NoCopiesFromTheCPU
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import graphattn as ga
+from graphattn.kernels.launch import recording
+from graphattn.ops.consensus import operators, structured
+
+pytestmark = pytest.mark.usefixtures("device")
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def consensus_layer(backend: str = BACKEND, **options: Any) -> ga.nn.SelfConsensus:
+    torch.manual_seed(0)
+    options = {"step_size": "learned", **options}
+    return ga.nn.SelfConsensus(8, 2, rank=2, edge_hidden=4, backend=backend, **options)
+
+
+class Calls(torch.fx.Interpreter):
+    """Runs a traced graph and notes what our operators are called with."""
+
+    def __init__(self, module: torch.fx.GraphModule, calls: list[tuple[Any, Any, Any]]) -> None:
+        super().__init__(module)
+        self.calls = calls
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if "graphattn" in str(target):
+            self.calls.append((target, args, kwargs))
+        return super().call_function(target, args, kwargs)
+
+
+LAYERS = {
+    "path": (ga.window_path_graph(7, 1), {"step_size": "auto"}),
+    "causal, rotated": (ga.causal_window_graph(7, 2), {"update": "target", "rope": True}),
+    "side by side": (ga.batch([ga.window_path_graph(n, 1) for n in (3, 4)]), {"step_size": "auto"}),
+    "list, one network": (some(7, 7), {"edge_input": "full", "step_size": "auto"}),
+    "neighbours": (nearest(7, 2), {"update": "target", "step_size": "auto"}),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "padded"), [("path", True), ("list, one network", True), *((n, False) for n in LAYERS)]
+)
+def test_a_compiled_layer_is_one_node_and_gives_what_an_eager_one_gives(
+    name: str, padded: bool, device: str
+) -> None:
+    """And the operators in it keep the promises of torch.library."""
+    graph, options = LAYERS[name]
+    graph, model = graph.to(device), consensus_layer(**options).to(device)
+    calls: list[list[tuple[Any, Any, Any]]] = []
+
+    def note(module: torch.fx.GraphModule, _: object) -> Any:
+        calls.append([])
+        return make_boxed_func(Calls(module, calls[-1]).run)
+
+    backend = aot_autograd(fw_compiler=note, bw_compiler=note)
+    compiled = torch.compile(model, fullgraph=True, backend=backend)
+    x = torch.randn(1, 7, 8, device=device, requires_grad=True)
+    valid = {"valid": torch.arange(7, device=device) != 5} if padded else {}
+    d_y, leaves = torch.randn(1, 7, 8, device=device), [x, *model.parameters()]
+    mine, theirs = compiled(x, graph, **valid), model(x, graph, **valid)
+    torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+    for a, b in zip(
+        torch.autograd.grad(mine, leaves, d_y),
+        torch.autograd.grad(theirs, leaves, d_y),
+        strict=True,
+    ):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    forward, backward = calls
+    assert [len(nodes) for nodes in calls] == [1, 1], calls
+    for of_forward, nodes in ((True, forward), (False, backward)):
+        for target, args, kwargs in nodes:
+            torch.library.opcheck(target, *_leaves((args, kwargs), of_forward))
+
+
+def _leaves(arguments: Any, requires_grad: bool) -> Any:
+    """Copies, which want gradients if they are of the forward."""
+
+    def leaf(x: Any) -> Any:
+        if not isinstance(x, torch.Tensor):
+            return x
+        x = x.detach().clone()
+        return x.requires_grad_(requires_grad and x.is_floating_point())
+
+    return torch.utils._pytree.tree_map(leaf, arguments)
+
+
+@pytest.mark.parametrize("step_size", [0.1, "auto"])
+def test_two_compilations_serve_all_lengths_and_windows(
+    step_size: float | str, device: str
+) -> None:
+    model = consensus_layer(update="target", step_size=step_size).to(device)
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(model, fullgraph=True, backend=counter)
+    for n in (12, 17, 21, 9):
+        graph = ga.causal_window_graph(n, n // 4 + 1).to(device)
+        x = torch.randn(1, n, 8, device=device, requires_grad=True)
+        torch.testing.assert_close(compiled(x, graph), model(x, graph), rtol=1e-5, atol=1e-6)
+    assert counter.frame_count <= 2
+
+
+class Taken(Exception):
+    """The implementation that was chosen is reached."""
+
+
+@pytest.mark.parametrize(
+    ("trunk", "module"),
+    [("shared", operators), ("separate", structured)],
+    ids=["shared", "separate"],
+)
+def test_on_a_gpu_auto_takes_kernels_where_there_are_some(
+    trunk: str, module: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fake tensors say what happens on a device that is not there."""
+    monkeypatch.setattr(module, "consensus_update", mock.Mock(side_effect=Taken))
+    layer = consensus_layer("auto", trunk=trunk)
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        parameters = {
+            n: torch.empty_like(p, device="cuda").detach() for n, p in layer.named_parameters()
+        }
+        graph, x = ga.window_path_graph(20, 2).to("cuda"), torch.empty(2, 20, 8, device="cuda")
+        with pytest.raises(Taken):
+            torch.func.functional_call(layer, parameters, (x, graph))
+
+
+def test_kernels_run_where_they_are_asked_for(device: str) -> None:
+    """On a CPU only then: what could only be interpreted, torch does faster."""
+    if device != "cpu":
+        pytest.skip("a GPU takes kernels")
+    for name in ("path", "list", "neighbours, target", "rectangle"):
+        tensors = CASES[name].tensors()
+        for backend, runs in (("auto", False), ("structured", False), (BACKEND, True)):
+            with recording() as launches:
+                move(CASES[name], tensors, backend=backend)
+            assert bool(launches) == runs, (name, backend)
+
+
+def test_a_block_with_kernels_as_the_default_takes_them(device: str) -> None:
+    case = CASES["path"]
+    with ga.use_backend(BACKEND):
+        found = solve(case, case.tensors(), case.upstream(), backend="auto", device=device)
+    expected = kernels(case, device)
+    assert all(torch.equal(found[n], expected[n]) for n in found)
+
+
+# Derivatives.
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(ga.window_path_graph(7, 2), step="auto"),
+        Case(ga.window_path_graph(7, 2), "target", rotated="two tensors", step=(2,)),
+        Case(ga.causal_window_graph(7, 3), "target", step="auto", valid="both"),
+        Case(some(7, 7), step="auto", one_network=True),
+        Case(some(7, 5), "target", step=(7, 1), valid="both"),
+        Case(ga.batch([ga.window_path_graph(n, 1) for n in (4, 1, 2)]), step="auto"),
+    ],
+    ids=["path", "rotated", "causal", "list", "rectangle", "side by side"],
+)
+def test_second_derivatives_are_those_of_the_reference(case: Case, device: str) -> None:
+    """Hessian-vector products, of every tensor."""
+    case, found = replace(case, features=3, xi=4), []
+    for backend, where, dtype in (
+        (BACKEND, device, torch.float32),
+        ("reference", "cpu", torch.float64),
+    ):
+        leaves = {n: x.to(where, dtype).requires_grad_() for n, x in case.tensors().items()}
+        new = move(case, leaves, backend=backend, device=where)
+        first = torch.autograd.grad(
+            new.pow(3).sum(), list(leaves.values()), create_graph=True, materialize_grads=True
+        )
+        along = sum(g.square().sum() for g in first)
+        second = torch.autograd.grad(along, list(leaves.values()), materialize_grads=True)
+        found.append({n: g.detach().cpu() for n, g in zip(leaves, second, strict=True)})
+    for n, theirs in found[1].items():
+        off = (found[0][n].double() - theirs).norm()
+        assert off <= 2e-5 * theirs.norm().clamp(min=1.0), n
+
+
+def test_torch_func_is_told_to_take_the_reference(device: str) -> None:
+    case = CASES["path"]
+    tensors = {n: x.to(device) for n, x in case.tensors().items()}
+
+    def loss(state: torch.Tensor, backend: str) -> torch.Tensor:
+        new = move(case, {**tensors, "state": state}, backend=backend, device=device)
+        return new.square().sum()
+
+    state = tensors["state"]
+    for transform in (torch.func.grad, torch.func.jacrev, torch.func.jacfwd):
+        with pytest.raises(ValueError, match='use backend="reference"'):
+            transform(lambda x: loss(x, BACKEND))(state)
+    expected = torch.func.grad(lambda x: loss(x, "reference"))(state)
+    torch.testing.assert_close(torch.func.grad(lambda x: loss(x, "auto"))(state), expected)
+
+
+def test_only_the_gradients_that_are_wanted_are_there(device: str) -> None:
+    """Whichever are wanted, they are the same to the last bit."""
+    for name in ("rotated", "padding of a list", "one network, list"):
+        graph = ga.window_path_graph(5, 1) if name == "rotated" else some(5, 5)
+        step = (5, 1) if name == "padding of a list" else CASES[name].step
+        case = replace(CASES[name], graph=graph, step=step, batch=(1,), heads=1, xi=3)
+        tensors, everything = case.tensors(), kernels(case, device)
+        names = list(tensors)
+        subsets = [[n] for n in ("state", "target_hidden", "source_hidden", "alpha", "shear_bias")]
+        subsets += [names[:2], [n for n in names if "hidden" in n], names[-6:], names[1::2]]
+        subsets += [[n] for n in names if n in ("u", "step_size")]
+        for wanted in subsets:
+            leaves = {n: x.clone().to(device) for n, x in tensors.items()}
+            leaves = {n: x.requires_grad_(n in wanted) for n, x in leaves.items()}
+            new = move(case, leaves, device=device)
+            new.backward(case.upstream().to(device))
+            for n, leaf in leaves.items():
+                if n in wanted:
+                    assert torch.equal(leaf.grad.cpu(), everything[n]), (name, wanted, n)
+                else:
+                    assert leaf.grad is None
+
+
+def test_without_gradients_nothing_is_kept(device: str) -> None:
+    case = CASES["path"]
+    tensors = {n: x.to(device) for n, x in case.tensors().items()}
+    assert not move(case, tensors, device=device).requires_grad
+    tensors["state"].requires_grad_()
+    with torch.no_grad():
+        assert not move(case, tensors, device=device).requires_grad
+
+
+def test_a_second_backward_needs_the_graph_to_be_kept(device: str) -> None:
+    case = CASES["list, target"]
+    leaves = {n: x.to(device).requires_grad_() for n, x in case.tensors().items()}
+    new = move(case, leaves, device=device)
+    d_new = case.upstream().to(device)
+    one, other = (
+        torch.autograd.grad(new, list(leaves.values()), d_new, retain_graph=True) for _ in range(2)
+    )
+    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+# Waiting.
+
+
+class ImplementationsOnMeta(TorchDispatchMode):
+    """Runs what our operators do; on meta PyTorch would only ask for shapes."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        own = torch._library.custom_ops.OPDEFS.get(getattr(func, "_schema", func).name)
+        return (own._init_fn if own else func)(*args, **(kwargs or {}))
+
+
+def _no_autocast(*_: Any, **__: Any) -> nullcontext[None]:
+    """Which consensus switches off: "meta" has none."""
+    return nullcontext()
+
+
+@contextmanager
+def nothing_waits(device: str) -> Iterator[None]:
+    """What waits for the device raises; without one, on "meta", whose tensors hold nothing."""
+    if device == "cuda":
+        before = torch.cuda.get_sync_debug_mode()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+        return
+    with ImplementationsOnMeta(), NoCopiesFromTheCPU(), recording():
+        yield
+
+
+@pytest.mark.parametrize(
+    ("build", "options"),
+    [
+        (lambda: ga.window_path_graph(20, 2), {"rope": True}),
+        (lambda: ga.causal_window_graph(20, 4), {"update": "target"}),
+        (lambda: ga.batch([ga.window_path_graph(n, 2) for n in (9, 11)]), {}),
+        (lambda: ga.knn_graph(torch.randn(20, 3), 4), {"update": "target"}),
+    ],
+    ids=["path", "causal", "side by side", "neighbours"],
+)
+@pytest.mark.parametrize("step_size", ["learned", "auto"])
+def test_a_layer_waits_for_nothing(
+    build: Callable[[], ga.TokenGraph], options: dict[str, Any], step_size: str, device: str
+) -> None:
+    if step_size == "auto":
+        options = {k: v for k, v in options.items() if k != "rope"}
+    where = "meta" if device == "cpu" else device
+    layer, graph = consensus_layer(step_size=step_size, **options).to(where), build().to(where)
+    x = torch.randn(2, 20, 8, device=where, requires_grad=True)
+
+    def step() -> list[torch.Tensor]:
+        y = layer(x, graph)
+        return [y, *torch.autograd.grad(y.square().mean(), [x, *layer.parameters()])]
+
+    on_meta, of_meta = where == "meta", mock.patch.object(torch, "autocast", _no_autocast)
+    with of_meta if on_meta else nullcontext():
+        with recording() if on_meta else nullcontext():
+            step()  # tables are made once, kernels compiled
+        with nothing_waits(where):
+            found = step()
+    assert [t.shape for t in found] == [x.shape, x.shape, *(p.shape for p in layer.parameters())]
+
+
+# Refusals.
+
+
+def test_what_kernels_cannot_do_they_refuse_with_the_reason(device: str) -> None:
+    """By name; "auto" takes another backend."""
+    case = CASES["path"]
+    three = {n: case.tensors()[n].repeat(1, 1, 1, 3) for n in ("target_hidden", "source_hidden")}
+    wide = replace(case, features=257, heads=1, rank=1)
+    for of, tensors, says in (
+        (case, {n: x.double() for n, x in case.tensors().items()}, "not float64"),
+        (case, {**case.tensors(), **three}, "one trunk"),
+        (wide, wide.tensors(), "1 to 256 features, not of 257"),
+    ):
+        tensors = {n: x.to(device) for n, x in tensors.items()}
+        with pytest.raises(ValueError, match=f"backend 'triton' cannot run .*{says}"):
+            move(of, tensors, backend=BACKEND, device=device)
+        new = move(of, tensors, backend="auto", device=device).cpu()
+        expected = {n: x.cpu() for n, x in tensors.items()}
+        torch.testing.assert_close(new, move(of, expected, backend="reference"))
+
+
+def test_what_can_run_is_what_backends_says(device: str) -> None:
+    graph = ga.window_path_graph(7, 2).to(device)
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        state = torch.randn(7, 2, 4, device=device, dtype=dtype)
+        assert ga.backends("consensus_update", graph, state)["triton"] is None
+    wide = torch.randn(7, 2, 257, device=device)
+    assert "not of 257" in ga.backends("consensus_update", graph, wide)["triton"]
+    assert "not float64" in ga.backends("consensus_update", graph, state.double())["triton"]
+
+
+def test_on_a_cpu_kernels_are_only_interpreted_where_that_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    case, why_not = CASES["path"], "its kernels run on CUDA and HIP devices, not on cpu"
+    state = case.tensors()["state"]
+    assert ga.backends("consensus_update", case.graph, state)["triton"] == why_not
+    with pytest.raises(ValueError, match=re.escape(why_not)):
+        move(case, case.tensors())
+    with pytest.raises(ValueError, match=re.escape(why_not)):
+        consensus_layer()(torch.randn(7, 8), ga.window_path_graph(7, 2))
+
+
+def test_a_separate_trunk_of_a_layer_falls_back_but_not_in_silence(device: str) -> None:
+    graph, x = ga.window_path_graph(7, 2).to(device), torch.randn(7, 8, device=device)
+    with pytest.raises(ValueError, match=r"backend 'triton' cannot run .*one trunk"):
+        consensus_layer(trunk="separate").to(device)(x, graph)
+    by_auto, by_reference = (
+        consensus_layer(backend, trunk="separate").to(device)(x, graph)
+        for backend in ("auto", "reference")
+    )
+    torch.testing.assert_close(by_auto, by_reference, rtol=1e-5, atol=1e-6)
+
+
+def test_energy_on_a_causal_graph_is_refused_here_too(device: str) -> None:
+    case = Case(ga.causal_window_graph(9, 3))
+    tensors = {n: x.to(device) for n, x in case.tensors().items()}
+    with pytest.raises(ValueError, match=r"(?s)causal.*future.*update='target'"):
+        move(case, tensors, device=device)

@@ -1,0 +1,212 @@
+"""Consensus in pieces: how edges, heads and batches are cut changes nothing.
+
+Also first layers that the operation applies itself.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+import torch
+from cases_consensus import CASES, NETWORK, Case, check, exact, in_float64, kernels, solve
+from cases_edges import cut_at, hubs, nearest
+from cases_kernels import random
+from torch import Tensor
+from watched_memory import watched_memory
+
+import graphattn as ga
+from graphattn.kernels import consensus_inputs, launch, tuning
+
+pytestmark = pytest.mark.usefixtures("device")
+
+ALLOWED = 5e-6  # relative RMS of float32
+FORMS = {
+    "window": Case(ga.window_path_graph(23, 2), batch=(2,), heads=3, step="auto"),
+    "windows side by side": Case(
+        ga.batch([ga.window_path_graph(9, 2), ga.window_path_graph(14, 2)]), batch=(2,)
+    ),
+    "causal": Case(ga.causal_window_graph(23, 4), update="target", batch=(3,), step="auto"),
+    "neighbours": Case(nearest(19, 4), batch=(2,), heads=3, step="auto"),
+    "hubs": Case(hubs(), update="target", other_states=True, one_network=True),
+    "one network": Case(ga.window_path_graph(17, 2), batch=(2,), heads=3, one_network=True),
+}
+
+
+@contextmanager
+def workspace(size: int) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(consensus_inputs, "WORKSPACE", size)
+        yield
+
+
+@contextmanager
+def counted() -> Iterator[list[str]]:
+    """The names of the kernels that are started."""
+    started: list[str] = []
+    start = launch.launch
+
+    def noted(kernel, *arguments, **options) -> None:
+        started.append(kernel.fn.__name__)
+        start(kernel, *arguments, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in ("consensus_inputs", "both_ends"):
+            patch.setattr(f"graphattn.kernels.{module}.launch", noted)
+        yield started
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_a_small_workspace_gives_the_same(name: str, device: str) -> None:
+    case = FORMS[name]
+    with workspace(5000), counted() as started, watched_memory(device):
+        found = kernels(case, device)
+    edges_kernels = [kernel for kernel in started if kernel.startswith("consensus")]
+    assert len(edges_kernels) > 2, started  # or nothing was cut
+    check(found, exact(case), case, ALLOWED)
+
+
+def test_a_large_workspace_takes_one_launch_forward_and_one_backward(device: str) -> None:
+    with counted() as started:
+        kernels(FORMS["neighbours"], device)
+    assert started.count("consensus_kernel") == started.count("consensus_backward_kernel") == 1
+
+
+def test_more_offsets_than_a_piece_has_room_for(device: str) -> None:
+    case = Case(ga.window_path_graph(12, 9), heads=1)
+    with workspace(900):
+        found = kernels(case, device)
+    check(found, exact(case), case, ALLOWED)
+
+
+@pytest.mark.parametrize("size", [3000, 1 << 28])
+def test_rows_that_are_cut_and_edges_that_are_cut(size: int, device: str) -> None:
+    for update in ("energy", "target"):
+        case = Case(hubs(), update=update, heads=1, step="auto")
+        with cut_at(4), workspace(size):
+            found = kernels(case, device)
+        check(found, exact(case), case, ALLOWED)
+
+
+@pytest.mark.parametrize("xi", [7, 40])
+@pytest.mark.parametrize("name", ["path", "padding, target"])
+def test_weights_that_stay_on_chip_are_the_same_weights(name: str, xi: int, device: str) -> None:
+    """In half precision, where Hopper's and Blackwell's programs read them once."""
+    if device != "cpu":
+        pytest.skip("a GPU takes the way it has")
+    case = replace(CASES[name], xi=xi)
+    results = []
+    for architecture in ("sm_80", "sm_90"):
+        with tuning.compiling_for(architecture):
+            held = tuning.reads_weights_on_chip()
+            results.append(kernels(case, device, torch.float16))
+        assert held == (architecture == "sm_90")
+    for tensor in results[0]:
+        torch.testing.assert_close(results[1][tensor], results[0][tensor], rtol=0, atol=0)
+
+
+def layered(case: Case, groups: int) -> dict[str, Tensor]:
+    """The tensors of a case whose hidden vectors are still to be formed from 3 features."""
+    tensors = case.tensors()
+    for place, side in enumerate(("target", "source")):
+        tokens = tensors.pop(f"{side}_hidden").shape[:-2]
+        tensors[f"{side}_tokens"] = random(*tokens, groups, 3, seed=40 + place).float()
+        tensors[f"{side}_weight"] = random(groups, case.xi, 3, seed=50 + place).float()
+    tensors["target_bias"] = random(groups, case.xi, seed=60).float()
+    return tensors
+
+
+def move_layered(case: Case, x: dict[str, Tensor], backend: str, device: str) -> Tensor:
+    return ga.consensus_update(
+        x["state"],
+        x.get("neighbor_state", x["state"]),
+        ga.FirstLayer(x["target_tokens"], x["target_weight"], x["target_bias"]),
+        ga.FirstLayer(x["source_tokens"], x["source_weight"]),
+        ga.EdgeNetworkParameters(*(x[name] for name in NETWORK)),
+        case.graph.to(device),
+        case.step,
+        update=case.update,
+        backend=backend,
+    )
+
+
+def solve_layered(case: Case, tensors: dict[str, Tensor], backend: str, device: str):
+    leaves = {name: x.detach().to(device).requires_grad_() for name, x in tensors.items()}
+    new = move_layered(case, leaves, backend, device)
+    d_new = case.upstream().to(device, new.dtype)
+    gradients = torch.autograd.grad(new, list(leaves.values()), d_new)
+    return {"new": new.detach().cpu()} | {
+        name: x.cpu() for name, x in zip(leaves, gradients, strict=True)
+    }
+
+
+@pytest.mark.parametrize("size", [4000, 1 << 28])
+@pytest.mark.parametrize("name", ["window", "hubs", "one network"])
+def test_a_first_layer_gives_what_its_hidden_vectors_give(
+    name: str, size: int, device: str
+) -> None:
+    case = FORMS[name]
+    tensors = layered(case, 1 if case.one_network else case.heads)
+    with workspace(size):
+        found = solve_layered(case, tensors, "triton", device)
+    expected = solve_layered(
+        case, {name: x.double() for name, x in tensors.items()}, "reference", "cpu"
+    )
+    for tensor, theirs in expected.items():
+        error = (found[tensor].double() - theirs).square().mean().sqrt()
+        assert error <= ALLOWED * theirs.square().mean().sqrt(), tensor
+
+
+def test_a_first_layer_keeps_no_hidden_vectors_for_the_backward(device: str) -> None:
+    case = FORMS["window"]
+    leaves = {n: x.to(device).requires_grad_() for n, x in layered(case, case.heads).items()}
+    kept: list[int] = []
+
+    def note(x: Tensor) -> Tensor:
+        if x.dim() == 4 and x.shape[1] == case.graph.num_targets:
+            kept.append(x.shape[-1])
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
+        move_layered(case, leaves, "triton", device)
+    assert sorted(set(kept)) == [3, case.features]
+
+
+def test_second_derivatives_go_through_a_first_layer(device: str) -> None:
+    case = Case(ga.window_path_graph(6, 1), heads=1, features=2, xi=3, rank=1)
+    tensors = layered(case, 1)
+
+    def twice(backend: str, dtype: torch.dtype, device: str) -> list[Tensor]:
+        leaves = {n: x.to(device, dtype).requires_grad_() for n, x in tensors.items()}
+        new = move_layered(case, leaves, backend, device)
+        (first,) = torch.autograd.grad(
+            new.square().sum(), leaves["target_weight"], create_graph=True
+        )
+        names = ("target_tokens", "source_weight", "shear", "state")
+        found = torch.autograd.grad(first.square().sum(), [leaves[name] for name in names])
+        return [x.double().cpu() for x in found]
+
+    for ours, theirs in zip(
+        twice("triton", torch.float32, device),
+        twice("reference", torch.float64, "cpu"),
+        strict=True,
+    ):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4 * float(theirs.abs().max()))
+
+
+def test_a_hook_on_the_first_layer_is_called(device: str) -> None:
+    layer = ga.nn.SelfConsensus(8, heads=2, rank=1, edge_hidden=4, backend="triton").to(device)
+    graph, x = ga.window_path_graph(5, 1).to(device), random(5, 8, seed=1).float().to(device)
+    expected = layer(x, graph)
+    seen: list[int] = []
+    layer.edge_net.source.register_forward_hook(lambda *_: seen.append(1))
+    torch.testing.assert_close(layer(x, graph), expected)
+    assert seen == [1]
+
+
+def test_the_measure_would_see_a_missing_piece(device: str) -> None:
+    case = FORMS["window"]
+    without = replace(case, graph=ga.window_path_graph(23, 1))
+    found = solve(without, case.tensors(), case.upstream(), device=device)
+    with pytest.raises(AssertionError):
+        check(found, in_float64(case, case.tensors(), case.upstream()), case, ALLOWED)
