@@ -150,6 +150,8 @@ class Sum:
         pieces: list[Piece],
     ) -> None:
         self.at, self.dtype = at, dtype
+        # One launch writes every token: nothing to clear, nothing to add to. A list takes one for
+        # each side.
         self.is_whole = len(pieces) == 1 and not (pieces[0].tables is not None and all(at))
         new = like.new_empty if self.is_whole else like.new_zeros
         self.found = new(sizes, dtype=dtype if self.is_whole else torch.float32)
@@ -173,6 +175,7 @@ class Sum:
         B, N, H, width = self.found.shape
         low, high = 0, N
         if not self.is_whole:
+            # The piece's targets, and where its moves lead from them.
             ends = [0] * bool(self.at[0]) + list(piece.reach) * bool(self.at[1])
             low = max(0, piece.first + min(ends))
             high = min(N, piece.first + piece.count + max(ends))

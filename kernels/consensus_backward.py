@@ -47,7 +47,11 @@ WIDE = 64  # hidden features at a time on the way back
 def row_gradients(
     b_rows, b_d, b_e, b_along_d, b_along_e, b_share, b_inverse, b_scale, D: tl.constexpr
 ):  # fmt: skip
-    """Of e . R d with respect to the raw rows, [ROWS, RANKS, BLOCK_D]."""
+    """Of e . R d with respect to the raw rows l, [ROWS, RANKS, BLOCK_D].
+
+    The formula above for m = s l, then times s: `b_along_d` and `b_along_e` are m . d and m . e,
+    `b_inverse` is 1 / |m|^2 and `b_share` beta / (r |m|^2). `b_rows` is l, hence the first scale.
+    """
     if D == 1:  # a unit row has nowhere to turn to; rounding would
         b_d_rows = tl.zeros_like(b_rows)
     else:
@@ -59,7 +63,9 @@ def row_gradients(
     return b_d_rows
 
 
-@triton.jit(do_not_specialize=["B", "N", "M", "H", "first", "count", "num_runs", "num_tiles"])
+@triton.jit(
+    do_not_specialize=["B", "N", "M", "H", "first", "count", "num_places", "num_steps", "num_tiles"]
+)
 def consensus_backward_kernel(
     p_d_gradient, p_d_degree, p_messages, p_d_rows, p_hidden, p_d_hidden, p_target_hidden,
     p_source_hidden, p_u, p_v, p_shear, p_shear_bias, p_logits, p_logit_bias, p_targets, p_sources,
@@ -123,6 +129,8 @@ def consensus_backward_kernel(
     b_d_alpha = tl.zeros([ROWS], tl.float32)
     b_d_beta = tl.zeros([ROWS], tl.float32)
     for i_group in range(GROUPS):
+        if GROUPS > 1:  # what the group before has written is read below
+            tl.debug_barrier()
         # [ROWS, RANKS, BLOCK_D], [ROWS, LOGITS]
         b_rows, b_logits = edge_network(
             p_of_target, p_of_source, m_edge,
@@ -229,17 +237,13 @@ def backward(
     width, hidden_width = x.columns + EXTRA, x.block_xi + EXTRA
     pieces = x.pieces((D + network * (width + hidden_width + x.xi)) * size)
     d_gradient = d_gradient if d_gradient.stride(-1) == 1 else d_gradient.contiguous()
-    # u's share is R e at the target; v's is -R e at the source; both move both under "energy".
+    # u's share is R e at the target, v's is -R e at the source: of one tensor both.
     dtype, tokens = x.u.dtype, (B, N, H, D)
-    ends: list[tuple[Sum, str]] = []
-    if x.shared:
-        ends.append((Sum(x.u, tokens, dtype, (1, -1), pieces), "messages"))
-    else:
-        ends.append((Sum(x.u, tokens, dtype, (1, 0), pieces), "messages"))
-        ends.append((Sum(x.u, (B, M, H, D), dtype, (0, -1), pieces), "messages"))
-    if network:
-        ends.append((Sum(x.u, (B, N, H, x.xi), dtype, (1, 0), pieces), "d_hidden"))
-        ends.append((Sum(x.u, (B, M, H, x.xi), dtype, (0, 1), pieces), "d_hidden"))
+    d_u = Sum(x.u, tokens, dtype, (1, -1 if x.shared else 0), pieces)
+    d_v = None if x.shared else Sum(x.u, (B, M, H, D), dtype, (0, -1), pieces)
+    d_target = Sum(x.u, (B, N, H, x.xi), dtype, (1, 0), pieces) if network else None
+    d_source = Sum(x.u, (B, M, H, x.xi), dtype, (0, 1), pieces) if network else None
+    # [d rows, d alpha, d beta]^T [hidden, 1]: weights and biases of all three in one product.
     total = x.u.new_zeros((H, width, hidden_width), dtype=torch.float32)
     for piece in pieces:
         messages = x.u.new_empty(H, B, piece.places, D)
@@ -268,15 +272,23 @@ def backward(
             DEGREES=d_degree is not None,
             NETWORK=network,
         )
-        for found, of in ends:
-            found.add(piece, messages if of == "messages" else d_hidden)
+        for end, of in (
+            (d_u, messages),
+            (d_v, messages),
+            (d_target, d_hidden),
+            (d_source, d_hidden),
+        ):
+            if end is not None:
+                end.add(piece, of)
         if network:
             total += torch.bmm(d_rows.flatten(1, 2).mT, hidden.flatten(1, 2))
-    found = [end.result() for end, _ in ends]
-    d_v = None if x.shared else found[1]
-    if not network:
-        return Gradients(None, None, found[0], d_v, None)
-    return Gradients(found[-2], found[-1], found[0], d_v, _unpack(x, total))
+    return Gradients(
+        None if d_target is None else d_target.result(),
+        None if d_source is None else d_source.result(),
+        d_u.result(),
+        None if d_v is None else d_v.result(),
+        _unpack(x, total) if network else None,
+    )
 
 
 def _unpack(x: ConsensusInputs, total: Tensor) -> tuple[Tensor, ...]:

@@ -59,7 +59,7 @@ class ConsensusEdges:
         >>> from graphattn.kernels.consensus_edges import ConsensusEdges
         >>> window = ConsensusEdges(10, 10, moves=(-1, 1), device="cpu")
         >>> [(piece.first, piece.count, piece.runs) for piece in window.pieces(12)]
-        [(0, 5, 2), (5, 5, 2)]
+        [(0, 3, 2), (3, 3, 2), (6, 4, 2)]
     """
 
     num_targets: int
@@ -79,8 +79,11 @@ class ConsensusEdges:
 
     def pieces(self, places: int) -> list[Piece]:
         """All edges, in pieces of at most `places` messages if they can be cut so small."""
+        # Of all that fit there is one cut; of others few, whatever batches and dtypes come along.
+        fits = places >= self.places
+        places = self.places if fits else 1 << (max(places, 1).bit_length() - 1)
         if places not in self._pieces:
-            self._pieces[places] = list(self._cut(max(places, 1)))
+            self._pieces[places] = list(self._cut(places)) if self.places else []
         return self._pieces[places]
 
     def _cut(self, places: int) -> Iterator[Piece]:

@@ -44,8 +44,9 @@ def load_edges(
     """The edges of a step of a program, [ROWS] each: the place in messages (-1: none), target,
     source, and whether there is such an edge.
 
-    LISTED: a step takes the next edges of a list of `count`. Otherwise all steps have one tile of
-    the targets first .. first + count - 1, and each another number of tokens to their sources.
+    LISTED: steps of a program are consecutive tiles of a list of `count` edges. Otherwise `i_tile`
+    is a tile of the targets first .. first + count - 1, which all steps share, and step `i_step`
+    takes the edges from source = target + moves[i_step]; their places are i_step * count, ...
     """
     if LISTED:
         i_tile = i_tile * num_steps + i_step
@@ -223,10 +224,11 @@ def strengths(b_logits, p_logit_bias):
 
 @triton.jit
 def inverse_squares(b_rows, n_rows, RANKS: tl.constexpr):
-    """1 / |s row|^2 of every row (0 for a zero row), and the scales s, [ROWS, RANKS].
+    """1 / |s l|^2 of every raw row l (0 for a zero row), and s, [ROWS, RANKS].
 
-    Scales are 1, but for rows whose squares would leave the range: rare, and decided row by row, so
-    that no edge changes the rounding of another. Of RANKS rows `n_rows` are there.
+    The projection of d on l is s l (s l . d) / |s l|^2 for any s, so callers multiply by s twice.
+    It is 1, but for rows whose squares would leave the range: rare, and decided row by row, so that
+    no edge changes the rounding of another. Rows from `n_rows` on are padding.
     """
     b_square = tl.sum(b_rows * b_rows, axis=2)
     b_scale = tl.full(b_square.shape, 1.0, tl.float32)

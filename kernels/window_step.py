@@ -81,17 +81,18 @@ def logit_of(b_rank):
 def best(b_rank, top_k):
     """Which of a row are the `top_k` largest, all that are edges if there are fewer, [tokens].
 
-    At least `top_k` reach `low` (if there are so many), and fewer reach `high`.
+    Always: `i_reach_low` ranks are at least `i_low`, `top_k` or more of them if there are so many,
+    and fewer than `top_k` are at least `i_high`.
     """
-    i_of_low = tl.sum((b_rank != NO_EDGE).to(tl.int32), axis=0)
+    i_reach_low = tl.sum((b_rank != NO_EDGE).to(tl.int32), axis=0)
     i_low = tl.min(tl.where(b_rank == NO_EDGE, LARGEST, b_rank), axis=0)
     i_high = tl.max(b_rank, axis=0) + 1
-    while (i_of_low > top_k) & (i_high - 1 > i_low):
+    while (i_reach_low > top_k) & (i_high - 1 > i_low):
         i_try = middle(i_low, i_high)
         i_reach = tl.sum((b_rank >= i_try).to(tl.int32), axis=0)
         i_high = tl.where(i_reach >= top_k, i_high, i_try)
         i_low = tl.where(i_reach >= top_k, i_try, i_low)
-        i_of_low = tl.where(i_reach >= top_k, i_reach, i_of_low)
+        i_reach_low = tl.where(i_reach >= top_k, i_reach, i_reach_low)
     m_equal = b_rank == i_low
     i_left = top_k - tl.sum((b_rank > i_low).to(tl.int32), axis=0)
     m_oldest = m_equal & (tl.cumsum(m_equal.to(tl.int32), axis=0) <= i_left)

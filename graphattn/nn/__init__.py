@@ -5,8 +5,8 @@ from graphattn.nn.consensus import CrossConsensus, SelfConsensus
 from graphattn.nn.dot_product import DotProductAttention
 from graphattn.nn.gaussian import GaussianKernelAttention
 from graphattn.nn.krause import KrauseAttention
+from graphattn.nn.layer_cache import LayerCache
 from graphattn.nn.rotary import RotaryEmbedding
-from graphattn.nn.streaming import LayerCache
 
 __all__ = [
     "CrossConsensus",

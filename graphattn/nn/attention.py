@@ -12,8 +12,9 @@ from torch_geometric.typing import OptTensor
 from graphattn.graphs.arguments import as_float, as_int
 from graphattn.graphs.token_graph import TokenGraph
 from graphattn.nn.graph_layer import Positions, Rotations, edge_mask, valid_for_propagate
+from graphattn.nn.layer_cache import LayerCache
 from graphattn.nn.rotary import RotaryEmbedding
-from graphattn.nn.streaming import LayerCache, StreamingLayer
+from graphattn.nn.streaming import StreamingLayer
 from graphattn.ops.attention.api import attention_weights, rbf_attention
 from graphattn.ops.attention.streaming import has_step_kernel, step_by_kernel
 from graphattn.ops.inputs import Valid, ValidPair, compute_dtype, full_precision, repeat_heads

@@ -20,8 +20,9 @@ from graphattn.nn.graph_layer import (
     edge_mask,
     valid_for_propagate,
 )
+from graphattn.nn.layer_cache import LayerCache
 from graphattn.nn.rotary import RotaryEmbedding
-from graphattn.nn.streaming import LayerCache, StreamingLayer
+from graphattn.nn.streaming import StreamingLayer
 from graphattn.ops.backends import choose_backend
 from graphattn.ops.consensus.api import check_energy_graph, consensus_update, support
 from graphattn.ops.consensus.parameters import FirstLayer

@@ -23,8 +23,15 @@ class GroupedLinear(nn.Module):
         return FirstLayer(x, self.weight, self.bias).hidden()
 
     def unapplied(self, x: Tensor) -> FirstLayer | Tensor:
-        """The map and what it is to be applied to; its result if :meth:`forward` has hooks."""
-        if self._forward_hooks or self._forward_pre_hooks:
+        """The map and what it is to be applied to; its result where :meth:`forward` is not all."""
+        changed = type(self) is not GroupedLinear or "forward" in vars(self)
+        hooks = (
+            self._forward_hooks,
+            self._forward_pre_hooks,
+            self._backward_hooks,
+            self._backward_pre_hooks,
+        )
+        if changed or any(hooks) or torch.nn.modules.module._has_any_global_hook():
             found: Tensor = self(x)
             return found
         return FirstLayer(x, self.weight, self.bias)

@@ -4,6 +4,7 @@ Triton is only imported in other processes: whether kernels are compiled or inte
 once per process, where other tests may have chosen the interpreter.
 """
 
+import ast
 import importlib.util
 import json
 import os
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 
+import graphattn.kernels
 from graphattn.kernels.ahead_of_time import (
     ARCHITECTURES,
     Compiled,
@@ -406,3 +408,17 @@ def test_matrix_instructions_are_grouped_over_shapes() -> None:
     assert matrix_families(compiled("sm_90", matrix=names)) == {"HGMMA": 12}
     shapes = {"v_mfma_f32_32x32x8_bf16": 3, "v_mfma_f32_16x16x16_bf16": 2}
     assert matrix_families(compiled("gfx942", matrix=shapes)) == {"v_mfma_f32": 5}
+
+
+def test_what_is_not_specialised_is_a_parameter() -> None:
+    """Triton says nothing of other names, and compiles anew for every length."""
+    found = 0
+    for file in Path(graphattn.kernels.__file__).parent.glob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            for decorator in getattr(node, "decorator_list", []):
+                for keyword in getattr(decorator, "keywords", []):
+                    if keyword.arg == "do_not_specialize":
+                        names = {name.value for name in keyword.value.elts}
+                        assert names <= {x.arg for x in node.args.args}, (file.name, node.name)
+                        found += 1
+    assert found > 20

@@ -197,7 +197,8 @@ def check_energy_graph(graph: TokenGraph, stacklevel: int = 3) -> None:
             "moves i only"
         )
     traced = torch.compiler.is_compiling()  # warnings, and facts of edges, are for eager calls
-    if not traced and graph.points_backward and not graph.warned_backward:
+    asked = graph.neighbors is None  # of a table of neighbours it would wait for the device
+    if not traced and asked and graph.points_backward and not graph.warned_backward:
         graph.warned_backward = True
         warnings.warn(
             "all edges of this edge list point backward. If the order of tokens is time, "
@@ -309,9 +310,9 @@ def _check_network(
             raise ValueError(f"edge_network.{name} must be a tensor, got {tensor!r}")
         if tensor.device != like.device:
             raise ValueError(f"edge_network.{name} must be on {like.device}, got {tensor.device}")
-    if network.shear.dim() != 4 or network.shear.shape[1] == 0:
+    if network.shear.dim() != 4 or 0 in (network.shear.shape[1], network.shear.shape[3]):
         raise ValueError(
-            "edge_network.shear must have shape [H, r, D, xi] with rank r >= 1, "
+            "edge_network.shear must have shape [H, r, D, xi] with rank r >= 1 and xi >= 1, "
             f"got {list(network.shear.shape)}"
         )
     heads, rank, features, xi = network.shear.shape

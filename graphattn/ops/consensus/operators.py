@@ -17,7 +17,7 @@ from graphattn.ops.consensus import structured
 from graphattn.ops.consensus.parameters import EdgeNetworkParameters, FirstLayer
 from graphattn.ops.consensus.step_size import step_of_degrees
 from graphattn.ops.consensus.triton import Groups, add_layer_gradients
-from graphattn.ops.inputs import ValidPair
+from graphattn.ops.inputs import ValidPair, full_precision
 
 LAYER = ("tokens", "weight", "bias")
 NAMES = (
@@ -25,6 +25,7 @@ NAMES = (
     "alpha", "alpha_bias", "beta", "beta_bias", "shear", "shear_bias",
 )  # fmt: skip
 COUNT = len(NAMES)
+OF_TOKENS = ("target_tokens", "source_tokens", "u", "v")
 OPTIONAL = ("target_weight", "target_bias", "source_weight", "source_bias")  # none: hidden vectors
 INPUTS = ", ".join(f"Tensor{'?' if name in OPTIONAL else ''} {name}" for name in NAMES)
 OPTIONS = (
@@ -109,11 +110,12 @@ def _consensus(*arguments: Any) -> tuple[Tensor, Tensor]:
     u = groups.u
     gradient = torch.empty_like(u, memory_format=torch.contiguous_format)
     degree = u.new_empty(u.shape[:-1] if groups.degrees else (0,), dtype=torch.float32)
-    for batch, heads in groups.cut(backward=False):
-        of_group, degree_of_group = consensus.forward(groups.inputs_of(batch, heads))
-        gradient[batch, :, heads] = of_group
-        if degree_of_group is not None:
-            degree[batch, :, heads] = degree_of_group
+    with full_precision(u.device):
+        for batch, heads in groups.cut(backward=False):
+            of_group, degree_of_group = consensus.forward(groups.inputs_of(batch, heads))
+            gradient[batch, :, heads] = of_group
+            if degree_of_group is not None:
+                degree[batch, :, heads] = degree_of_group
     return gradient, degree
 
 
@@ -137,29 +139,34 @@ def _consensus_backward(*arguments: Any) -> tuple[Tensor, ...]:
     tensors, options = arguments[:COUNT], arguments[COUNT:-3]
     d_gradient, d_degree, network = arguments[-3:]
     groups = _groups(tensors, options)
-    totals = _empty_gradients(*arguments)
-    for x in totals:
-        x.zero_()
+    totals = [
+        # What several groups add to is added up in float32: half precision would lose the later.
+        x.zero_() if name in OF_TOKENS and x.dim() == 4 and x.shape[2] > 1 else x.float().zero_()
+        for name, x in zip(NAMES, _empty_gradients(*arguments), strict=True)
+    ]
     of_layers, (d_u, d_v, *of_network) = (totals[:3], totals[3:6]), totals[6:]
-    for batch, heads in groups.cut(backward=True):
-        upstream = d_gradient[batch, :, heads]
-        of_degree = d_degree[batch, :, heads].contiguous() if groups.degrees else None
-        found = consensus_backward.backward(
-            groups.inputs_of(batch, heads), upstream, of_degree, network=network
-        )
-        d_u[batch, :, heads] = found.u
-        if found.v is not None:
-            d_v[batch, :, heads] = found.v
-        if not network:
-            continue
-        for total, gradient in zip(of_network, found.network or (), strict=True):
-            total[heads] += gradient
-        for layer, total, d_hidden in zip(
-            groups.layers, of_layers, (found.target_hidden, found.source_hidden), strict=True
-        ):
-            assert d_hidden is not None
-            add_layer_gradients(total, layer, d_hidden, batch, heads)
-    return totals
+    with full_precision(groups.u.device):  # autocast may be on around backward()
+        for batch, heads in groups.cut(backward=True):
+            upstream = d_gradient[batch, :, heads]
+            of_degree = d_degree[batch, :, heads].contiguous() if groups.degrees else None
+            found = consensus_backward.backward(
+                groups.inputs_of(batch, heads), upstream, of_degree, network=network
+            )
+            d_u[batch, :, heads] = found.u
+            if found.v is not None:
+                d_v[batch, :, heads] = found.v
+            if not network:
+                continue
+            for total, gradient in zip(of_network, found.network or (), strict=True):
+                total[heads] += gradient
+            for layer, totals_of, d_hidden in zip(
+                groups.layers, of_layers, (found.target_hidden, found.source_hidden), strict=True
+            ):
+                assert d_hidden is not None
+                add_layer_gradients(totals_of, layer, d_hidden, batch, heads)
+    return tuple(
+        total if x is None else total.to(x.dtype) for total, x in zip(totals, tensors, strict=True)
+    )
 
 
 @_consensus_backward.register_fake
@@ -186,7 +193,9 @@ def _backward(ctx: Any, d_gradient: Tensor, d_degree: Tensor) -> tuple[Tensor | 
     needed = ctx.needs_input_grad[:COUNT]
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         # create_graph=True: somebody differentiates this again.
-        return *_plain_gradients(ctx, (d_gradient, d_degree), needed), *[None] * 7
+        with full_precision(d_gradient.device):
+            plain = _plain_gradients(ctx, (d_gradient, d_degree), needed)
+        return *plain, *[None] * 7
     network = any(needed[:6]) or any(needed[8:])
     found = torch.ops.graphattn.consensus_backward(
         *ctx.saved_tensors, *ctx.options, d_gradient, d_degree, network

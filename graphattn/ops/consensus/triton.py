@@ -7,7 +7,7 @@ batch at a time, and formed again in the backward.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -132,7 +132,7 @@ def by_group(x: Tensor) -> Tensor:
 
 
 def add_layer_gradients(
-    total: tuple[Tensor, ...], layer: tuple[Any, ...], d_hidden: Tensor, batch: slice, heads: slice
+    total: Sequence[Tensor], layer: tuple[Any, ...], d_hidden: Tensor, batch: slice, heads: slice
 ) -> None:
     """From those of a group's hidden vectors, [entries, tokens, heads, xi]."""
     tokens, weight, bias = layer
@@ -149,7 +149,7 @@ def add_layer_gradients(
     d_tokens += torch.bmm(by_head, weight).unflatten(1, own.shape[:2]).permute(1, 2, 0, 3)
     d_weight += torch.bmm(by_head.mT, by_group(own))
     if bias is not None:
-        d_bias += by_head.sum(1, dtype=torch.float32).to(d_bias.dtype)
+        d_bias += by_head.sum(1, dtype=torch.float32)
 
 
 # What the kernels read in place of a graph is made once.
