@@ -108,7 +108,7 @@ def _describe(case: Case, x: ConsensusInputs, launch: Launch, part: str) -> Conf
             main=False,
             flops=0.0,
             bytes=float(width * (messages * number + tokens * found)),
-            iterations=1.0,
+            iterations=float(launch.grid[0] * arguments.get("num_runs", 1)),
             target="",
             gathered=float(width * messages * number * ends),
         )
