@@ -57,8 +57,8 @@ OTHERS: Table = {
     "shared_backward": {64: Choice(32, 32, 4, 2), 256: Choice(32, 32, 8, 1)},
     "d_table": {256: Choice(32, 32, 4, 1)},
     "band_select": {256: Choice(16, 32, 2, 2)},
-    "consensus": {256: Choice(128, 32, 8, 2)},
-    "consensus_backward": {256: Choice(64, 32, 8, 2)},
+    "consensus": {64: Choice(128, 32, 8, 2), 256: Choice(64, 32, 8, 1)},
+    "consensus_backward": {64: Choice(64, 32, 8, 2), 256: Choice(64, 32, 8, 1)},
 }
 BLACKWELL: Table = OTHERS | {
     "forward": {64: Choice(128, 32, 8, 2), 128: Choice(64, 64, 8, 2), 256: Choice(64, 32, 8, 2)},
@@ -78,11 +78,12 @@ SINGLE: Table = {  # float32
     "d_table": {256: Choice(16, 32, 4, 1)},
     "band_select": {256: Choice(16, 32, 4, 1)},
     "consensus": {256: Choice(64, 16, 4, 1)},
-    "consensus_backward": {256: Choice(64, 16, 8, 1)},
+    "consensus_backward": {256: Choice(32, 16, 8, 1)},
 }
 SINGLE_ON_AMD: Table = SINGLE | {
     "d_query": {256: Choice(16, 32, 4, 1)},
     "d_source": {256: Choice(16, 32, 4, 1)},
+    "consensus_backward": {256: Choice(16, 16, 4, 1)},
 }
 # Edge kernels: a program is one warp, whose lanes share the features of a few edges of one row.
 # Several warps or rows add up across lanes more often: up to twice the instructions.

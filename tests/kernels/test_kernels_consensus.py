@@ -142,10 +142,12 @@ def test_one_edge_by_hand(device: str) -> None:
         torch.testing.assert_close(new.flatten().cpu(), torch.tensor(expected))
 
 
-def test_eight_leaves_and_a_hub_get_the_step_of_a_sixteenth(device: str) -> None:
+@pytest.mark.parametrize("who_looks", ["hub", "leaves"])
+def test_eight_leaves_and_a_hub_get_the_step_of_a_sixteenth(who_looks: str, device: str) -> None:
     """R = I: the hub has degree 8, so "auto" is 1 / (2 * 8) for all tokens."""
     hub, leaf = torch.zeros(8, dtype=torch.int64), torch.arange(1, 9)
-    graph = ga.from_edge_index(torch.stack([leaf, hub]), 9).to(device)
+    edges = torch.stack([leaf, hub] if who_looks == "hub" else [hub, leaf])
+    graph = ga.from_edge_index(edges, 9).to(device)
     network = constant_network(1, 1, 2, alpha=1.0, beta=1e-30, rows=torch.zeros(1, 1))
     network = network._replace(beta_bias=torch.full((1,), -1e9))
     u = torch.arange(9.0, device=device).view(9, 1, 1)
