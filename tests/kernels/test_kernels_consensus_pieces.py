@@ -117,7 +117,9 @@ def layered(case: Case, groups: int) -> dict[str, Tensor]:
     return tensors
 
 
-def move_layered(case: Case, x: dict[str, Tensor], backend: str, device: str) -> Tensor:
+def move_layered(
+    case: Case, x: dict[str, Tensor], backend: str, device: str, **options: Tensor
+) -> Tensor:
     return ga.consensus_update(
         x["state"],
         x.get("neighbor_state", x["state"]),
@@ -128,6 +130,7 @@ def move_layered(case: Case, x: dict[str, Tensor], backend: str, device: str) ->
         case.step,
         update=case.update,
         backend=backend,
+        **options,
     )
 
 
@@ -205,6 +208,19 @@ def test_a_hook_on_the_first_layer_is_called(device: str) -> None:
     assert seen == [1]
 
 
+@pytest.mark.parametrize("backend", ["triton", "structured", "reference"])
+def test_what_padding_of_a_first_layer_holds_is_not_read(backend: str, device: str) -> None:
+    case = FORMS["window"]
+    tensors = layered(case, case.heads)
+    valid = torch.arange(23) < 20
+    for name in ("target_tokens", "source_tokens", "state"):
+        tensors[name][:, 20:] = float("nan")
+    leaves = {name: x.to(device).requires_grad_() for name, x in tensors.items()}
+    new = move_layered(case, leaves, backend, device, valid=valid.to(device))
+    found = torch.autograd.grad(new[:, :20].sum(), list(leaves.values()))
+    assert all(x.isfinite().all() for x in found)
+
+
 def test_what_is_put_upon_a_first_layer_counts(device: str) -> None:
     layer = ga.nn.SelfConsensus(8, heads=2, rank=1, edge_hidden=4, backend="triton").to(device)
     graph, x = ga.window_path_graph(5, 1).to(device), random(5, 8, seed=1).float().to(device)
@@ -261,3 +277,26 @@ def test_the_measure_would_see_a_missing_piece(device: str) -> None:
     found = solve(without, case.tensors(), case.upstream(), device=device)
     with pytest.raises(AssertionError):
         check(found, in_float64(case, case.tensors(), case.upstream()), case, ALLOWED)
+
+
+@pytest.mark.parametrize(
+    ("part", "wrong", "says"),
+    [
+        (
+            "tokens",
+            torch.zeros(3, 23, 3, 3),
+            r"target_hidden.tokens must have shape \[2, N, G, in\]",
+        ),
+        ("weight", torch.zeros(3, 7, 4), r"target_hidden.weight must have shape \[3, xi, 3\]"),
+        ("weight", torch.zeros(3, 5, 3), r"target_hidden.bias must have shape \[3, 5\]"),
+        ("bias", torch.zeros(7), r"target_hidden.bias must have shape \[3, 7\]"),
+        ("bias", torch.zeros(3, 7, dtype=torch.int64), "target_hidden.bias must be a floating"),
+    ],
+)
+def test_a_first_layer_that_does_not_fit_is_refused_by_name(
+    part: str, wrong: Tensor, says: str
+) -> None:
+    case = FORMS["window"]
+    tensors = layered(case, case.heads) | {f"target_{part}": wrong}
+    with pytest.raises(ValueError, match=says):
+        move_layered(case, tensors, "auto", "cpu")

@@ -21,6 +21,7 @@ from graphattn.ops.inputs import (
     check_graph,
     check_tensors,
     check_valid,
+    clear_invalid,
     compute_dtype,
     full_precision,
 )
@@ -116,7 +117,10 @@ def consensus_update(
         moving = torch.where(pair[0][..., None, None], state, state.nan_to_num(0.0, 0.0, 0.0))
         if step is not None:
             step = torch.where(pair[0][..., None], step, 0)
-    hidden: tuple[Tensor | FirstLayer, ...] = target_hidden, source_hidden
+    hidden: tuple[Tensor | FirstLayer, ...] = tuple(
+        x._replace(tokens=clear_invalid(x.tokens, of)) if isinstance(x, FirstLayer) else x
+        for x, of in zip((target_hidden, source_hidden), pair, strict=True)
+    )
     update_by: Callable[..., Tensor] = operators.consensus_update
     if chosen != "triton":
         traced = torch.compiler.is_compiling()
