@@ -3,6 +3,7 @@
 import os
 import random
 from collections import Counter
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -14,6 +15,7 @@ from cases_kernels import random as random_numbers
 from watched_memory import watched_memory
 
 import graphattn as ga
+from graphattn.kernels import tuning
 
 pytestmark = pytest.mark.usefixtures("device")
 
@@ -105,6 +107,17 @@ def random_case(seed: int) -> tuple[Case, torch.dtype]:
         seed=seed,
     )
     return case, dtype
+
+
+@pytest.fixture(autouse=True)
+def tiles(request: pytest.FixtureRequest, device: str) -> Iterator[None]:
+    """Of several sizes: large ones are few programs, which the interpreter starts slowly."""
+    seed = getattr(request.node, "callspec", None)
+    rows, chunk = ((16, 16), (32, 64), (64, 32))[seed.params["seed"] % 3 if seed else 0]
+    sizes = tuning.Choice(rows, chunk, 4, 1)
+    chosen = {"consensus": sizes, "consensus_backward": sizes}
+    with tuning.override(**(chosen if device == "cpu" else {})):
+        yield
 
 
 @pytest.mark.filterwarnings("ignore:all edges of this edge list point backward")
