@@ -401,7 +401,7 @@ def read_amdgcn(text: str) -> list[Instruction]:
 def _counts(code: list[Instruction]) -> dict[str, Any]:
     """The fields of `Compiled` that are counted over instructions."""
     working = _working_loops(code)
-    body = [code[i].name for i in main_loop(code)]
+    body = [code[i].name for i in _main_of(working, code)]
     matrix = Counter(i.name for i in code if _MATRIX.match(i.name))
     inside = set().union(*working)
     return {
@@ -428,7 +428,10 @@ def main_loop(code: list[Instruction]) -> set[int]:
     Without any matrix instruction fused multiply-adds decide. Of equal loops the shortest is
     taken; code that is in no such loop is one pass as a whole.
     """
-    working = _working_loops(code)
+    return _main_of(_working_loops(code), code)
+
+
+def _main_of(working: list[set[int]], code: list[Instruction]) -> set[int]:
     if not working:
         return set(range(len(code)))
     product = _product(code)

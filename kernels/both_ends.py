@@ -13,9 +13,10 @@ from torch import Tensor
 
 from graphattn.kernels import tuning
 from graphattn.kernels.consensus_edges import Piece
-from graphattn.kernels.edge_inputs import PARTS, num_groups
-from graphattn.kernels.edge_math import own_segments, own_split, store_rows
+from graphattn.kernels.edge_inputs import launch_over_split, num_groups
+from graphattn.kernels.edge_math import own_segments, store_rows
 from graphattn.kernels.edge_tables import Rows
+from graphattn.kernels.edges_backward import add_parts_kernel
 from graphattn.kernels.launch import launch
 
 NUMBERS = 1024  # of a tile of a window
@@ -107,30 +108,6 @@ def sum_rows_kernel(
         store_rows(p_found, b_found, b_row, m_row, H * WIDTH, WIDTH, BLOCK)
 
 
-@triton.jit(do_not_specialize=["N", "H", "num_split", "num_parts"])
-def sum_parts_kernel(
-    p_found, p_part, p_split, N, H, num_split, num_parts,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, ADD: tl.constexpr,
-):  # fmt: skip
-    """Split rows, from their parts."""
-    i_b, i_h, i_row, i_first, i_count = own_split(p_split, num_split, H)
-    if i_row >= 0:
-        o_feature = tl.arange(0, BLOCK)
-        m_feature = o_feature < WIDTH
-        b_found = tl.zeros([BLOCK], tl.float32)
-        for i_part in range(0, i_count, PARTS):
-            o_part = i_part + tl.arange(0, PARTS)
-            m_part = o_part < i_count
-            o_part = ((i_b * num_parts + i_first + o_part) * H + i_h) * WIDTH
-            m_tile = m_part[:, None] & m_feature[None, :]
-            b_part = tl.load(p_part + o_part[:, None] + o_feature[None, :], mask=m_tile, other=0.0)
-            b_found += tl.sum(b_part, axis=0)
-        p_row = p_found + ((i_b * N + i_row) * H + i_h) * WIDTH + o_feature
-        if ADD:
-            b_found += tl.load(p_row, mask=m_feature, other=0.0)
-        tl.store(p_row, b_found.to(p_found.dtype.element_ty), mask=m_feature)
-
-
 class Sum:
     """A sum over the edges of every token, [B, N, H, width], piece by piece.
 
@@ -213,42 +190,31 @@ class Sum:
         choice = tuning.choose_for_edges("both_ends", width, rows.mean_degree)
         groups = num_groups(choice, rows)
         part = messages.new_empty((B, rows.num_parts, H, width), dtype=torch.float32)
-        shared = {
-            "p_found": self.found,
-            "p_part": part,
-            "N": N,
-            "H": H,
-            "num_parts": rows.num_parts,
-            "WIDTH": width,
-            "BLOCK": triton.next_power_of_2(width),
-            "ADD": not self.is_whole,
-        }
         launch(
             sum_rows_kernel,
             (B * H * groups,),
-            **shared,
+            p_found=self.found,
+            p_part=part,
             p_messages=messages,
             p_segments=rows.segments,
             p_places=rows.others if rows.edge_ids is None else rows.edge_ids,
             B=B,
+            N=N,
+            H=H,
             num_places=messages.shape[2],
             num_segments=len(rows.segments),
             num_groups=groups,
+            num_parts=rows.num_parts,
+            WIDTH=width,
+            BLOCK=triton.next_power_of_2(width),
             ROWS=choice.rows,
             SLOTS=choice.columns,
             SIGN=sign,
+            ADD=not self.is_whole,
             PLACES=rows.edge_ids is not None,
             num_warps=choice.num_warps,
             num_stages=choice.num_stages,
         )
-        if rows.num_parts:
-            launch(
-                sum_parts_kernel,
-                (B * H * len(rows.split),),
-                **shared,
-                p_split=rows.split,
-                num_split=len(rows.split),
-                PARTS=PARTS,
-                num_warps=4,
-                num_stages=1,
-            )
+        launch_over_split(
+            add_parts_kernel, rows, self.found, p_part=part, p_sum=self.found, ADD=not self.is_whole
+        )

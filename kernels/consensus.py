@@ -3,7 +3,8 @@
 A tile of edges of one head is one matrix product with something before and after it. Before: hidden
 vectors gelu(target_hidden_i + source_hidden_j), formed on the way from two tokens. The product with
 W_Lambda gives the raw rows l_k of Lambda, which stay in registers. After:
-R d = alpha d + (beta / r) sum_k l_k (l_k . d) / |l_k|^2 for d = u_i - v_j. Nothing of an edge is
+R d = alpha d + (beta / r) sum_k l_k (l_k . d) / |l_k|^2 for d = u_i - v_j (Stabilizing Transformer
+Training Through Consensus, Eq. 14 and 36, Algorithm 2). Nothing of an edge is
 written but that, a message R d for a bounded number of edges at a time (:mod:`both_ends` sums them
 up), and alpha + beta where the step size wants it.
 """
@@ -70,8 +71,8 @@ def consensus_kernel(
     p_shear_bias += i_head * (GROUPS * COLUMNS)
     p_logits += i_head * (LOGITS * BLOCK_XI)
     o_first = (i_head * B + i_b) * num_places
-    held_shear = hold_weights(p_shear, 0, HELD, BLOCK_XI, CHUNK, COLUMNS)
-    held_logits = hold_weights(p_logits, 0, HELD, BLOCK_XI, CHUNK, LOGITS)
+    held_shear = hold_weights(p_shear, HELD, BLOCK_XI, CHUNK, COLUMNS)
+    held_logits = hold_weights(p_logits, HELD, BLOCK_XI, CHUNK, LOGITS)
     o_feature = tl.arange(0, BLOCK_D)
     for i_step in range(num_steps):
         b_place, b_target, b_source, m_edge = load_edges(

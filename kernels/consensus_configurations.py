@@ -87,7 +87,7 @@ def configurations_of(case: Case) -> list[Configuration]:
     return [
         _describe(case, x, launch, "forward" if i < forward else "backward")
         for i, launch in enumerate(launches)
-        if launch.kernel.fn.__name__ in KERNELS or (case.sums and "PARTS" not in launch.arguments)
+        if launch.kernel.fn.__name__ in KERNELS or (case.sums and "p_messages" in launch.arguments)
     ]
 
 

@@ -177,9 +177,10 @@ def edges_d_source_kernel(
 @triton.jit(do_not_specialize=["N", "H", "num_split", "num_parts"])
 def add_parts_kernel(
     p_part, p_sum, p_split, N, H, num_split, num_parts,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, PARTS: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, PARTS: tl.constexpr, ADD: tl.constexpr = False,
 ):  # fmt: skip
-    """sum [B, N, H, D] of split rows, from their parts [B, parts, H, D], always in one order."""
+    """sum [B, N, H, D] of split rows, from their parts [B, parts, H, D], always in one order; with
+    ADD to what is there."""
     i_b, i_h, i_row, i_first, i_count = own_split(p_split, num_split, H)
     if i_row >= 0:
         o_feature = tl.arange(0, BLOCK_D)
@@ -192,6 +193,8 @@ def add_parts_kernel(
             b_part = tl.load(p_tile + o_feature[None, :], mask=m_tile, other=0.0)
             b_sum += tl.sum(b_part, axis=0)
         p_own = p_sum + ((i_b * N + i_row) * H + i_h) * D + o_feature
+        if ADD:
+            b_sum += tl.load(p_own, mask=m_feature, other=0.0)
         tl.store(p_own, b_sum.to(p_sum.dtype.element_ty), mask=m_feature)
 
 

@@ -18,6 +18,7 @@ def is_interpreted() -> bool:
 
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+WIDEST = 256  # features of a head
 # Asked once: torch.compile may trace what asks, and cannot trace the search for a module.
 HAS_TRITON = find_spec("triton") is not None
 
@@ -31,6 +32,18 @@ def why_not_on(x: Tensor) -> str | None:
     if x.dtype not in DTYPES:
         name = str(x.dtype).removeprefix("torch.")
         return f"its kernels take float32, float16 and bfloat16, not {name}"
+    return None
+
+
+def why_not_heads(x: Tensor, *widths: int) -> str | None:
+    """The same for heads of `widths` features (x's own if none are given), x [*, H, D]."""
+    if (reason := why_not_on(x)) is not None:
+        return reason
+    for width in widths or (x.shape[-1],):
+        if not 1 <= width <= WIDEST:
+            return f"its kernels take heads of 1 to {WIDEST} features, not of {width}"
+    if x.shape[-2] == 0:
+        return "its kernels take one head or more, not none"
     return None
 
 

@@ -101,6 +101,15 @@ def check_valid(
     return valid[0], valid[1]
 
 
+def flat_masks(valid: ValidPair, batch: torch.Size) -> ValidPair:
+    """Masks [B, tokens] with one batch dimension; one tensor stays one."""
+    of_target, of_source = (
+        None if mask is None else mask.expand(*batch, -1).reshape(batch.numel(), mask.shape[-1])
+        for mask in valid
+    )
+    return of_target, of_target if valid[0] is valid[1] else of_source
+
+
 def clear_invalid(x: Tensor, valid: Tensor | None) -> Tensor:
     """Zeros in place of invalid tokens of x [*, N, H, D]: what they hold, NaN too, is not read."""
     return x if valid is None else x.masked_fill(~valid[..., None, None], 0)

@@ -344,3 +344,34 @@ def test_the_measure_of_errors_sees_a_wrong_bias_and_a_wrong_step() -> None:
     for name in ("alpha_bias", "beta_bias", "shear_bias", "step_size"):
         wrong = {**right, name: 1.01 * right[name] + 1e-3 * right[name].norm()}
         assert errors(wrong, right, case, floor=0.1)[name] > 10 * SINGLE
+
+
+def test_the_gelu_of_half_precision_is_right_to_5e_5(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And its slope to 5e-4: two hundred numbers through the kernels' own functions."""
+    import triton
+    import triton.language as tl
+
+    from graphattn.kernels.consensus_math import gelu, gelu_slope
+
+    for name, known in (("tl", tl), ("gelu", gelu), ("gelu_slope", gelu_slope)):
+        monkeypatch.setitem(globals(), name, known)  # a kernel sees nothing else
+
+    @triton.jit
+    def both(p_x, p_gelu, p_slope, SIZE: tl.constexpr, HALF: tl.constexpr):
+        o_x = tl.arange(0, SIZE)
+        b_x = tl.load(p_x + o_x)
+        tl.store(p_gelu + o_x, gelu(b_x, HALF))
+        tl.store(p_slope + o_x, gelu_slope(b_x, HALF))
+
+    x = torch.cat([torch.linspace(-9, 9, 254), torch.tensor([-200.0, 200.0])]).to(device)
+    exact = x.double().cpu().requires_grad_()
+    expected = torch.nn.functional.gelu(exact)
+    (slope,) = torch.autograd.grad(expected.sum(), exact)
+    for half, allowed, allowed_slope in ((True, 5e-5, 5e-4), (False, 2e-6, 2e-6)):
+        found, found_slope = torch.empty_like(x), torch.empty_like(x)
+        both[(1,)](x, found, found_slope, SIZE=256, HALF=half)
+        error = (found.cpu() - expected).abs() / exact.abs().clamp(min=1)
+        assert error.max() <= allowed
+        assert (found_slope.cpu() - slope).abs().max() <= allowed_slope

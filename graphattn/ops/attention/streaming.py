@@ -10,11 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphattn.kernels.launch import why_not_on
+from graphattn.kernels.launch import why_not_heads, why_not_on
 from graphattn.kernels.tuning import HELD_TOKENS
 from graphattn.ops.backends import choose_backend, wanted_backend
-
-WIDEST = 256  # features of a head
 
 
 def has_step_kernel(
@@ -42,9 +40,7 @@ def why_no_step(
         return "its step kernel needs a window, init_cache(..., window=W)"
     if top_k is not None and top_k < window and window > HELD_TOKENS:
         return f"its step kernel takes top_k in windows of at most {HELD_TOKENS}, not {window}"
-    if not 1 <= like.shape[-1] <= WIDEST:
-        return f"its kernels take heads of 1 to {WIDEST} features, not of {like.shape[-1]}"
-    if (reason := why_not_on(like)) is not None or cache_dtype == like.dtype:
+    if (reason := why_not_heads(like)) is not None or cache_dtype == like.dtype:
         return reason
     kept = why_not_on(torch.empty(0, dtype=cache_dtype, device=like.device))
     return None if kept is None else f"{kept}, which the cache holds"

@@ -19,29 +19,22 @@ from graphattn.graphs.structure import Structure
 from graphattn.graphs.token_graph import TokenGraph
 from graphattn.kernels.band_tables import BandTables
 from graphattn.kernels.edge_tables import EdgeTables
-from graphattn.kernels.launch import why_not_on
-from graphattn.ops.inputs import ValidPair
+from graphattn.kernels.launch import why_not_heads
+from graphattn.ops.inputs import ValidPair, flat_masks
 from graphattn.ops.kept import kept
 
 if TYPE_CHECKING:
     from graphattn.kernels.band_inputs import BandInputs
     from graphattn.kernels.edge_inputs import EdgeInputs
 
-WIDEST = 256  # features of a head
 LOG2E = math.log2(math.e)
 Gradients = tuple[Tensor | None, ...]
 
 
 def why_not(query: Tensor, value_width: int | None = None) -> str | None:
     """The reason why no kernel takes a case, whatever its graph; None where one does."""
-    if (reason := why_not_on(query)) is not None:
-        return reason
-    for width in (query.shape[-1], query.shape[-1] if value_width is None else value_width):
-        if not 1 <= width <= WIDEST:
-            return f"its kernels take heads of 1 to {WIDEST} features, not of {width}"
-    if query.shape[-2] == 0:
-        return "its kernels take one head or more, not none"
-    return None
+    width = query.shape[-1]
+    return why_not_heads(query, width, width if value_width is None else value_width)
 
 
 class Call:
@@ -68,7 +61,7 @@ class Call:
     ) -> None:
         query, key, value, scale, bias = inputs
         self.batch, self.shared = query.shape[:-3], shared
-        self.scale, self.is_rbf, self.valid = scale, score == "rbf", self._flat_masks(valid)
+        self.scale, self.is_rbf, self.valid = scale, score == "rbf", flat_masks(valid, self.batch)
         query = self._flat(query)
         self.tensors = (query,) * 3 if shared else (query, self._flat(key), self._flat(value))
         self.bands: BandInputs | None = None
@@ -222,15 +215,6 @@ class Call:
     def _flat(self, x: Tensor) -> Tensor:
         """[*, tokens, heads, features] with one batch dimension."""
         return x.reshape(self.batch.numel(), *x.shape[-3:])
-
-    def _flat_masks(self, valid: ValidPair) -> ValidPair:
-        of_target, of_source = (
-            None
-            if mask is None
-            else mask.expand(*self.batch, -1).reshape(self.batch.numel(), mask.shape[-1])
-            for mask in valid
-        )
-        return of_target, of_target if valid[0] is valid[1] else of_source
 
 
 def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:

@@ -17,7 +17,7 @@ from graphattn.ops.consensus import structured
 from graphattn.ops.consensus.parameters import EdgeNetworkParameters, FirstLayer
 from graphattn.ops.consensus.step_size import step_of_degrees
 from graphattn.ops.consensus.triton import Groups, add_layer_gradients
-from graphattn.ops.inputs import ValidPair, full_precision
+from graphattn.ops.inputs import ValidPair, flat_masks, full_precision
 
 LAYER = ("tokens", "weight", "bias")
 NAMES = (
@@ -57,7 +57,7 @@ def consensus_update(
     compared = [_flat(x, batch.numel()) for x in disagreement]
     options = graph.code, graph.listed, update == "energy", step_size is None, u is v
     gradient, degree = torch.ops.graphattn.consensus(
-        *layers[0], *layers[1], *compared, *network, *_flat_masks(valid, batch), *options
+        *layers[0], *layers[1], *compared, *network, *flat_masks(valid, batch), *options
     )
     if step_size is None:
         step_size = step_of_degrees(degree.view(state.shape[:-1]), graph, update)
@@ -73,14 +73,6 @@ def _as_layer(hidden: Hidden, dtype: torch.dtype) -> list[Any]:
 def _flat(x: Tensor, entries: int) -> Tensor:
     """[*, tokens, heads, features] with one batch dimension."""
     return x.reshape(entries, *x.shape[-3:])
-
-
-def _flat_masks(valid: ValidPair, batch: torch.Size) -> ValidPair:
-    of_target, of_source = (
-        None if mask is None else mask.expand(*batch, -1).reshape(batch.numel(), mask.shape[-1])
-        for mask in valid
-    )
-    return of_target, of_source
 
 
 def _groups(tensors: tuple[Any, ...], options: tuple[Any, ...]) -> Groups:

@@ -17,7 +17,7 @@ from torch import Tensor
 from graphattn.graphs.structure import Structure
 from graphattn.graphs.token_graph import TokenGraph
 from graphattn.kernels.consensus_edges import ConsensusEdges
-from graphattn.kernels.launch import why_not_on
+from graphattn.kernels.launch import why_not_heads
 from graphattn.ops.consensus.parameters import EdgeNetworkParameters
 from graphattn.ops.consensus.pieces import equal_bands, moves_of
 from graphattn.ops.inputs import ValidPair
@@ -26,18 +26,13 @@ from graphattn.ops.kept import kept
 if TYPE_CHECKING:
     from graphattn.kernels.consensus_inputs import ConsensusInputs
 
-WIDEST = 256  # features of a head
 SHARE_OF_PLACES = 0.4  # of a window's offsets that must be edges; otherwise they are listed
 
 
 def why_not(state: Tensor, trunks: int = 1) -> str | None:
     """The reason why no kernel takes a case, whatever its graph; None where one does."""
-    if (reason := why_not_on(state)) is not None:
+    if (reason := why_not_heads(state)) is not None:
         return reason
-    if not 1 <= state.shape[-1] <= WIDEST:
-        return f"its kernels take heads of 1 to {WIDEST} features, not of {state.shape[-1]}"
-    if state.shape[-2] == 0:
-        return "its kernels take one head or more, not none"
     if trunks > 1:
         return "its kernels take one trunk that feeds alpha, beta and Lambda (trunk='shared')"
     return None
