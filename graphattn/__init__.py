@@ -8,15 +8,27 @@
 
 Graph builders and operations live here. `ga.nn`, `ga.models`, `ga.spectral`, `ga.dynamics`,
 `ga.diagnostics`, `ga.train`, `ga.plot` and `ga.data` load on first use, so that importing graphattn
-costs little more than importing torch.
+costs little more than importing torch; `ga.save` and `ga.load` too.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from graphattn.graphs import *  # noqa: F403
 from graphattn.graphs import __all__ as _graphs
 from graphattn.ops import *  # noqa: F403
 from graphattn.ops import __all__ as _ops
+
+if TYPE_CHECKING:  # what loads on first use, for those who read without running
+    from graphattn import data as data
+    from graphattn import diagnostics as diagnostics
+    from graphattn import dynamics as dynamics
+    from graphattn import models as models
+    from graphattn import nn as nn
+    from graphattn import plot as plot
+    from graphattn import spectral as spectral
+    from graphattn import train as train
+    from graphattn.models.files import load as load
+    from graphattn.models.files import save as save
 
 __version__ = "0.1.0"
 
@@ -30,16 +42,21 @@ _ON_FIRST_USE = (
     "spectral",
     "train",
 )
+_FUNCTIONS_ON_FIRST_USE = {"load": "graphattn.models.files", "save": "graphattn.models.files"}
 
-__all__ = [*_graphs, *_ops, *_ON_FIRST_USE, "__version__"]
+__all__ = [*_graphs, *_ops, *_ON_FIRST_USE, *_FUNCTIONS_ON_FIRST_USE, "__version__"]
 
 
-def __getattr__(name: str) -> Any:
-    if name in _ON_FIRST_USE:
+if not TYPE_CHECKING:  # a type checker would believe that every name is there
+
+    def __getattr__(name: str) -> Any:
         from importlib import import_module
 
-        return import_module(f"graphattn.{name}")
-    raise AttributeError(f"module 'graphattn' has no attribute {name!r}")
+        if name in _ON_FIRST_USE:
+            return import_module(f"graphattn.{name}")
+        if name in _FUNCTIONS_ON_FIRST_USE:
+            return getattr(import_module(_FUNCTIONS_ON_FIRST_USE[name]), name)
+        raise AttributeError(f"module 'graphattn' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -11,13 +11,14 @@ from torch import Tensor, nn
 from graphattn.graphs import TokenGraph, complete_graph, window_path_graph
 from graphattn.graphs.arguments import as_choice, as_int
 from graphattn.nn import CrossConsensus, DotProductAttention, PreNormBlock, SelfConsensus
+from graphattn.nn.config import Configured
 from graphattn.ops.inputs import check_valid
 
 MixerName = Literal["dot", "consensus"]
 Mixer = Literal["dot", "consensus", "mix"] | Sequence[MixerName | nn.Module]
 
 
-class SequenceEncoder(nn.Module):
+class SequenceEncoder(Configured, nn.Module):
     r"""Tokens in, logits per token out: embedding, pre-norm blocks, norm, linear head.
 
     An encoder with the mixers that *Stabilizing Transformer Training Through Consensus* compares
@@ -71,6 +72,8 @@ class SequenceEncoder(nn.Module):
         torch.Size([2, 50, 28])
     """
 
+    options_of_parts: ClassVar = frozenset({"heads", "rope", "step_size"})
+
     def __init__(
         self,
         vocab_size: int,
@@ -120,6 +123,13 @@ class SequenceEncoder(nn.Module):
         self.norm = nn.LayerNorm(dim)
         self.head = nn.Linear(dim, self.vocab_size)
         nn.init.normal_(self.embedding.weight, std=0.02)
+
+    @classmethod
+    def comparable(cls, config: dict[str, Any]) -> dict[str, Any]:
+        """`config` without `window` where no layer can ask for it."""
+        mixer = config.get("mixer")
+        asked = any(entry != "dot" for entry in (mixer if isinstance(mixer, list) else [mixer]))
+        return config if asked else {**config, "window": None}
 
     def reset_parameters(self) -> None:
         """Draw every parameter anew."""

@@ -6,11 +6,12 @@ from torch import Tensor, nn
 
 from graphattn.graphs.arguments import as_float
 from graphattn.graphs.token_graph import TokenGraph
+from graphattn.nn.config import Configured
 from graphattn.nn.graph_layer import Positions
 from graphattn.ops.inputs import Valid
 
 
-class PreNormBlock(nn.Module):
+class PreNormBlock(Configured, nn.Module):
     r"""A layer over a token graph and a two-layer perceptron, each normalised and residual.
 
     .. math::
@@ -85,6 +86,3 @@ class PreNormBlock(nn.Module):
         mixed = self.mixer(self.mixer_norm(x), graph, *tracks, valid=valid, positions=positions)
         x = x + self.dropout(mixed)
         return x + self.dropout(self.mlp(self.mlp_norm(x)))
-
-    def __repr__(self) -> str:
-        return f"PreNormBlock({self.mixer!r})"

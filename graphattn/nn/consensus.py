@@ -37,6 +37,7 @@ HiddenPair = tuple[Tensor | FirstLayer, Tensor | FirstLayer]  # of targets and o
 class _Consensus(GraphLayer):
     """What self- and cross-consensus share; `update_rule` says which ends of an edge move."""
 
+    attribute_of: ClassVar = {"update": "update_rule"}
     # What PyG's generated code passes on; pairs are (sources, targets).
     propagate_type: ClassVar = {
         "u": PairTensor,
@@ -147,7 +148,7 @@ class _Consensus(GraphLayer):
     ) -> Tensor:
         """W_o u' + b_o with u' one consensus step from the states u towards the states v."""
         if self.update_rule == "energy":
-            check_energy_graph(graph, stacklevel=6)  # forward's caller
+            check_energy_graph(graph, stacklevel=7)  # forward's caller
         rotations = self.rotations(x, context, graph, positions)
         compared = self.rotate(u, v, rotations)
         if self.isometric:  # step in the rotated frame, and back

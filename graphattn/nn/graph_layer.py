@@ -10,6 +10,7 @@ from torch_geometric.nn import MessagePassing
 
 from graphattn.graphs.arguments import as_int
 from graphattn.graphs.token_graph import TokenGraph
+from graphattn.nn.config import Configured
 from graphattn.nn.rotary import Rotation, as_rotary, check_positions
 from graphattn.ops.backends import check_backend, wanted_backend
 from graphattn.ops.inputs import Valid, ValidPair, check_graph, check_valid
@@ -18,7 +19,7 @@ Positions = Tensor | tuple[Tensor | None, Tensor | None] | None
 Rotations = tuple[Rotation, Rotation] | None  # of targets and of sources
 
 
-class GraphLayer(MessagePassing):
+class GraphLayer(Configured, MessagePassing):
     """A layer whose `message()` states what one edge contributes.
 
     ``backend="reference"`` runs that through PyG's `propagate`; other backends hand the same
@@ -136,6 +137,13 @@ class GraphLayer(MessagePassing):
             graph.positions if given[0] is None else given[0],
             graph.source_positions if given[1] is None else given[1],
         )
+
+    @classmethod
+    def comparable(cls, config: dict[str, Any]) -> dict[str, Any]:
+        """`config` with rope=True where it holds the RotaryEmbedding that True stands for."""
+        rope = config.get("rope")
+        usual = isinstance(rope, dict) and rope.get("base") == 10000
+        return {**config, "rope": True} if usual else config
 
     def describe(self, options: dict[str, tuple[Any, Any]]) -> str:
         """``Layer(dim, heads=H, option=...)`` of the options (value, default) that differ."""

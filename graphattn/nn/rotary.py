@@ -6,11 +6,12 @@ import torch
 from torch import Tensor, nn
 
 from graphattn.graphs.arguments import as_float, as_int
+from graphattn.nn.config import Configured
 
 Rotation = tuple[Tensor, Tensor]  # cos and sin of the angles at some positions, [*, N, 1, D / 2]
 
 
-class RotaryEmbedding(nn.Module):
+class RotaryEmbedding(Configured, nn.Module):
     r"""Rotates every head's features by angles that grow with the token's position.
 
     .. math::

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -96,7 +96,7 @@ def _attention(sample: Sample, training: Training | None, path: Path, seed: int)
     else:
         torch.manual_seed(seed)
         model, origin = ga.models.SequenceEncoder(sample.vocab_size + 1, 64, 4, 4), "random weights"
-    block = model.blocks[0]
+    block: Any = model.blocks[0]
     graph = ga.window_path_graph(len(tokens), WINDOW, self_loops=True)
     x = block.mixer_norm(model.embedding(tokens))
     query, key, _ = block.mixer.project(x, x, graph, None)

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -165,7 +166,7 @@ def masked_loss(model: nn.Module, batch: MaskedBatch) -> Tensor:
 
 def _train(
     name: str,
-    mixer: str,
+    mixer: Any,  # a name that SequenceEncoder knows
     training: Pieces,
     evaluation: MaskedBatch,
     vocab_size: int,

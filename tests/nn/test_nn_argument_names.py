@@ -1,0 +1,156 @@
+"""Names that people bring from torch, timm, Hugging Face and PyG are answered with ours."""
+
+import pytest
+import torch
+from nn_by_hand import DIM, HEADS
+
+import graphattn as ga
+
+nn = ga.nn
+LAYERS = ("DotProductAttention", "KrauseAttention", "GaussianKernelAttention",
+          "SelfConsensus", "CrossConsensus")  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("num_heads", "'num_heads': here it is called 'heads'"),
+        ("n_head", "'n_head': here it is called 'heads'"),
+        ("num_attention_heads", "here it is called 'heads'"),
+        ("embed_dim", "here it is called 'dim'"),
+        ("d_model", "here it is called 'dim'"),
+        ("hidden_size", "here it is called 'dim'"),
+        ("in_channels", "here it is called 'dim' (output and input have one width)"),
+        ("batch_first", "always batch first"),
+        ("dropout", "not dropped out yet"),
+        ("attn_drop", "not dropped out yet"),
+        ("qkv_bias", "here it is called 'bias'"),
+        ("rotary", "here it is called 'rope'"),
+        ("is_causal", "ga.causal_graph(N)"),
+        ("window_size", "ga.causal_window_graph(N, window)"),
+        ("max_seq_len", "no length is fixed"),
+        ("key_padding_mask", "valid=~key_padding_mask"),
+        ("attn_mask", "ga.from_mask(mask)"),
+        ("device", "layer.to(device)"),
+        ("head_dim", "dim / heads"),
+        ("edge_dim", "no values of edges yet"),
+        ("valid", "it is an argument of the call"),
+        ("position_ids", "it is called 'positions', an argument of the call"),
+        ("backnd", "did you mean 'backend'?"),
+        ("zzz", "nothing here is called so"),
+    ],
+)
+def test_a_constructor_answers_foreign_names(kind, name, says):
+    with pytest.raises(TypeError) as caught:
+        getattr(nn, kind)(DIM, HEADS, **{name: None})
+    assert says in str(caught.value)
+    assert f"{kind}(...) has no argument {name!r}" in str(caught.value)
+    assert "It takes dim, heads, " in str(caught.value)
+
+
+def test_all_unknown_names_are_answered_at_once():
+    with pytest.raises(TypeError) as caught:
+        nn.KrauseAttention(embed_dim=DIM, num_heads=HEADS, num_key_value_heads=2)
+    for says in ("'embed_dim': here it is called 'dim'", "'num_heads'", "called 'kv_heads'"):
+        assert says in str(caught.value)
+
+
+X = torch.randn(2, 9, DIM)
+GRAPH = ga.window_path_graph(9, 2)
+CALLS = {
+    "DotProductAttention": lambda **k: nn.DotProductAttention(DIM, HEADS)(X, GRAPH, **k),
+    "KrauseAttention": lambda **k: nn.KrauseAttention(DIM, HEADS)(X, GRAPH, **k),
+    "GaussianKernelAttention": lambda **k: nn.GaussianKernelAttention(DIM, HEADS)(X, GRAPH, **k),
+    "SelfConsensus": lambda **k: nn.SelfConsensus(DIM, HEADS, edge_hidden=8)(X, GRAPH, **k),
+    "CrossConsensus": lambda **k: nn.CrossConsensus(DIM, HEADS, edge_hidden=8)(X, GRAPH, X, **k),
+    "PreNormBlock": lambda **k: nn.PreNormBlock(nn.KrauseAttention(DIM, HEADS))(X, GRAPH, **k),
+    "SequenceEncoder": lambda **k: ga.models.SequenceEncoder(9, DIM, 1, HEADS)(
+        torch.zeros(2, 9, dtype=torch.long), **k
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", CALLS)
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("key_padding_mask", "valid=~key_padding_mask (valid is True where a token is real"),
+        ("src_key_padding_mask", "valid=~src_key_padding_mask"),
+        ("attn_mask", "True where a token may look"),
+        ("attention_mask", "valid=attention_mask.bool()"),
+        ("is_causal", "ga.causal_graph(N)"),
+        ("position_ids", "here it is called 'positions'"),
+        ("edge_index", "here it is called 'graph'"),
+        ("past_key_values", "layer.init_cache(batch, window)"),
+        ("edge_attr", "no values of edges yet"),
+        ("posisions", "did you mean 'positions'?"),
+    ],
+)
+def test_a_call_answers_foreign_names(kind, name, says):
+    with pytest.raises(TypeError) as caught:
+        CALLS[kind](**{name: None})
+    assert says in str(caught.value)
+    assert f"the call of {kind} has no argument {name!r}" in str(caught.value)
+
+
+def test_a_call_names_what_belongs_to_the_constructor():
+    with pytest.raises(TypeError, match="'top_k': it is an argument of the constructor"):
+        CALLS["KrauseAttention"](top_k=3)
+    with pytest.raises(TypeError, match="called 'return_attention_weights'"):
+        CALLS["KrauseAttention"](need_weights=True)
+    with pytest.raises(TypeError, match="called 'tokens'"):
+        CALLS["SequenceEncoder"](input_ids=X)
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("num_layers", "here it is called 'depth'"),
+        ("num_hidden_layers", "here it is called 'depth'"),
+        ("nhead", "here it is called 'heads'"),
+        ("hidden_dropout_prob", "here it is called 'dropout'"),
+        ("attention_dropout", "not dropped out yet"),
+        ("dim_feedforward", "mlp_ratio"),
+        ("activation", "GELU"),
+        ("norm_first", "always normalises first"),
+    ],
+)
+def test_a_model_answers_foreign_names(name, says):
+    with pytest.raises(TypeError) as caught:
+        ga.models.SequenceEncoder(9, DIM, 1, HEADS, **{name: 1})
+    assert says in str(caught.value)
+
+
+def test_a_block_and_a_rotation_answer_too():
+    layer = nn.KrauseAttention(DIM, HEADS)
+    with pytest.raises(TypeError, match="called 'mixer'"):
+        nn.PreNormBlock(attention=layer)
+    with pytest.raises(TypeError, match="called 'base'"):
+        nn.RotaryEmbedding(4, theta=500.0)
+    with pytest.raises(TypeError, match="called 'dim'"):
+        nn.RotaryEmbedding(head_dim=4)
+
+
+def test_arguments_that_are_missing_are_told_as_python_tells_them():
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'heads'"):
+        nn.KrauseAttention(DIM)
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'graph'"):
+        nn.KrauseAttention(DIM, HEADS)(X)
+
+
+def test_a_subclass_of_one_s_own_keeps_its_arguments():
+    class Scaled(nn.KrauseAttention):
+        def __init__(self, *args, num_layers=1, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.num_layers = num_layers
+
+        def forward(self, x, graph, scale=1.0, **kwargs):
+            return scale * super().forward(x, graph, **kwargs)
+
+    layer = Scaled(DIM, heads=HEADS, num_layers=2)
+    assert torch.equal(layer(X, GRAPH, scale=2.0), 2 * layer(X, GRAPH))
+    with pytest.raises(TypeError, match="called 'heads'"):
+        Scaled(DIM, num_heads=HEADS)
+    with pytest.raises(TypeError, match="valid=~key_padding_mask"):
+        layer(X, GRAPH, key_padding_mask=None)
