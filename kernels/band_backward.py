@@ -11,6 +11,8 @@ subtracted is that of the rounded ds which the product saw, so that rounding mee
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -351,7 +353,7 @@ def backward(
     d_query = torch.empty_like(x.query, memory_format=torch.contiguous_format)
     d_key = torch.empty_like(x.key, memory_format=torch.contiguous_format)
     d_value = torch.empty_like(x.value, memory_format=torch.contiguous_format)
-    upstream = {
+    upstream: dict[str, Any] = {
         "p_saved": saved,
         "p_delta": delta,
         "p_d_out": d_out,

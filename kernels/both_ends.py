@@ -135,11 +135,12 @@ class Sum:
 
     def add(self, piece: Piece, messages: Tensor) -> None:
         """Messages [H, B, places, width] of a piece."""
-        if piece.tables is None:
+        tables = piece.tables
+        if tables is None:
             self._add_runs(piece, messages)
             return
         for sign, rows in zip(
-            self.at, (lambda: piece.tables.by_target, lambda: piece.tables.by_source), strict=True
+            self.at, (lambda: tables.by_target, lambda: tables.by_source), strict=True
         ):
             if sign:
                 self._add_rows(rows(), messages, sign)

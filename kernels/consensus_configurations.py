@@ -64,7 +64,9 @@ def configurations_of(case: Case) -> list[Configuration]:
         return torch.empty(shape, dtype=dtype, device="meta")
 
     # Hidden vectors as a batched product over heads leaves them.
-    hidden = [empty(H, B * N, xi).unflatten(1, (B, N)).permute(1, 2, 0, 3) for _ in range(2)]
+    of_target, of_source = (
+        empty(H, B * N, xi).unflatten(1, (B, N)).permute(1, 2, 0, 3) for _ in range(2)
+    )
     u = empty(B, N, H, D)
     sizes = (H, xi), (H,), (H, xi), (H,), (H, r, D, xi), (H, r, D)
     network = tuple(empty(*size, dtype=torch.float32) for size in sizes)
@@ -77,7 +79,18 @@ def configurations_of(case: Case) -> list[Configuration]:
         moves = (*range(-w, 0), *range(1, w + 1))
         edges = ConsensusEdges(N, N, "meta", moves)
     x = ConsensusInputs(
-        *hidden, u, u, network, edges, True, case.degrees, valid, valid, True, UNBOUNDED
+        of_target,
+        of_source,
+        u,
+        u,
+        network,
+        edges,
+        True,
+        case.degrees,
+        valid,
+        valid,
+        True,
+        UNBOUNDED,
     )
     d_degree = empty(B, N, H, dtype=torch.float32) if case.degrees else None
     with recording() as launches:

@@ -11,6 +11,8 @@ are averages of their own, which a second kernel merges by their log-sums, alway
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -164,7 +166,7 @@ def forward(
     lse = x.query.new_empty((B, H, N), dtype=torch.float32)
     saved = torch.empty_like(lse)
     rows = x.tables.by_target
-    tensors = {
+    tensors: dict[str, Any] = {
         "p_part_out": lse.new_empty(B, rows.num_parts, H, DV),
         "p_part_lse": lse.new_empty(B, rows.num_parts, H),
         "p_start_out": out if start is None else start[0],

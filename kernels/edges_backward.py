@@ -9,6 +9,8 @@ backward of FlashAttention-2 (Dao 2023), edge by edge.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -218,7 +220,7 @@ def backward(
     B, _, H, D = x.query.shape
     Hk, DV = x.value.shape[-2:]
     d_out = side_by_side(d_out)
-    upstream = {
+    upstream: dict[str, Any] = {
         "p_saved": saved,
         "p_delta": row_dots(out, d_out, 1.0, d_lse),
         "p_d_out": d_out,

@@ -69,6 +69,9 @@ FUSED = "tests/kernels/test_kernels_consensus.py"
 PIECES = "tests/kernels/test_kernels_consensus_pieces.py"
 FUSED_NAN = "tests/kernels/test_kernels_consensus_nan.py"
 STEP = "tests/kernels/test_kernels_window_step.py"
+CONFIG = "tests/nn/test_nn_config.py"
+NAMES = "tests/nn/test_nn_argument_names.py"
+FILES = "tests/models/test_models_files.py"
 
 MUTATIONS = [
     Mutation(
@@ -619,6 +622,62 @@ MUTATIONS = [
         "tl.cumsum(m_equal.to(tl.int32), axis=0) <= i_left",
         "tl.cumsum(m_equal.to(tl.int32), axis=0) > tl.sum(m_equal.to(tl.int32), axis=0) - i_left",
         (f"{STEP}::test_of_equally_near_tokens_the_older_is_kept",),
+    ),
+    Mutation(
+        "the options of a file are not compared with those of the layer",
+        "graphattn/nn/config.py",
+        "there, here = theirs.get(name), ours.get(name)",
+        "there, here = ours.get(name), ours.get(name)",
+        (f"{CONFIG}::test_weights_of_other_mathematics_are_refused",),
+    ),
+    Mutation(
+        "state dicts do not carry the config",
+        "graphattn/nn/config.py",
+        "metadata.setdefault(prefix[:-1], {}).update(record(self))",
+        "metadata.setdefault(prefix[:-1], {})",
+        (f"{CONFIG}::test_layers_inside_any_module_of_torch_are_compared",),
+    ),
+    Mutation(
+        "a config forgets what was set later",
+        "graphattn/nn/config.py",
+        "elif now != module._at_first[name]:",
+        "elif False:",
+        (f"{CONFIG}::test_what_is_changed_later_is_in_the_config",),
+    ),
+    Mutation(
+        "a subclass is not compared with the layer it is made of",
+        "graphattn/nn/config.py",
+        'found["base"] = {"class": base, "config": _present(module, arguments)}',
+        'found["base"] = {"class": base, "config": {}}',
+        (f"{CONFIG}::test_a_subclass_is_compared_with_itself_and_with_the_layer_it_is_made_of",),
+    ),
+    Mutation(
+        "weights under two names come back as two",
+        "graphattn/nn/pretrained.py",
+        "        _tie(module, name, kept)",
+        "        pass",
+        (f"{FILES}::test_weights_under_two_names_stay_one",),
+    ),
+    Mutation(
+        "saved numbers do not carry the options of their layers",
+        "graphattn/nn/pretrained.py",
+        "LAYERS: json.dumps(_layers(state))",
+        "LAYERS: json.dumps({})",
+        (f"{FILES}::test_a_config_that_does_not_fit_the_numbers_is_refused",),
+    ),
+    Mutation(
+        "a model rebuilt by hand is saved as its constructor made it",
+        "graphattn/nn/pretrained.py",
+        "    _check_is_as_configured(module, config, state)\n    folder",
+        "    folder",
+        (f"{FILES}::test_a_model_rebuilt_by_hand_is_refused_not_saved_wrongly",),
+    ),
+    Mutation(
+        "a mask of padding is to be passed as it is",
+        "graphattn/nn/argument_names.py",
+        "valid=~{name} (",
+        "valid={name} (",
+        (f"{NAMES}::test_a_call_answers_foreign_names",),
     ),
 ]
 

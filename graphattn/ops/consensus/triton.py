@@ -86,16 +86,19 @@ class Groups:
 
         hidden = [form(layer, batch, heads) for layer in self.layers]
         u, v = (x[batch, :, heads] for x in (self.u, self.v))
-        masks = (None if mask is None else mask[batch] for mask in self.valid)
+        of_target, of_source = (x.expand(*x.shape[:2], u.shape[2], -1) for x in hidden)
+        valid_target, valid_source = (None if m is None else m[batch] for m in self.valid)
         return ConsensusInputs(
-            *(x.expand(*x.shape[:2], u.shape[2], -1) for x in hidden),
+            of_target,
+            of_source,
             u,
             u if self.shared else v,
             tuple(x[heads] for x in self.network),
             self.edges,
             self.energy,
             self.degrees,
-            *masks,
+            valid_target,
+            valid_source,
             self.shared,
         )
 
