@@ -128,8 +128,12 @@ ARROWS = {
              "diagnostics", "data"},
     "kernels": set(),
 }  # fmt: skip
-# `spectral.certify` takes layers too; this one loads when it gets one.
-LOADED_LATER = {"graphattn.spectral.layer_certificates": {"nn", "ops"}}
+# `spectral.certify` takes layers and models too; these load when it gets one.
+LOADED_LATER = {
+    "graphattn.spectral.module_certificates": {"nn", "ops"},
+    "graphattn.spectral.layer_certificates": {"nn", "ops"},
+    "graphattn.spectral.frozen_steps": {"nn", "ops"},
+}
 IMPLEMENTATIONS = {"reference", "structured", "triton", "streaming"}
 
 

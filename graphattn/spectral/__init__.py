@@ -14,7 +14,7 @@ directed graph exactly (see :func:`laplacian`)::
 """
 
 from graphattn.spectral.bounds import cycle_fiedler_value, path_fiedler_bounds
-from graphattn.spectral.certificates import Certificate, Fact, certify
+from graphattn.spectral.certificates import certify
 from graphattn.spectral.cheeger import CheegerBounds, cheeger_bounds, conductance
 from graphattn.spectral.classes import closed_classes, eigenvalue_one_multiplicity
 from graphattn.spectral.design import suggest_top_k, window_for_fiedler, window_for_mixing
@@ -26,6 +26,7 @@ from graphattn.spectral.eigenvalues import (
     max_step_size,
 )
 from graphattn.spectral.energy import energy
+from graphattn.spectral.facts import Certificate, Fact
 from graphattn.spectral.filters import (
     energy_gradient,
     filter_response,

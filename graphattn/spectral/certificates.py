@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -19,92 +16,22 @@ from graphattn.spectral.bounds import path_fiedler_bounds
 from graphattn.spectral.classes import closed_classes
 from graphattn.spectral.eigenvalues import fiedler_pair, max_eigenvalue
 from graphattn.spectral.energy import energy
-from graphattn.spectral.filters import energy_gradient, steps_until_consensus
+from graphattn.spectral.facts import SLACK, Certificate, Fact
+from graphattn.spectral.filters import energy_gradient, steps_of_rates
 
 if TYPE_CHECKING:
     from torch import nn
 
-Status = Literal["holds", "violated", "not applicable", "measured"]
-
-SLACK = 1e-7  # relative, for what is an equality in exact arithmetic
 STEPS = 200  # of the filter, at most, to measure its rate
-
-
-@dataclass(frozen=True)
-class Fact:
-    """One statement about a graph or a layer.
-
-    Example:
-        >>> import graphattn as ga
-        >>> fact = ga.spectral.certify(ga.complete_graph(5))["step"]
-        >>> fact.status, round(fact.numbers["lambda_max"], 9)
-        ('holds', 5.0)
-    """
-
-    name: str
-    status: Status
-    statement: str
-    numbers: Mapping[str, float] = field(default_factory=dict)
-    source: str = ""  # paper and equation
-
-
-@dataclass(frozen=True)
-class Certificate:
-    """Facts about one subject; prints as a list, one fact after another.
-
-    A fact "holds" or is "violated" where a theorem speaks of the subject and can be checked; it is
-    "not applicable" where the theorem's conditions fail, and says which; "measured" where no
-    theorem speaks, or none is needed.
-
-    Example:
-        >>> import graphattn as ga
-        >>> certificate = ga.spectral.certify(ga.causal_graph(6))
-        >>> certificate.sound, [fact.name for fact in certificate.facts][:3]
-        (True, ['connected', 'Fiedler value', 'step'])
-        >>> certificate["energy updates"].status
-        'not applicable'
-    """
-
-    subject: str
-    facts: tuple[Fact, ...]
-
-    @property
-    def sound(self) -> bool:
-        """Whether nothing is violated."""
-        return all(fact.status != "violated" for fact in self.facts)
-
-    def __getitem__(self, name: str) -> Fact:
-        for fact in self.facts:
-            if fact.name == name:
-                return fact
-        raise KeyError(f"no fact {name!r}; there are {[fact.name for fact in self.facts]}")
-
-    def __str__(self) -> str:
-        lines = [self.subject]
-        for fact in self.facts:
-            lines.append(f"  [{fact.status}] {fact.name}: {fact.statement}")
-            numbers = ", ".join(f"{name} {value:.6g}" for name, value in fact.numbers.items())
-            lines += [f"      {text}" for text in (numbers, fact.source) if text]
-        return "\n".join(lines)
-
-    def to_json(self) -> str:
-        """The same as JSON; numbers that JSON does not have (infinity, NaN) become strings."""
-
-        def plain(value: float) -> float | str:
-            return value if math.isfinite(value) else str(value)
-
-        facts = [
-            {**asdict(fact), "numbers": {name: plain(v) for name, v in fact.numbers.items()}}
-            for fact in self.facts
-        ]
-        return json.dumps({"subject": self.subject, "sound": self.sound, "facts": facts}, indent=2)
 
 
 def certify(
     graph_or_layer: TokenGraph | nn.Module,
     x: Tensor | None = None,
     *,
-    graph: TokenGraph | None = None,
+    graph: TokenGraph | Tensor | Sequence[TokenGraph] | None = None,
+    valid: Tensor | None = None,
+    positions: Tensor | None = None,
 ) -> Certificate:
     r"""Every theorem that speaks of a graph or a layer, checked on it, and which do not and why.
 
@@ -117,36 +44,60 @@ def certify(
     apply; the certificate says so and gives the measured norm. For attention layers: are rows
     averages, and how many closed classes of tokens are there?
 
-    Everything is computed in float64 on the CPU; a layer is copied, and left as it is.
+    Of a block, an encoder or any module with ``forward(x, graph)``: every layer in it on the tokens
+    that reach it when the module runs on `x`. The certificate's own facts are the worst over layers
+    and ``parts`` holds one certificate per layer. Of a batch (x [*, N, dim], or a packed graph) in
+    the same way: one certificate per sequence, without its padding, and the worst. A module that
+    holds none of these layers is measured: how much its derivative at `x` amplifies.
+
+    Everything is computed in float64 on the CPU; a layer is copied, put in evaluation mode, and
+    left as it is. Of a consensus layer, no matrix N D x N D is formed: eigenvalues come from
+    products with the edges' matrices, and where the graph is narrow (a window), elimination counts
+    the eigenvalues beyond them, which bounds the error: the number "error bound". Where that would
+    take too long (wide graphs of wide heads), the certificate gives the residual in its place: some
+    eigenvalue lies that near, and that it is the extreme one is as good as certain, not proven.
 
     Source: Stabilizing Transformer Training Through Consensus, Sections 2-4 and Appendices A, B,
     with the errata of the documentation; Krause attention's multi-cluster theorem.
 
     Args:
-        graph_or_layer: a TokenGraph with N tokens, or one of the layers of ``graphattn.nn``.
-        x: for a graph, a signal [N] or [N, C]; for a layer, tokens [N, dim].
-        graph: for a layer, the graph over which it runs.
+        graph_or_layer: a TokenGraph with N tokens, a layer of ``graphattn.nn``, or a module with
+            ``forward(x, graph)``.
+        x: for a graph, a signal [N] or [N, C]; for a layer, tokens [*, N, dim]; for another module,
+            what it takes first, such as the token numbers of a
+            :class:`~graphattn.models.SequenceEncoder`.
+        graph: for a layer or module, the graph over which it runs; may be left out where the
+            module's ``forward`` has a default.
+        valid: for a layer or module, bool [N] or [*, N], True where a token is real.
+        positions: for a layer or module, as its ``forward`` takes them.
 
     Returns:
-        A :class:`Certificate`; print it, or take its ``to_json()``.
+        A :class:`Certificate`; a table at the prompt and in a notebook, a list where printed, and
+        ``to_json()``.
 
     Raises:
-        ValueError: if a layer comes without `x` or `graph`, shapes disagree, or `x` is not finite.
+        ValueError: if a layer comes without `x` or `graph`, a module has no ``forward(x, graph)``,
+            shapes disagree, or `x` is not finite.
 
     Example:
-        >>> import graphattn as ga
+        >>> import torch, graphattn as ga
         >>> certificate = ga.spectral.certify(ga.window_path_graph(100, window=2))
         >>> certificate.sound
         True
         >>> print(certificate["Fiedler value"].status)
         holds
+        >>> model = ga.models.SequenceEncoder(9, 8, depth=2, heads=2, mixer="mix", edge_hidden=4)
+        >>> certificate = ga.spectral.certify(model, torch.randint(9, (3, 20)))
+        >>> list(certificate.parts), certificate.sound
+        (['blocks.0.mixer', 'blocks.1.mixer'], True)
     """
     if isinstance(graph_or_layer, torch.nn.Module):
-        from graphattn.spectral.layer_certificates import certify_layer  # it needs PyG
+        from graphattn.spectral.module_certificates import certify_module  # it needs PyG
 
-        return certify_layer(graph_or_layer, x, graph)
-    if graph is not None:
-        raise ValueError("graph is for layers; pass the graph itself as the first argument")
+        return certify_module(graph_or_layer, x, graph, valid, positions)
+    for name, given in (("graph", graph), ("valid", valid), ("positions", positions)):
+        if given is not None:
+            raise ValueError(f"{name} is for layers; pass the graph itself as the first argument")
     return _certify_graph(as_square_graph(graph_or_layer), x)
 
 
@@ -157,7 +108,7 @@ def _certify_graph(graph: TokenGraph, x: Tensor | None) -> Certificate:
         _connectedness(graph, mode.value),
         _fiedler_fact(graph, mode.value, mode.residual),
         _step_fact(largest),
-        _rate_fact(graph, mode.value, largest),
+        _rate_fact(mode.value, largest),
         _classes_fact(graph),
         _direction_fact(graph),
     ]
@@ -218,10 +169,10 @@ def _step_fact(largest: float) -> Fact:
     )
 
 
-def _rate_fact(graph: TokenGraph, fiedler: float, largest: float) -> Fact:
+def _rate_fact(fiedler: float, largest: float) -> Fact:
     if fiedler == 0:
         return Fact("rate", "not applicable", "a graph in parts has no rate of consensus")
-    steps = steps_until_consensus(graph, 1 / (2 * largest), tolerance=1e-3)
+    steps = steps_of_rates((fiedler, largest), 1 / (2 * largest), 1e-3)
     return Fact(
         "rate",
         "holds",

@@ -131,6 +131,11 @@ def steps_until_consensus(
         return 0
     if not ends:
         return math.inf
+    return steps_of_rates(ends, eta, tolerance)
+
+
+def steps_of_rates(ends: tuple[float, ...], eta: float, tolerance: float) -> int | float:
+    """:func:`steps_until_consensus` from the smallest and largest positive eigenvalue."""
     log_rate = max(_log_share(2 * eta * end) for end in ends)
     if log_rate >= 0:
         return math.inf

@@ -1,14 +1,9 @@
-"""What theory says of a layer on given tokens, beside what is measured."""
+"""What theory says of a layer on the tokens of one sequence, beside what is measured."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from copy import deepcopy
-
 import numpy as np
 import torch
-from numpy.typing import NDArray
-from scipy.sparse.linalg import ArpackNoConvergence, LinearOperator, eigs, eigsh
 from torch import Tensor, nn
 
 from graphattn.graphs import TokenGraph
@@ -19,60 +14,57 @@ from graphattn.nn import (
     KrauseAttention,
     SelfConsensus,
 )
-from graphattn.ops import consensus_edge_matrices
-from graphattn.spectral.arguments import check_finite
-from graphattn.spectral.certificates import SLACK, Certificate, Fact
+from graphattn.ops.consensus.api import check_energy_graph
 from graphattn.spectral.classes import eigenvalue_one_multiplicity
 from graphattn.spectral.eigenvalues import fiedler_value
+from graphattn.spectral.facts import SLACK, Certificate, Fact
+from graphattn.spectral.frozen_steps import FrozenStep
+from graphattn.spectral.linear_maps import largest_singular_value, operator_of, spectral_radius
+from graphattn.spectral.spectrum_ends import End, largest_eigenvalue, smallest_eigenvalue
 
 PAPER = "Stabilizing Transformer Training Through Consensus"
-DENSE = 600  # numbers of a state up to which a map is written out
-AT_A_TIME = 64  # states that take a step together
-Map = Callable[[Tensor], Tensor]
+THEOREMS = "low-pass filter", "energy falls", "constants stay"
+CERTIFIED = SelfConsensus, DotProductAttention, KrauseAttention, GaussianKernelAttention
+TWO_TRACKS = (
+    "CrossConsensus: its output lives on the targets and its input on the sources, so it has no "
+    "eigenvalues"
+)
 
 
-def certify_layer(layer: nn.Module, x: Tensor | None, graph: TokenGraph | None) -> Certificate:
-    """See :func:`graphattn.spectral.certify`."""
-    if isinstance(layer, CrossConsensus):
-        raise ValueError(
-            "graph_or_layer must mix one set of tokens, got CrossConsensus: its output lives on "
-            "the targets and its input on the sources, so it has no eigenvalues"
-        )
-    known = SelfConsensus, DotProductAttention, KrauseAttention, GaussianKernelAttention
-    if not isinstance(layer, known):
-        names = ", ".join(kind.__name__ for kind in known)
-        raise ValueError(
-            f"graph_or_layer must be a TokenGraph or one of {names}, got {type(layer).__name__}"
-        )
-    if not isinstance(x, Tensor) or not isinstance(graph, TokenGraph):
-        missing = "x" if not isinstance(x, Tensor) else "graph"
-        raise ValueError(
-            f"{missing} is needed to certify a layer: tokens x [N, {layer.dim}] and the graph "
-            "over which it runs"
-        )
-    if x.shape != (graph.num_targets, layer.dim):
-        raise ValueError(
-            f"x must have shape [{graph.num_targets}, {layer.dim}] (tokens of the graph, width of "
-            f"the layer), got {list(x.shape)}"
-        )
-    check_finite(x)
-    layer, graph = deepcopy(layer).cpu().double().eval(), graph.to("cpu")
-    x = x.detach().to("cpu", torch.float64)
-    with torch.no_grad():
-        facts = (
-            _consensus_facts(layer, x, graph)
-            if isinstance(layer, SelfConsensus)
-            else _attention_facts(layer, x, graph)
-        )
+def certify_sequence(
+    layer: nn.Module, x: Tensor, graph: TokenGraph, positions: Tensor | None
+) -> Certificate:
+    """The certificate of a layer in float64 on the CPU, on tokens x [N, dim]."""
+    if isinstance(layer, CrossConsensus) or graph.num_targets != graph.num_sources:
+        name = type(layer).__name__
+        reason = TWO_TRACKS if isinstance(layer, CrossConsensus) else f"{name} across two tracks"
+        facts = [Fact("eigenvalues", "not applicable", reason)]
+    else:
+        with torch.no_grad():
+            facts = (
+                _consensus_facts(layer, x, graph, positions)
+                if isinstance(layer, SelfConsensus)
+                else _attention_facts(layer, x, graph, positions)
+            )
     return Certificate(f"{layer!r} over {graph!r}", tuple(facts))
 
 
 # Consensus.
 
 
-def _consensus_facts(layer: SelfConsensus, x: Tensor, graph: TokenGraph) -> list[Fact]:
-    step = _frozen_step(layer, x, graph)
-    if layer.update_rule == "target":
+def _consensus_facts(
+    layer: SelfConsensus, x: Tensor, graph: TokenGraph, positions: Tensor | None
+) -> list[Fact]:
+    if layer.update_rule == "energy":
+        check_energy_graph(graph, stacklevel=2)
+    step = FrozenStep(layer, x, graph, positions)
+    ours = step.is_of_layer()
+    if not ours:
+        reason = (
+            f"{type(layer).__name__} does not take the step of Algorithm 1 (message() or another "
+            "part of it is its own), and no theorem is known of it"
+        )
+    elif layer.update_rule == "target":
         reason = (
             "update='target' moves only one end of an edge: it is no gradient step, and its map "
             "can have eigenvalues of negative real part at any step size"
@@ -83,63 +75,47 @@ def _consensus_facts(layer: SelfConsensus, x: Tensor, graph: TokenGraph) -> list
             "step any more. rope='isometric' restores the theorem"
         )
     else:
-        return _energy_facts(layer, x, graph, step)
-    names = ("low-pass filter", "energy falls", "constants stay")
+        return _energy_facts(layer, step)
+    T = step.operator() if ours else operator_of(step.of_layer, step.shape)
+    radius = _radius_of_triangle(step) if ours else None
+    numbers = {
+        "norm": largest_singular_value(T),
+        "spectral radius": spectral_radius(T) if radius is None else radius,
+    }
     return [
-        *(Fact(name, "not applicable", reason) for name in names),
-        Fact(
-            "map",
-            "measured",
-            "of one step with R held fixed, the largest over heads",
-            {"norm": _norm(step, layer, graph), "spectral radius": _radius(step, layer, graph)},
-        ),
+        *(Fact(name, "not applicable", reason) for name in THEOREMS),
+        Fact("map", "measured", "of one step with R held fixed, the largest over heads", numbers),
     ]
 
 
-def _frozen_step(layer: SelfConsensus, x: Tensor, graph: TokenGraph) -> Map:
-    """u -> u' for states u [*, N, H, D], with R and the step as the tokens `x` make them."""
-    x, _, graph, valid = layer.prepare(x, x, layer.dim, graph, None)
-    rotations = layer.rotations(x, x, graph, None)
-    hidden = layer.edge_net.target_hidden(x), layer.edge_net.source_hidden(x)
+def _radius_of_triangle(step: FrozenStep) -> float | None:
+    """The spectral radius where no token sees a later one; None where some do.
 
-    def step(u: Tensor) -> Tensor:
-        compared = layer.rotate(u, u, rotations)
-        start = compared[0] if layer.isometric else u
-        moved = layer.move(start, compared, _like(hidden, u), graph, valid)
-        return layer.turn_back(moved, rotations)
-
-    return step
-
-
-def _like(hidden: tuple[Tensor, Tensor], u: Tensor) -> tuple[Tensor, Tensor]:
-    """One sequence's hidden vectors beside a batch of states."""
-    if u.dim() == 3:
-        return hidden
-    target, source = (h.expand(*u.shape[:-3], *h.shape) for h in hidden)
-    return target, source
+    The map is block triangular then, and its eigenvalues are those of the diagonal blocks: exact,
+    where Arnoldi's iteration is at the mercy of a matrix far from normal.
+    """
+    if step.layer.update_rule != "target":
+        return None
+    ahead = step.source > step.target
+    if ahead.any() and not ahead.all():
+        return None
+    blocks = step.diagonal_blocks()
+    solve = np.linalg.eigvalsh if step.rotations is None else np.linalg.eigvals
+    return float(np.abs(solve(blocks)).max(initial=0.0))
 
 
-def _energy_facts(layer: SelfConsensus, x: Tensor, graph: TokenGraph, step: Map) -> list[Fact]:
-    u = layer.split(layer.source_proj(x), layer.heads)
-    hidden = layer.edge_net.target_hidden(x), layer.edge_net.source_hidden(x)
-    second = layer.edge_net.second_layer()
-    R = consensus_edge_matrices(*hidden, second, graph)  # [E, H, D, D]
-    rotations = layer.rotations(x, x, graph, None)
-    source, target = graph.edge_index
-
-    def energy(u: Tensor) -> float:
-        u = layer.rotate(u, u, rotations)[0]
-        d = u[target] - u[source]
-        return float(torch.einsum("ehi,ehij,ehj->", d, R, d) / 2)
-
-    lowest = _lowest(step, layer, graph)  # 1 - 2 eta lambda_max of the worst head
-    eigenvalues = torch.linalg.eigvalsh(R)
-    before, after = energy(u), energy(step(u))
-    constant = layer.turn_back(torch.ones_like(u) * u[:1], rotations)
-    name, what = "constants stay", "tokens that agree do not move"
+def _energy_facts(layer: SelfConsensus, step: FrozenStep) -> list[Fact]:
+    heads = step.heads()
+    top = largest_eigenvalue(heads)
+    lowest = 1 - top.value  # 1 - 2 eta lambda_max of the worst head
+    u = step.states
+    moved = step.of_layer(u)
+    before, after = step.energy(u), step.energy(moved)
+    constant = layer.turn_back(torch.ones_like(u) * u[:1], step.rotations)
+    what = "tokens that agree do not move"
     if layer.isometric:
         what = "tokens that agree after rotation do not move"
-    drift = float((step(constant) - constant).abs().max() / constant.abs().max().clamp(min=1e-300))
+    drift = _largest(step.of_layer(constant) - constant) / max(_largest(constant), 1e-300)
     facts = [
         Fact(
             "low-pass filter",
@@ -147,7 +123,7 @@ def _energy_facts(layer: SelfConsensus, x: Tensor, graph: TokenGraph, step: Map)
             "no mode changes sign: 1 - 2 eta lambda_max >= 0"
             if lowest >= -SLACK
             else "some mode changes sign in every step: the step is larger than 1 / (2 lambda_max)",
-            {"1 - 2 eta lambda_max": lowest},
+            {"1 - 2 eta lambda_max": lowest, **_accuracy(top)},
             f"{PAPER}, Section 2.2 and Appendix A",
         ),
         Fact(
@@ -158,7 +134,7 @@ def _energy_facts(layer: SelfConsensus, x: Tensor, graph: TokenGraph, step: Map)
             f"{PAPER}, Eq. 5-7, with R",
         ),
         Fact(
-            name,
+            "constants stay",
             "holds" if drift <= SLACK else "violated",
             what,
             {"largest relative change": drift},
@@ -167,8 +143,7 @@ def _energy_facts(layer: SelfConsensus, x: Tensor, graph: TokenGraph, step: Map)
     ]
     if layer.isometric:
         return facts
-    slowest = _slowest(step, layer, graph)
-    mean = float((step(u).mean(0) - u.mean(0)).abs().max())
+    mean = _largest(moved.mean(0) - u.mean(0))
     facts.append(
         Fact(
             "mean stays",
@@ -178,38 +153,51 @@ def _energy_facts(layer: SelfConsensus, x: Tensor, graph: TokenGraph, step: Map)
             f"{PAPER}, Algorithm 1",
         )
     )
-    eta = layer.step_tensor()
-    if isinstance(eta, float) and lowest >= -SLACK:
-        # Smallest eigenvalue over all edges and heads times the unweighted Fiedler value.
-        weakest = float(eigenvalues.min()) if eigenvalues.numel() else 0.0
-        bound = 1 - 2 * eta * weakest * fiedler_value(graph)
-        facts.append(
-            Fact(
-                "rate",
-                "holds" if slowest <= bound + SLACK else "violated",
-                "the slowest mode shrinks at least as fast as the sandwich of Appendix A says",
-                {"slowest mode": slowest, "bound": bound},
-                f"{PAPER}, Appendix A",
-            )
-        )
-    else:
-        facts.append(
-            Fact(
-                "rate",
-                "measured",
-                "of the slowest mode, over heads; the sandwich of Appendix A speaks of a given "
-                "step no larger than 1 / (2 lambda_max)",
-                {"slowest mode": slowest},
-            )
-        )
+    facts.append(_rate_fact(layer, step, top, smallest_eigenvalue(heads)))
     return facts
+
+
+def _rate_fact(layer: SelfConsensus, step: FrozenStep, top: End, low: End) -> Fact:
+    """The slowest mode beside those of constants, and what the sandwich says of it."""
+    ends = [abs(1 - top.value), *([abs(1 - low.value)] if low.value < np.inf else [])]
+    slowest = max(ends)
+    numbers = {"slowest mode": slowest, **_accuracy(top if slowest == ends[0] else low)}
+    eta = layer.step_tensor()
+    if not isinstance(eta, float) or 1 - top.value < -SLACK:
+        return Fact(
+            "rate",
+            "measured",
+            "of the slowest mode, over heads; the sandwich of Appendix A speaks of a given "
+            "step no larger than 1 / (2 lambda_max)",
+            numbers,
+        )
+    # Smallest eigenvalue over all edges and heads times the unweighted Fiedler value.
+    bound = 1 - 2 * eta * step.smallest_matrix_eigenvalue * fiedler_value(step.graph)
+    return Fact(
+        "rate",
+        "holds" if slowest <= bound + SLACK else "violated",
+        "the slowest mode shrinks at least as fast as the sandwich of Appendix A says",
+        {**numbers, "bound": bound},
+        f"{PAPER}, Appendix A",
+    )
+
+
+def _accuracy(end: End) -> dict[str, float]:
+    """How far a number may be off, where counts enclose it; or the residual of its vector."""
+    return {"error bound" if end.enclosed else "residual": end.error}
+
+
+def _largest(u: Tensor) -> float:
+    return float(u.abs().max()) if u.numel() else 0.0
 
 
 # Attention.
 
 
-def _attention_facts(layer: nn.Module, x: Tensor, graph: TokenGraph) -> list[Fact]:
-    _, weights = layer(x, graph, return_attention_weights=True)  # [E, H]
+def _attention_facts(
+    layer: nn.Module, x: Tensor, graph: TokenGraph, positions: Tensor | None
+) -> list[Fact]:
+    _, weights = layer(x, graph, positions=positions, return_attention_weights=True)  # [E, H]
     target = graph.edge_index[1]
     sums = torch.zeros(graph.num_targets, weights.shape[-1], dtype=weights.dtype)
     sums.index_add_(0, target, weights)
@@ -242,79 +230,3 @@ def _attention_facts(layer: nn.Module, x: Tensor, graph: TokenGraph) -> list[Fac
     reason = "attention is no gradient step on an energy of the graph: rows are normalised"
     facts.append(Fact("energy falls", "not applicable", reason))
     return facts
-
-
-# The ends of a map's spectrum, over states [N, H, D] of all heads at once.
-
-
-def _operator(step: Map, layer: SelfConsensus, graph: TokenGraph) -> LinearOperator:
-    shape = graph.num_targets, layer.heads, layer.head_dim
-    size = int(np.prod(shape))
-
-    def apply(u: NDArray[np.float64]) -> NDArray[np.float64]:
-        columns = u.reshape(size, -1).T  # [k, N H D]
-        states = torch.from_numpy(np.ascontiguousarray(columns)).view(-1, *shape)
-        moved = torch.cat([step(few) for few in states.split(AT_A_TIME)])
-        return moved.reshape(-1, size).T.numpy().reshape(u.shape)
-
-    return LinearOperator((size, size), matvec=apply, matmat=apply, dtype=np.float64)
-
-
-def _lowest(step: Map, layer: SelfConsensus, graph: TokenGraph) -> float:
-    """The smallest eigenvalue of a symmetric map."""
-    T = _operator(step, layer, graph)
-    if T.shape[0] <= DENSE:
-        return float(np.linalg.eigvalsh(T.matmat(np.eye(T.shape[0])))[0])
-    return float(eigsh(T, k=1, which="SA", tol=1e-9, v0=_start(T), return_eigenvectors=False)[0])
-
-
-def _slowest(step: Map, layer: SelfConsensus, graph: TokenGraph) -> float:
-    """The largest |eigenvalue| of a symmetric map beside those of constants."""
-    shape = graph.num_targets, layer.heads * layer.head_dim
-    T = _operator(step, layer, graph)
-
-    def deflated(u: NDArray[np.float64]) -> NDArray[np.float64]:
-        u = u.reshape(*shape, -1)
-        u = (u - u.mean(0)).reshape(T.shape[0], -1)
-        moved = T.matmat(u).reshape(*shape, -1)
-        return (moved - moved.mean(0)).reshape(T.shape[0], -1)
-
-    if T.shape[0] <= DENSE:
-        return float(np.abs(np.linalg.eigvalsh(deflated(np.eye(T.shape[0])))).max())
-    operator = LinearOperator(T.shape, matvec=deflated, matmat=deflated, dtype=np.float64)
-    found = eigsh(operator, k=1, which="LM", tol=1e-9, v0=_start(T), return_eigenvectors=False)
-    return float(np.abs(found).max())
-
-
-def _radius(step: Map, layer: SelfConsensus, graph: TokenGraph) -> float:
-    T = _operator(step, layer, graph)
-    if T.shape[0] <= DENSE:
-        return float(np.abs(np.linalg.eigvals(T.matmat(np.eye(T.shape[0])))).max())
-    try:
-        found = eigs(T, k=1, which="LM", tol=1e-6, v0=_start(T), return_eigenvectors=False)
-    except ArpackNoConvergence as error:
-        found = error.eigenvalues if len(error.eigenvalues) else np.array([np.nan])
-    return float(np.abs(found).max())
-
-
-def _norm(step: Map, layer: SelfConsensus, graph: TokenGraph) -> float:
-    """The largest singular value; the transposed map comes from autograd."""
-    T = _operator(step, layer, graph)
-    if T.shape[0] <= DENSE:
-        return float(np.linalg.norm(T.matmat(np.eye(T.shape[0])), 2))
-    shape = graph.num_targets, layer.heads, layer.head_dim
-
-    def square(u: NDArray[np.float64]) -> NDArray[np.float64]:
-        with torch.enable_grad():
-            zero = torch.zeros(shape, dtype=torch.float64, requires_grad=True)
-            moved = step(torch.from_numpy(u.reshape(shape)))
-            (back,) = torch.autograd.grad(step(zero), zero, moved)
-        return back.flatten().numpy()
-
-    operator = LinearOperator(T.shape, matvec=square, dtype=np.float64)
-    found = eigsh(operator, k=1, which="LA", tol=1e-9, v0=_start(T), return_eigenvectors=False)
-    return float(np.sqrt(found[0]))
-
-
-def _start(T: LinearOperator) -> NDArray[np.float64]:
-    return np.random.default_rng(0).standard_normal(T.shape[0])

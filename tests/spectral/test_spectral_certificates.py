@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import graphattn as ga
-from graphattn.spectral import Certificate, certify, layer_certificates
+from graphattn.spectral import Certificate, certify, linear_maps, spectrum_ends
 
 
 def tokens(N, dim, seed=0):
@@ -132,7 +132,7 @@ def test_a_step_that_is_too_large_is_called_a_violation():
 
 @pytest.mark.parametrize("dense", [0, 600])
 def test_the_slowest_mode_is_faster_than_the_sandwich_says(dense, monkeypatch):
-    monkeypatch.setattr(layer_certificates, "DENSE", dense)
+    monkeypatch.setattr(spectrum_ends, "DENSE", dense)
     graph, x = ga.window_path_graph(9, window=2), tokens(9, 12)
     consensus = layer(step_size=0.01)
     fact = certify(consensus, x, graph=graph)["rate"]
@@ -148,7 +148,7 @@ def test_the_slowest_mode_is_faster_than_the_sandwich_says(dense, monkeypatch):
 )
 @pytest.mark.parametrize("dense", [0, 600])
 def test_what_no_theorem_speaks_of_is_not_applicable_and_measured(options, why, dense, monkeypatch):
-    monkeypatch.setattr(layer_certificates, "DENSE", dense)
+    monkeypatch.setattr(linear_maps, "DENSE", dense)
     graph, x = ga.window_path_graph(8, window=2), tokens(8, 12)
     consensus = layer(**options)
     certificate = certify(consensus, x, graph=graph)

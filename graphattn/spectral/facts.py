@@ -1,0 +1,222 @@
+"""What a certificate is: facts, in a table; of several layers or sequences, the worst of each."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from html import escape
+from textwrap import wrap
+from typing import Any, Literal
+
+Status = Literal["holds", "violated", "not applicable", "measured"]
+
+SLACK = 1e-7  # relative, for what is an equality in exact arithmetic
+WIDTHS = 24, 14, 36, 44  # of a table's columns, in characters
+
+
+@dataclass(frozen=True)
+class Fact:
+    """One statement about a graph or a layer.
+
+    Example:
+        >>> import graphattn as ga
+        >>> fact = ga.spectral.certify(ga.complete_graph(5))["step"]
+        >>> fact.status, round(fact.numbers["lambda_max"], 9)
+        ('holds', 5.0)
+    """
+
+    name: str
+    status: Status
+    statement: str
+    numbers: Mapping[str, float] = field(default_factory=dict)
+    source: str = ""  # paper and equation
+
+
+@dataclass(frozen=True, repr=False)
+class Certificate:
+    """Facts about one subject; a table at the prompt and in a notebook, a list where it is printed.
+
+    A fact "holds" or is "violated" where a theorem speaks of the subject and can be checked; it is
+    "not applicable" where the theorem's conditions fail, and says which; "measured" where no
+    theorem speaks, or none is needed.
+
+    The certificate of a batch or of a model has `parts`, a certificate for every sequence or layer;
+    its own facts are then the worst of theirs, and say where that is.
+
+    Example:
+        >>> import graphattn as ga
+        >>> certificate = ga.spectral.certify(ga.causal_graph(6))
+        >>> certificate.sound, [fact.name for fact in certificate.facts][:3]
+        (True, ['connected', 'Fiedler value', 'step'])
+        >>> certificate["energy updates"].status
+        'not applicable'
+    """
+
+    subject: str
+    facts: tuple[Fact, ...]
+    parts: Mapping[str, Certificate] = field(default_factory=dict)
+
+    @property
+    def sound(self) -> bool:
+        """Whether nothing is violated."""
+        return all(fact.status != "violated" for fact in self.facts)
+
+    def __getitem__(self, name: str) -> Fact:
+        for fact in self.facts:
+            if fact.name == name:
+                return fact
+        raise KeyError(f"no fact {name!r}; there are {[fact.name for fact in self.facts]}")
+
+    def __str__(self) -> str:
+        lines = [self.subject]
+        for fact in self.facts:
+            lines.append(f"  [{fact.status}] {fact.name}: {fact.statement}")
+            numbers = ", ".join(_number_lines(fact))
+            lines += [f"      {text}" for text in (numbers, fact.source) if text]
+        for name, part in self.parts.items():
+            lines += [
+                f"{name}: {line}" if not i else f"  {line}"
+                for i, line in enumerate(str(part).splitlines())
+            ]
+        return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        rows = [("fact", "status", "numbers", "what it says")]
+        rows += [_cells(fact) for fact in self.facts]
+        rule = "  ".join("-" * width for width in WIDTHS)
+        lines = [self.subject, *_row(rows[0]), rule]
+        for row in rows[1:]:
+            lines += _row(row)
+        if self.parts:
+            lines += [rule, f"the worst of {len(self.parts)}, each in .parts: {_some(self.parts)}"]
+        return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        """A table for notebooks."""
+        rows = [_html_rows(self, "")]
+        rows += [_html_rows(part, name) for name, part in self.parts.items()]
+        head = "".join(
+            f'<th style="text-align: left">{title}</th>'
+            for title in ("fact", "status", "numbers", "what it says")
+        )
+        return (
+            f"<table><caption>{escape(self.subject)}</caption>"
+            f"<thead><tr>{head}</tr></thead>{''.join(rows)}</table>"
+        )
+
+    def to_json(self) -> str:
+        """All facts as JSON; numbers that JSON does not have (infinity, NaN) become strings."""
+        return json.dumps(_plain(self), indent=2)
+
+
+# How much worse one certificate's fact is than another's of the same name and status.
+WORSE: Mapping[str, Callable[[Mapping[str, float]], float]] = {
+    "low-pass filter": lambda numbers: -numbers["1 - 2 eta lambda_max"],
+    "energy falls": lambda numbers: numbers["after"] / max(numbers["before"], 1e-300),
+    "constants stay": lambda numbers: numbers["largest relative change"],
+    "mean stays": lambda numbers: numbers["drift"],
+    "rate": lambda numbers: numbers["slowest mode"],
+    "map": lambda numbers: numbers["norm"],
+    "rows are averages": lambda numbers: numbers["largest |row sum - 1|"],
+    "eigenvalue 1": lambda numbers: max(numbers.values()),
+}
+ORDER: Mapping[Status, int] = {"violated": 3, "holds": 2, "measured": 1, "not applicable": 0}
+
+
+def worst_of(subject: str, parts: Mapping[str, Certificate]) -> Certificate:
+    """The certificate of several layers or sequences: of every fact the worst, and where it is.
+
+    A violation anywhere is a violation; a fact holds if it holds wherever a theorem speaks.
+    """
+    facts = []
+    for name in dict.fromkeys(fact.name for part in parts.values() for fact in part.facts):
+        found = [
+            (where, fact)
+            for where, part in parts.items()
+            for fact in part.facts
+            if fact.name == name
+        ]
+        where, worst = max(found, key=lambda one: _badness(one[1]))
+        same = sum(fact.status == worst.status for _, fact in found)
+        counted = f"{worst.status} in {same} of {len(found)}"
+        place = f"worst in {where}" if worst.numbers else f"such as {where}"
+        statement = f"{worst.statement} ({counted}, {place})"
+        facts.append(Fact(name, worst.status, statement, worst.numbers, worst.source))
+    return Certificate(subject, tuple(facts), dict(parts))
+
+
+def _badness(fact: Fact) -> tuple[int, float]:
+    worse = WORSE.get(fact.name)
+    size = worse(fact.numbers) if worse is not None and fact.numbers else -math.inf
+    return ORDER[fact.status], size
+
+
+def _number_lines(fact: Fact) -> list[str]:
+    return [f"{name} {value:.6g}" for name, value in fact.numbers.items()]
+
+
+def _cells(fact: Fact) -> tuple[str, str, str, str]:
+    return fact.name, fact.status, "\n".join(_number_lines(fact)), fact.statement
+
+
+def _row(cells: tuple[str, str, str, str]) -> list[str]:
+    """The lines of one row, every cell wrapped to the width of its column."""
+    columns = [
+        [line for text in cell.split("\n") for line in wrap(text, width)]
+        for cell, width in zip(cells, WIDTHS, strict=True)
+    ]
+    height = max(map(len, columns))
+    filled = [column + [""] * (height - len(column)) for column in columns]
+    return [
+        "  ".join(line.ljust(width) for line, width in zip(lines, WIDTHS, strict=True)).rstrip()
+        for lines in zip(*filled, strict=True)
+    ]
+
+
+def _some(parts: Mapping[str, Any]) -> str:
+    names = list(parts)
+    return ", ".join(names if len(names) < 6 else [*names[:4], "...", names[-1]])
+
+
+def _html_rows(certificate: Certificate, name: str) -> str:
+    rows = []
+    if name:
+        title = f"{name}: {certificate.subject}"
+        rows.append(f'<tr><th colspan="4" style="text-align: left">{escape(title)}</th></tr>')
+    for fact in certificate.facts:
+        says = escape(fact.statement)
+        if fact.source:
+            says += f"<br><small>{escape(fact.source)}</small>"
+        numbers = "<br>".join(map(escape, _number_lines(fact)))
+        status = escape(fact.status)
+        if fact.status == "violated":
+            status = f"<strong>{status}</strong>"
+        cells = (escape(fact.name), status, numbers, says)
+        rows.append(
+            "<tr>"
+            + "".join(f'<td style="text-align: left; vertical-align: top">{c}</td>' for c in cells)
+            + "</tr>"
+        )
+    return f"<tbody>{''.join(rows)}</tbody>"
+
+
+def _plain(certificate: Certificate) -> dict[str, Any]:
+    def number(value: float) -> float | str:
+        return value if math.isfinite(value) else str(value)
+
+    facts = [
+        {
+            "name": fact.name,
+            "status": fact.status,
+            "statement": fact.statement,
+            "numbers": {name: number(value) for name, value in fact.numbers.items()},
+            "source": fact.source,
+        }
+        for fact in certificate.facts
+    ]
+    plain = {"subject": certificate.subject, "sound": certificate.sound, "facts": facts}
+    if certificate.parts:
+        plain["parts"] = {name: _plain(part) for name, part in certificate.parts.items()}
+    return plain
