@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from html import escape
 from textwrap import wrap
@@ -13,7 +13,8 @@ from typing import Any, Literal
 Status = Literal["holds", "violated", "not applicable", "measured"]
 
 SLACK = 1e-7  # relative, for what is an equality in exact arithmetic
-WIDTHS = 24, 14, 36, 44  # of a table's columns, in characters
+SHOWN = 16  # parts that are printed
+WIDTHS = 18, 14, 38, 40  # of a table's columns, in characters
 
 
 @dataclass(frozen=True)
@@ -70,17 +71,10 @@ class Certificate:
         raise KeyError(f"no fact {name!r}; there are {[fact.name for fact in self.facts]}")
 
     def __str__(self) -> str:
-        lines = [self.subject]
-        for fact in self.facts:
-            lines.append(f"  [{fact.status}] {fact.name}: {fact.statement}")
-            numbers = ", ".join(_number_lines(fact))
-            lines += [f"      {text}" for text in (numbers, fact.source) if text]
-        for name, part in self.parts.items():
-            lines += [
-                f"{name}: {line}" if not i else f"  {line}"
-                for i, line in enumerate(str(part).splitlines())
-            ]
-        return "\n".join(lines)
+        lines = [self.subject, *_listing(self)]
+        for name, part in list(self.parts.items())[:SHOWN]:
+            lines += [f"{name}: {part.subject}", *_listing(part)]
+        return "\n".join([*lines, *_left_out(self.parts)])
 
     def __repr__(self) -> str:
         rows = [("fact", "status", "numbers", "what it says")]
@@ -96,7 +90,8 @@ class Certificate:
     def _repr_html_(self) -> str:
         """A table for notebooks."""
         rows = [_html_rows(self, "")]
-        rows += [_html_rows(part, name) for name, part in self.parts.items()]
+        rows += [_html_rows(part, name) for name, part in list(self.parts.items())[:SHOWN]]
+        rows += [f'<tr><td colspan="4">{escape(line)}</td></tr>' for line in _left_out(self.parts)]
         head = "".join(
             f'<th style="text-align: left">{title}</th>'
             for title in ("fact", "status", "numbers", "what it says")
@@ -111,16 +106,15 @@ class Certificate:
         return json.dumps(_plain(self), indent=2)
 
 
-# How much worse one certificate's fact is than another's of the same name and status.
+# By which number a fact is worse than another of its name and status. The numbers of other facts
+# (norms, counts of classes) are no more than numbers: of them, the largest of each.
 WORSE: Mapping[str, Callable[[Mapping[str, float]], float]] = {
     "low-pass filter": lambda numbers: -numbers["1 - 2 eta lambda_max"],
     "energy falls": lambda numbers: numbers["after"] / max(numbers["before"], 1e-300),
     "constants stay": lambda numbers: numbers["largest relative change"],
     "mean stays": lambda numbers: numbers["drift"],
     "rate": lambda numbers: numbers["slowest mode"],
-    "map": lambda numbers: numbers["norm"],
     "rows are averages": lambda numbers: numbers["largest |row sum - 1|"],
-    "eigenvalue 1": lambda numbers: max(numbers.values()),
 }
 ORDER: Mapping[Status, int] = {"violated": 3, "holds": 2, "measured": 1, "not applicable": 0}
 
@@ -130,21 +124,37 @@ def worst_of(subject: str, parts: Mapping[str, Certificate]) -> Certificate:
 
     A violation anywhere is a violation; a fact holds if it holds wherever a theorem speaks.
     """
-    facts = []
-    for name in dict.fromkeys(fact.name for part in parts.values() for fact in part.facts):
-        found = [
-            (where, fact)
-            for where, part in parts.items()
-            for fact in part.facts
-            if fact.name == name
-        ]
-        where, worst = max(found, key=lambda one: _badness(one[1]))
-        same = sum(fact.status == worst.status for _, fact in found)
-        counted = f"{worst.status} in {same} of {len(found)}"
-        place = f"worst in {where}" if worst.numbers else f"such as {where}"
-        statement = f"{worst.statement} ({counted}, {place})"
-        facts.append(Fact(name, worst.status, statement, worst.numbers, worst.source))
-    return Certificate(subject, tuple(facts), dict(parts))
+    leaves = dict(_leaves(parts))
+    names = dict.fromkeys(fact.name for leaf in leaves.values() for fact in leaf.facts)
+    return Certificate(subject, tuple(_worst_fact(name, leaves) for name in names), dict(parts))
+
+
+def _leaves(parts: Mapping[str, Certificate]) -> Iterator[tuple[str, Certificate]]:
+    """Every certificate of one layer on one sequence, by its path."""
+    for name, part in parts.items():
+        if part.parts:
+            yield from ((f"{name}, {inner}", leaf) for inner, leaf in _leaves(part.parts))
+        else:
+            yield name, part
+
+
+def _worst_fact(name: str, leaves: Mapping[str, Certificate]) -> Fact:
+    found = {
+        where: fact for where, leaf in leaves.items() for fact in leaf.facts if fact.name == name
+    }
+    where = max(found, key=lambda place: _badness(found[place]))
+    worst = found[where]
+    alike = [fact for fact in found.values() if fact.status == worst.status]
+    count = f"all {len(found)}" if len(alike) == len(found) else f"{len(alike)} of {len(found)}"
+    numbers, place = worst.numbers, ""
+    if name in WORSE:
+        place = f", worst in {where}" if numbers else ""
+    elif numbers:
+        keys = dict.fromkeys(key for fact in alike for key in fact.numbers)
+        numbers = {key: max(f.numbers.get(key, -math.inf) for f in alike) for key in keys}
+        place = ", the largest of each"
+    statement = f"{worst.statement} ({worst.status} in {count}{place})"
+    return Fact(name, worst.status, statement, numbers, worst.source)
 
 
 def _badness(fact: Fact) -> tuple[int, float]:
@@ -155,6 +165,20 @@ def _badness(fact: Fact) -> tuple[int, float]:
 
 def _number_lines(fact: Fact) -> list[str]:
     return [f"{name} {value:.6g}" for name, value in fact.numbers.items()]
+
+
+def _listing(certificate: Certificate) -> list[str]:
+    lines = []
+    for fact in certificate.facts:
+        lines.append(f"  [{fact.status}] {fact.name}: {fact.statement}")
+        numbers = ", ".join(_number_lines(fact))
+        lines += [f"      {text}" for text in (numbers, fact.source) if text]
+    return lines
+
+
+def _left_out(parts: Mapping[str, Any]) -> list[str]:
+    more = len(parts) - SHOWN
+    return [f"... and {more} more in .parts"] if more > 0 else []
 
 
 def _cells(fact: Fact) -> tuple[str, str, str, str]:
