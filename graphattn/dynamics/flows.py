@@ -98,10 +98,16 @@ def krause_flow(
     "Multi-Cluster Synchronization"). S(i) is found anew at every step:
 
     - with `radius`: all j with ||z_i - z_j|| <= radius, equal weights if `sigma` is None: the
-      model of Krause, and of Hegselmann and Krause (2002). Groups farther apart than `radius`
-      never meet, because every step stays inside the hull of each.
-    - with `top_k`: the k nearest of the sources of i in `graph`, itself counted. Groups that hold
-      k tokens or more, and lie farther apart than they are wide, never meet.
+      model of Krause, and of Hegselmann and Krause (2002). Groups whose convex hulls are farther
+      apart than `radius` never meet, because every step stays inside the hull of each. (That their
+      tokens are is not enough: a ring around a group closes in on it.)
+    - with `top_k`: the k nearest of the sources of i in `graph`, itself counted. Groups never meet
+      if every token sees k tokens of its own group or more in `graph` (on the complete graph: if
+      the group holds k), and if the convex hulls are farther apart than the widest group's
+      diameter d (the largest distance in a group): the k nearest are then of the own group, hulls
+      only shrink, and so it stays. Smallest distances between tokens of different groups larger
+      than sqrt(2) d make the hulls that far apart; larger than d alone does not, nor do k tokens in
+      a group where a narrow window shows fewer.
 
     With `sigma` alone the tails of the kernel couple everybody, and the cloud collapses in the
     end, slowly.

@@ -119,6 +119,93 @@ def test_top_k_keeps_at_least_as_many_clusters_as_groups_where_softmax_keeps_one
     assert consensus_flow(centred, ga.complete_graph(len(x)), steps=400).num_clusters() == 1
 
 
+def strangers(z, home, graph, k):
+    """How many of the k nearest that a token listens to are of another group."""
+    mask = graph.to_mask()
+    distance = torch.cdist(z, z, compute_mode="donot_use_mm_for_euclid_dist")
+    nearest = distance.masked_fill(~mask, math.inf).topk(k, dim=1, largest=False)
+    return int(((home[nearest.indices] != home[:, None]) & nearest.values.isfinite()).sum())
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    num_groups=st.integers(2, 4),
+    size=st.integers(2, 9),
+    features=st.integers(1, 4),
+    seed=st.integers(0, 2**32),
+    k_of_size=st.floats(0.01, 1),
+    sigma=st.sampled_from([0.1, 1.0, 10.0]),
+    by_tokens=st.booleans(),
+)
+def test_groups_farther_apart_than_wide_never_exchange_a_token(
+    num_groups, size, features, seed, k_of_size, sigma, by_tokens
+):
+    """Hulls farther apart than the larger diameter d; or tokens, than sqrt(2) d. As tight as it is
+    drawn: the condition holds with a thousandth to spare."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.rand(num_groups, size, features, generator=generator, dtype=torch.float64)
+    x[..., 0] -= x[..., 0].amin(dim=1, keepdim=True)
+    widest = max(float(torch.pdist(own).max()) for own in x)
+    end = 0.0
+    for own in x:  # side by side: planes between them are `gap` apart, so hulls are too
+        own[:, 0] += end
+        end = float(own[:, 0].max()) + 1.001 * widest
+    home = torch.arange(num_groups).repeat_interleave(size)
+    if by_tokens:  # closer, until it is tokens that are just far enough from each other
+        for g in range(1, num_groups):
+            others, own = x[:g].reshape(-1, features), x[g]
+            for shift in torch.linspace(2 * widest, 0, 400, dtype=torch.float64):
+                moved = own - shift * torch.eye(features, dtype=torch.float64)[0]
+                if torch.cdist(others, moved).min() > 1.001 * math.sqrt(2) * widest:
+                    x[g] = moved
+                    break
+            else:
+                x[g, :, 0] += 3 * g * widest
+    x = x.reshape(-1, features)
+    k = max(1, round(k_of_size * size))
+    everyone = ga.complete_graph(len(x))
+    flow = krause_flow(x, sigma=sigma, top_k=k, steps=25, step_size=1.0)
+    for z in flow.states:
+        assert strangers(z, home, everyone, k) == 0
+    for g in range(num_groups):
+        own, start = flow.states[:, home == g], x[home == g]
+        assert (own.amin(1) >= start.amin(0) - 1e-12).all()
+        assert (own.amax(1) <= start.amax(0) + 1e-12).all()
+
+
+def test_a_window_in_which_a_token_sees_too_few_of_its_group_merges_two_groups():
+    """Four and four tokens, k = 3, far apart: at the border, a window of 1 shows two and one."""
+    x = torch.cat([torch.linspace(0, 0.3, 4), torch.linspace(1, 1.3, 4)]).double()[:, None]
+    near = ga.window_path_graph(8, window=1, self_loops=True)
+    assert krause_flow(x, near, sigma=0.5, top_k=3, steps=100).num_clusters() == 1
+    assert krause_flow(x, sigma=0.5, top_k=3, steps=100).num_clusters() >= 2
+
+
+def test_tokens_farther_apart_than_their_groups_are_wide_is_not_enough():
+    """A ring around the axis of a simplex: tokens 1.001 apart, groups 1 wide, hulls nearer."""
+    x, turn = torch.zeros(52, 15, dtype=torch.float64), torch.arange(40) * 2 * math.pi / 40
+    x[:12, :12] = (torch.eye(12) - 1 / 12) / math.sqrt(2)
+    x[12:, 12], x[12:, 13] = 0.499 * turn.cos(), 0.499 * turn.sin()
+    x[12:, 14] = math.sqrt(1.001**2 - 0.499**2 - float(x[0].square().sum()))
+    home = torch.arange(52) >= 12
+    distance = torch.cdist(x, x)
+    assert float(distance[~home][:, home].min()) == pytest.approx(1.001)
+    assert float(distance[~home][:, ~home].max()) == pytest.approx(1)
+    assert float(distance[home][:, home].max()) == pytest.approx(0.998)
+    everyone = ga.complete_graph(52)
+    flow = krause_flow(x, sigma=0.16, top_k=3, steps=500)
+    assert strangers(x, home, everyone, 3) == 0
+    assert strangers(flow.states[-1], home, everyone, 3) == 24
+
+
+def test_a_ring_closes_in_on_a_group_that_was_out_of_reach():
+    """Confidence 0.5, tokens 1 apart: hulls must be apart, not tokens."""
+    turn = torch.arange(40, dtype=torch.float64) * 2 * math.pi / 40
+    ring = torch.stack([turn.cos(), turn.sin()], dim=1)
+    x = torch.cat([ring, torch.zeros(4, 2, dtype=torch.float64)])
+    assert krause_flow(x, radius=0.5, steps=200, step_size=1.0).num_clusters() == 1
+
+
 def test_without_truncation_the_kernel_collapses_in_the_end_too():
     """The tails of exp(-d^2 / 2 sigma^2) couple everybody: bounds, not distances, keep groups."""
     x, _ = groups(3, 8, gap=1.5, width=0.5)
