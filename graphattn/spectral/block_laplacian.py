@@ -118,9 +118,12 @@ class BlockLaplacian:
     @property
     def countable(self) -> bool:
         """Whether eigenvalues can be counted at a reasonable price."""
-        rows = self._order[1] * self.features
-        price = self.size**3 / 3 if rows >= self.size else 3.3 * self.size * rows**2
-        return price <= COUNTABLE
+        tokens = self._order[1]
+        starts = np.arange(0, self.num_tokens, tokens)
+        rows = self.features * np.minimum(tokens, self.num_tokens - starts).astype(np.float64)
+        price = (rows**3 / 3).sum()  # factors; then what they do to the block after
+        price += (rows[:-1] ** 2 * rows[1:] + 2 * rows[:-1] * rows[1:] ** 2).sum()
+        return bool(price <= COUNTABLE)
 
     def _blocks(self) -> Iterator[tuple[Array, Array]]:
         """The block tridiagonal M: (on the diagonal, what joins it to the block before)."""

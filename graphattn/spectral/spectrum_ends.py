@@ -70,9 +70,11 @@ def smallest_eigenvalue(heads: Sequence[BlockLaplacian]) -> End:
         return End(max(value, 0.0), _rounding(heads), True)
     starts = [_smooth(head) for head in heads]
     if not all(head.countable for head in heads):
-        value, residual = min(
-            _by_lobpcg(head, u, *ATTEMPTS[1]) for head, (_, u) in zip(heads, starts, strict=True)
-        )
+        found = [
+            _by_lobpcg(head, u, *ATTEMPTS[0]) for head, (_, u) in zip(heads, starts, strict=True)
+        ]
+        h = found.index(min(found))
+        value, residual = min(found[h], _by_lobpcg(heads[h], starts[h][1], *ATTEMPTS[1]))
         return End(value, residual, False)
     value, width = np.inf, WITHIN
     for h in np.argsort([guess for guess, _ in starts]):
