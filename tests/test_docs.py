@@ -134,6 +134,27 @@ def test_every_mechanism_has_a_page_that_leads_to_its_api(mechanism):
     assert f"graphattn.nn.{mechanism}" in page.read_text(encoding="utf-8")
 
 
+def test_no_page_has_a_heading_twice():
+    for page in DOCS.rglob("*.md"):
+        if {"_build", "_figures"} & set(page.parts) or page.name in ("kernels.md", "log.md"):
+            continue
+        text = re.sub(r"```.*?```", "", page.read_text("utf-8"), flags=re.S)
+        headings = Counter(re.findall(r"^#+ (.+)$", text, re.M))
+        assert not [heading for heading, times in headings.items() if times > 1], page
+
+
+def test_no_formula_of_a_docstring_is_one_long_line():
+    """About 90 signs of TeX fit beside the contents; what is wider is broken, or scrolls."""
+    for module in (importlib.import_module(name) for name in MODULES):
+        for name in public_names(module):
+            doc = inspect.getdoc(getattr(module, name)) or ""
+            for formula in re.findall(r"\.\. math::(.*?)(?:\n\S|\n\n\S|\Z)", doc, re.S):
+                for line in re.split(r"\\\\\n|\n\n", formula):
+                    shown = re.sub(r"\\(?:[a-zA-Z]+|[,;! ])|[{}&^_\s]", "", line)
+                    assert len(shown) <= 90, (name, line)
+    assert "overflow-x: auto" in (DOCS / "_static" / "graphattn.css").read_text("utf-8")
+
+
 def test_every_page_is_reached_from_a_table_of_contents():
     listed = {DOCS / "index.md"}
     for page in DOCS.rglob("*.md"):

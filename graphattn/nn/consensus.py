@@ -288,18 +288,24 @@ class _Consensus(GraphLayer):
 class SelfConsensus(_Consensus, StreamingLayer):
     r"""Every token takes a step towards the tokens it shares an edge with.
 
+    **The default step overshoots.** With ``step_size=0.1`` over a window of 2, the roughest modes
+    change sign in every step of a newly made layer: on standard normal tokens
+    1 - 2 eta lambda_max is -0.07 to -0.31 (worse on longer sequences), where a low-pass filter has
+    0 or more. The energy still falls (for that, -1 is enough). ``step_size="auto"`` never
+    oscillates; :func:`graphattn.spectral.certify` says where a given layer stands.
+
     .. math::
-        u = W_s y + b_s, \qquad
-        u_i' = u_i - \eta \Big[ \sum_{j: (i,j) \in E} R_{ij} (u_i - u_j)
-             + \sum_{k: (k,i) \in E} R_{ki} (u_i - u_k) \Big], \qquad
-        y_i' = W_o u_i' + b_o
+        u &= W_s y + b_s \\
+        u_i' &= u_i - \eta \Big[ \sum_{j: (i,j) \in E} R_{ij} (u_i - u_j)
+             + \sum_{k: (k,i) \in E} R_{ki} (u_i - u_k) \Big] \\
+        y_i' &= W_o u_i' + b_o
 
     with a positive definite matrix :math:`R_{ij} = \alpha I + \beta \Lambda^\top \Lambda` per edge
     and head, made by a small network from [y_i; y_j] (Stabilizing Transformer Training Through
     Consensus, Algorithms 1, 2 and 5). The step is an exact gradient step on the energy
-    :math:`\frac12 \sum_{(i,j)} (u_i - u_j)^\top R_{ij} (u_i - u_j)`: a low-pass filter on the
-    graph. ``update="target"`` moves only the target of every edge; a causal graph needs it, because
-    the gradient step would also move j by what a later i knows.
+    :math:`\frac12 \sum_{(i,j)} (u_i - u_j)^\top R_{ij} (u_i - u_j)`, and a low-pass filter on the
+    graph while eta <= 1 / (2 lambda_max). ``update="target"`` moves only the target of every edge;
+    a causal graph needs it, because the gradient step would also move j by what a later i knows.
 
     Args:
         dim: width of `x` and of the output.

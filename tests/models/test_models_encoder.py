@@ -266,3 +266,24 @@ def test_a_block_takes_a_second_track():
     torch.testing.assert_close(block(x, graph, context), expected, rtol=0, atol=1e-12)
     with pytest.raises(ValueError, match="mixer must be a layer"):
         ga.nn.PreNormBlock(torch.nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize(
+    ("layers", "heads", "dim", "millions", "table_10"),
+    [(6, 6, 384, 49, 54), (12, 12, 768, 162, 193), (32, 16, 1024, 506, 385)],
+)
+def test_parameter_counts_are_those_the_docstring_sets_beside_table_10(
+    layers, heads, dim, millions, table_10
+):
+    """Counted by hand: embedding and head, and per block 12 dim^2 + 13 dim; a last norm."""
+    with torch.device("meta"):
+        model = ga.models.SequenceEncoder(50_258, dim, layers, heads)
+    block = 4 * (dim * dim + dim) + 8 * dim * dim + 5 * dim + 4 * dim
+    by_hand = 2 * 50_258 * dim + 50_258 + layers * block + 2 * dim
+    count = sum(p.numel() for p in model.parameters())
+    assert count == by_hand
+    assert round(count / 1e6) == millions
+    says = " ".join(ga.models.SequenceEncoder.__doc__.split())
+    assert (
+        f"{millions} M where it says {table_10} M" in says or f"{millions} for {table_10}" in says
+    )

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import graphattn as ga
-from graphattn.spectral import certify, eigenvalues, facts
+from graphattn.spectral import certify, eigenvalues, facts, frozen_steps, spectrum_ends
 
 
 def drawn(*shape, seed=0):
@@ -366,3 +366,18 @@ def test_modules_that_cannot_be_certified_are_named():
         certify(graph, valid=torch.ones(9, dtype=torch.bool))
     with pytest.raises(ValueError, match="leaks the future"):
         certify(block, x, graph=ga.causal_graph(9))
+
+
+# What the layer's page says first.
+
+
+@pytest.mark.parametrize(("dim", "heads", "tokens"), [(16, 2, 30), (64, 4, 64), (64, 4, 2048)])
+@pytest.mark.parametrize("seed", range(3))
+def test_the_default_step_violates_the_low_pass_condition_as_the_docs_say(dim, heads, tokens, seed):
+    torch.manual_seed(seed)
+    layer, graph = ga.nn.SelfConsensus(dim, heads), ga.window_path_graph(tokens, window=2)
+    with torch.no_grad():
+        step = frozen_steps.FrozenStep(layer.double(), drawn(tokens, dim).double(), graph, None)
+        lowest = 1 - spectrum_ends.largest_eigenvalue(step.heads()).value
+    assert -0.4 < lowest < -0.05
+    assert "-0.07 to -0.31" in ga.nn.SelfConsensus.__doc__
