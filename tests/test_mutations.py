@@ -56,6 +56,8 @@ CHUNKED = "tests/ops/test_ops_consensus_structured.py"
 MESSAGES = "tests/nn/test_nn_message_passing.py"
 GUARANTEES = "tests/nn/test_nn_consensus_guarantees.py"
 ROTARY = "tests/nn/test_nn_rotary.py"
+ENDS = "tests/spectral/test_spectral_block_laplacian.py"
+MODELS = "tests/spectral/test_spectral_model_certificates.py"
 KERNELS = "tests/kernels/test_kernels_attention.py"
 GAUSSIAN = "tests/kernels/test_kernels_gaussian.py"
 BANDS = "tests/kernels/test_kernels_nan.py"
@@ -368,6 +370,68 @@ MUTATIONS = [
         (
             "tests/spectral/test_spectral_certificates.py"
             "::test_what_no_theorem_speaks_of_is_not_applicable_and_measured",
+        ),
+    ),
+    Mutation(
+        "certificates take the best head for the worst",
+        "graphattn/spectral/spectrum_ends.py",
+        "    value, residual = max(found)\n",
+        "    value, residual = min(found)\n",
+        (f"{ENDS}::test_both_ends_are_those_of_a_dense_solver",),
+    ),
+    Mutation(
+        "a count of eigenvalues is not looked at",
+        "graphattn/spectral/spectrum_ends.py",
+        "            return answer\n",
+        "            return True\n",
+        (f"{ENDS}::test_what_iterations_miss_the_counts_find",),
+    ),
+    Mutation(
+        "a frozen step's transpose is not rotated back",
+        "graphattn/spectral/frozen_steps.py",
+        "self._summed(d, self._differences), back=True)",
+        "self._summed(d, self._differences))",
+        (
+            "tests/spectral/test_spectral_certificates.py"
+            "::test_what_no_theorem_speaks_of_is_not_applicable_and_measured",
+        ),
+    ),
+    Mutation(
+        "a certificate believes that every step is Algorithm 1's",
+        "graphattn/spectral/frozen_steps.py",
+        "                return False\n",
+        "                return True\n",
+        (f"{MODELS}::test_a_layer_with_its_own_step_claims_no_theorem",),
+    ),
+    Mutation(
+        "the certificate of a batch is that of its best sequence",
+        "graphattn/spectral/facts.py",
+        "    where = max(found, key",
+        "    where = min(found, key",
+        (f"{MODELS}::test_a_batch_is_certified_per_sequence_and_by_its_worst",),
+    ),
+    Mutation(
+        "padding is certified too",
+        "graphattn/spectral/module_certificates.py",
+        "            if kept is not None and not bool(kept[here].all()):\n",
+        "            if False:\n",
+        (f"{MODELS}::test_padding_is_no_part_of_a_sequence_and_positions_are_those_given",),
+    ),
+    Mutation(
+        "a certificate's table is not escaped",
+        "graphattn/spectral/facts.py",
+        "        says = escape(fact.statement)\n",
+        "        says = fact.statement\n",
+        (f"{MODELS}::test_a_certificate_is_a_table_in_a_notebook_and_escapes_what_it_shows",),
+    ),
+    Mutation(
+        "the picture of a graph is transposed",
+        "graphattn/graphs/notebook.py",
+        'f"M{j} {i}h1v1h-1z"',
+        'f"M{i} {j}h1v1h-1z"',
+        (
+            "tests/graphs/test_graphs_notebook.py"
+            "::test_the_picture_has_a_cell_where_the_mask_is_true",
         ),
     ),
     Mutation(

@@ -12,6 +12,7 @@ from graphattn.graphs.arguments import as_edge_type
 from graphattn.graphs.composites import Parts
 from graphattn.graphs.edge_lists import edges_of_rows
 from graphattn.graphs.encoding import encode
+from graphattn.graphs.notebook import graph_html
 from graphattn.graphs.structure import Device, Structure
 
 if TYPE_CHECKING:
@@ -349,6 +350,9 @@ class TokenGraph:
         if self._device.type != "cpu":
             facts.append(f"device={str(self._device)!r}")
         return f"TokenGraph({', '.join(facts)})"
+
+    def _repr_html_(self) -> str:
+        return graph_html(self)
 
     # The ecosystem's own types.
 

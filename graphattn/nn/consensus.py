@@ -296,8 +296,8 @@ class SelfConsensus(_Consensus, StreamingLayer):
 
     .. math::
         u &= W_s y + b_s \\
-        u_i' &= u_i - \eta \Big[ \sum_{j: (i,j) \in E} R_{ij} (u_i - u_j)
-             + \sum_{k: (k,i) \in E} R_{ki} (u_i - u_k) \Big] \\
+        u_i' &= u_i - \eta \Big[ \sum_{j: (i,j) \in E} R_{ij} (u_i - u_j) \\
+             &\qquad + \sum_{k: (k,i) \in E} R_{ki} (u_i - u_k) \Big] \\
         y_i' &= W_o u_i' + b_o
 
     with a positive definite matrix :math:`R_{ij} = \alpha I + \beta \Lambda^\top \Lambda` per edge

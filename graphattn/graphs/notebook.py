@@ -1,0 +1,59 @@
+"""How a token graph looks in a notebook: a small table, and a picture where it is small."""
+
+from __future__ import annotations
+
+from html import escape
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from graphattn.graphs.token_graph import TokenGraph
+
+DRAWN = 64  # tokens on either side up to which the matrix is drawn, cell by cell
+PIXELS = 192  # width of the picture
+
+
+def graph_html(graph: TokenGraph) -> str:
+    """A table of what is known of the graph, and its matrix if it is small; lists no edge else."""
+    targets, sources, edges = graph.num_targets, graph.num_sources, graph.num_edges
+    if targets == sources:
+        rows = [("tokens", f"{targets:,}")]
+    else:
+        rows = [("targets", f"{targets:,}"), ("sources", f"{sources:,}")]
+    rows.append(("edges", f"{edges:,}"))
+    if targets:
+        rows.append(("edges per token", f"{edges / targets:.4g}"))
+    if targets and sources:
+        rows.append(("share of all pairs", f"{edges / (targets * sources):.3g}"))
+    if len(graph.sizes) > 1:
+        rows.append(("sequences", f"{len(graph.sizes):,}"))
+    rows.append(("structure", _structure(graph)))
+    rows.append(("causal", "yes" if graph.is_causal else "no"))
+    rows.append(("device", str(graph.device)))
+    table = "".join(
+        f'<tr><th style="text-align: left">{escape(name)}</th>'
+        f'<td style="text-align: left">{escape(value)}</td></tr>'
+        for name, value in rows
+    )
+    return f"<div><strong>TokenGraph</strong><table>{table}</table>{_picture(graph)}</div>"
+
+
+def _structure(graph: TokenGraph) -> str:
+    if graph.structure is not None:
+        return type(graph.structure).__name__
+    return "table of neighbours" if graph.neighbors is not None else "list of edges"
+
+
+def _picture(graph: TokenGraph) -> str:
+    """The matrix as SVG: target i in row i, the source it looks at in column j."""
+    targets, sources = graph.num_targets, graph.num_sources
+    if not 0 < max(targets, sources) <= DRAWN or min(targets, sources) == 0:
+        return ""
+    cells = "".join(f"M{j} {i}h1v1h-1z" for j, i in graph.edge_index.T.tolist())
+    scale = PIXELS / max(targets, sources)
+    return (
+        f'<svg width="{sources * scale:.0f}" height="{targets * scale:.0f}" '
+        f'viewBox="0 0 {sources} {targets}" role="img" '
+        'aria-label="target i in row i, the sources it looks at in columns">'
+        f'<rect width="{sources}" height="{targets}" fill="#eeeeee"/>'
+        f'<path d="{cells}" fill="#0072b2"/></svg>'
+    )
