@@ -74,6 +74,7 @@ STEP = "tests/kernels/test_kernels_window_step.py"
 CONFIG = "tests/nn/test_nn_config.py"
 NAMES = "tests/nn/test_nn_argument_names.py"
 FILES = "tests/models/test_models_files.py"
+CHECKPOINTING = "tests/nn/test_nn_checkpointing.py"
 
 MUTATIONS = [
     Mutation(
@@ -175,6 +176,13 @@ MUTATIONS = [
         "return total, total if self.plan.energy else None",
         "return total, None",
         (f"{THEOREMS}::test_energy_is_exactly_a_gradient_step_of_the_energy",),
+    ),
+    Mutation(
+        "consensus reads what it saved twice",
+        "graphattn/ops/consensus/structured.py",
+        "find(tensors, needed, ctx.plan, d_sums)",
+        "find(ctx.saved_tensors, needed, ctx.plan, d_sums)",
+        (f"{CHECKPOINTING}::test_a_layer_gives_the_same_bits_however_activations_are_kept",),
     ),
     Mutation(
         "padding counts as an edge of a chunk of consensus",

@@ -134,8 +134,9 @@ class _Sums(torch.autograd.Function):
         # With create_graph=True somebody differentiates this again.
         find = _gradients_plainly if torch.is_grad_enabled() else gradients_of_sums
         needed = ctx.needs_input_grad[1:]
-        with full_precision(ctx.saved_tensors[0].device):
-            return None, *find(ctx.saved_tensors, needed, ctx.plan, d_sums)
+        tensors = ctx.saved_tensors  # once: checkpointing computes them again for a single reading
+        with full_precision(tensors[0].device):
+            return None, *find(tensors, needed, ctx.plan, d_sums)
 
 
 def _no_sums(inputs: _Inputs, plan: _Plan) -> tuple[Tensor, Tensor | None]:
