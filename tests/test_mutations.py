@@ -75,6 +75,7 @@ CONFIG = "tests/nn/test_nn_config.py"
 NAMES = "tests/nn/test_nn_argument_names.py"
 FILES = "tests/models/test_models_files.py"
 CHECKPOINTING = "tests/nn/test_nn_checkpointing.py"
+OVERRIDES = "tests/nn/test_nn_overrides.py"
 
 MUTATIONS = [
     Mutation(
@@ -183,6 +184,20 @@ MUTATIONS = [
         "find(tensors, needed, ctx.plan, d_sums)",
         "find(ctx.saved_tensors, needed, ctx.plan, d_sums)",
         (f"{CHECKPOINTING}::test_a_layer_gives_the_same_bits_however_activations_are_kept",),
+    ),
+    Mutation(
+        "the message of a subclass is ignored",
+        "graphattn/nn/graph_layer.py",
+        "        return bool(replaced)\n",
+        "        return False\n",
+        (f"{OVERRIDES}::test_the_message_of_a_subclass_is_the_layer",),
+    ),
+    Mutation(
+        "steps ignore the bandwidths of a subclass",
+        "graphattn/nn/overrides.py",
+        '"fused", "mix", "move", "sigma")',
+        '"fused", "mix", "move")',
+        (f"{OVERRIDES}::test_steps_give_what_forward_gives",),
     ),
     Mutation(
         "padding counts as an edge of a chunk of consensus",

@@ -10,18 +10,27 @@ from torch import Tensor
 
 
 def as_int(name: str, value: Any, minimum: int) -> int:
-    """`value` as an int of at least `minimum`; booleans and floats are refused."""
+    """`value` as an int of at least `minimum`; booleans and floats are refused.
+
+    A length that torch.compile or torch.export has left open (a SymInt) stays open.
+    """
+    if type(value) is not int and not isinstance(value, torch.SymInt):
+        value = _index(name, value, minimum)
+    if value < minimum:
+        raise ValueError(f"{name} must be >= {minimum}, got {value}")
+    if type(value) is int and value >= 2**63:
+        raise ValueError(f"{name} must be < 2**63, got {value}")
+    return value
+
+
+def _index(name: str, value: Any, minimum: int) -> int:
+    """An integer of another type (numpy's, a tensor's) as an int."""
     try:
         if isinstance(value, bool) or str(getattr(value, "dtype", "")).endswith("bool"):
             raise TypeError
-        number = operator.index(value)
+        return operator.index(value)
     except TypeError:
         raise ValueError(f"{name} must be an integer >= {minimum}, got {value!r}") from None
-    if number < minimum:
-        raise ValueError(f"{name} must be >= {minimum}, got {number}")
-    if number >= 2**63:
-        raise ValueError(f"{name} must be < 2**63, got {number}")
-    return number
 
 
 def as_float(name: str, value: Any, *, positive: bool) -> float:

@@ -13,11 +13,19 @@ from graphattn.graphs.arguments import as_float, as_int
 from graphattn.graphs.token_graph import TokenGraph
 from graphattn.nn.graph_layer import Positions, Rotations, edge_mask, valid_for_propagate
 from graphattn.nn.layer_cache import LayerCache
+from graphattn.nn.overrides import names_of, overridden_rows, overridden_weights
 from graphattn.nn.rotary import RotaryEmbedding
 from graphattn.nn.streaming import StreamingLayer
 from graphattn.ops.attention.api import attention_weights, rbf_attention
 from graphattn.ops.attention.streaming import has_step_kernel, step_by_kernel
-from graphattn.ops.inputs import Valid, ValidPair, compute_dtype, full_precision, repeat_heads
+from graphattn.ops.inputs import (
+    Valid,
+    ValidPair,
+    compute_dtype,
+    full_precision,
+    repeat_heads,
+    valid_edges,
+)
 from graphattn.ops.segments import edge_softmax, share_beside_eps
 
 
@@ -128,6 +136,7 @@ class GraphAttention(StreamingLayer):
         """The averages, [*, N, H, D], by `message()` or by the operation."""
         if not self.uses_propagate():
             return self.fused(query, key, value, graph, valid)
+        self.check_message_masks(valid)
         dtype = compute_dtype(query.dtype)
         with full_precision(query.device):
             return self.propagate(
@@ -159,7 +168,36 @@ class GraphAttention(StreamingLayer):
         out = self.output_proj(mixed.flatten(-2))
         if not return_attention_weights:
             return out
-        return out, self.edge_weights(query, key, graph, pair)
+        return out, self.weights_of_edges(query, key, graph, pair)
+
+    def weights_of_edges(
+        self, query: Tensor, key: Tensor, graph: TokenGraph, valid: ValidPair
+    ) -> Tensor:
+        """:meth:`edge_weights`, or those of a :meth:`log_affinity` that somebody has replaced."""
+        replaced = overridden_weights(self)
+        if not replaced:
+            return self.edge_weights(query, key, graph, valid)
+        if replaced != ("log_affinity",):
+            raise ValueError(
+                f"return_attention_weights=True: this {type(self).__name__} has its own "
+                f"{names_of(replaced)}, and what it weighs an edge by is not known. Override "
+                "edge_weights(query, key, graph, valid), too"
+            )
+        source, target = graph.edge_index
+        dtype = compute_dtype(query.dtype)
+        key = repeat_heads(key, self.heads).to(dtype)
+        with full_precision(query.device):
+            weights, _, _ = edge_softmax(
+                self.log_affinity(
+                    query.to(dtype).index_select(-3, target), key.index_select(-3, source)
+                ),
+                target,
+                graph.rowptr,
+                keep=valid_edges(valid, source, target),
+                top_k=self.top_k,
+                eps=self.eps,
+            )
+        return weights.to(query.dtype)
 
     # Token by token.
 
@@ -184,37 +222,27 @@ class GraphAttention(StreamingLayer):
         return self.mix(targets[0], key, sources.get("value", key), graph, valid)
 
     def step_row(self, targets: tuple[Tensor, ...], cache: LayerCache) -> Tensor:
+        if self.uses_propagate() or overridden_rows(self):
+            return self.row_as_graph(targets, cache)
         (query,) = targets
         n = cache.held(cache.window)
         keep = cache.valid(n)
         if keep is not None:
             keep = keep & keep[..., -1:]  # padding sees nothing
         stored = "value" if "value" in cache.fields else "key"
-        if self.uses_propagate():
-            index = torch.zeros(n, dtype=torch.int64, device=query.device)
-            key, value = cache.tokens("key", n), cache.tokens(stored, n)
-            dtype = compute_dtype(query.dtype)
-            out = self.message(
-                query.to(dtype),
-                repeat_heads(key, self.heads).to(dtype),
-                repeat_heads(value, self.heads).to(dtype),
-                None,
-                None if keep is None else keep[..., None, None],
-                index,
-                rowptr=index.new_tensor([0, n]),
-            ).sum(-3)
-        else:
-            key, value = cache.rows("key", n), cache.rows(stored, n)
-            dtype = compute_dtype(query.dtype)
-            by_head = query.reshape(len(key), self.heads // self.kv_heads, self.head_dim).to(dtype)
-            if keep is not None:
-                keep = keep[..., None, :].expand(*cache.batch, self.kv_heads, n)
-                keep = keep.reshape(len(key), 1, n)
-            out = self.fused_row(by_head, key.to(dtype), value.to(dtype), keep)
+        key, value = cache.rows("key", n), cache.rows(stored, n)
+        dtype = compute_dtype(query.dtype)
+        by_head = query.reshape(len(key), self.heads // self.kv_heads, self.head_dim).to(dtype)
+        if keep is not None:
+            keep = keep[..., None, :].expand(*cache.batch, self.kv_heads, n)
+            keep = keep.reshape(len(key), 1, n)
+        out = self.fused_row(by_head, key.to(dtype), value.to(dtype), keep)
         return out.to(query.dtype).reshape(query.shape)
 
     def has_step_kernel(self, like: Tensor, cache_dtype: torch.dtype, window: int | None) -> bool:
-        return has_step_kernel(self.backend, like, cache_dtype, window, self.top_k)
+        if not has_step_kernel(self.backend, like, cache_dtype, window, self.top_k):
+            return False
+        return not (self.uses_propagate() or overridden_rows(self))
 
     def kernel_row(
         self,

@@ -21,6 +21,7 @@ from graphattn.nn.graph_layer import (
     valid_for_propagate,
 )
 from graphattn.nn.layer_cache import LayerCache
+from graphattn.nn.overrides import overridden_rows
 from graphattn.nn.rotary import RotaryEmbedding
 from graphattn.nn.streaming import StreamingLayer
 from graphattn.ops.backends import choose_backend
@@ -231,6 +232,7 @@ class _Consensus(GraphLayer):
         valid: ValidPair,
     ) -> Tensor:
         """The same by messages to the target of every edge, and for "energy" to its source too."""
+        self.check_message_masks(valid)
         dtype = compute_dtype(u.dtype)
         targets, sources = compared[0].to(dtype), compared[1].to(dtype)
         target_hidden, source_hidden = hidden[0].to(dtype), hidden[1].to(dtype)
@@ -432,6 +434,8 @@ class SelfConsensus(_Consensus, StreamingLayer):
         return self.move(u, *pairs, graph, valid)
 
     def step_row(self, targets: tuple[Tensor, ...], cache: LayerCache) -> Tensor:
+        if self.uses_propagate() or overridden_rows(self):
+            return self.row_as_graph(targets, cache)
         n = cache.held(cache.window)
         dtype = compute_dtype(targets[0].dtype)
         u, u_i, hidden_i = (target.to(dtype) for target in targets)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -11,6 +11,12 @@ from torch_geometric.nn import MessagePassing
 from graphattn.graphs.arguments import as_int
 from graphattn.graphs.token_graph import TokenGraph
 from graphattn.nn.config import Configured
+from graphattn.nn.overrides import (
+    ClassOverrides,
+    names_of,
+    overridden_edges,
+    overrides_of_class,
+)
 from graphattn.nn.rotary import Rotation, as_rotary, check_positions
 from graphattn.ops.backends import check_backend, wanted_backend
 from graphattn.ops.inputs import Valid, ValidPair, check_graph, check_valid
@@ -23,8 +29,16 @@ class GraphLayer(Configured, MessagePassing):
     """A layer whose `message()` states what one edge contributes.
 
     ``backend="reference"`` runs that through PyG's `propagate`; other backends hand the same
-    tensors to the fused operation. (PyG itself only fuses for its sparse tensor types.)
+    tensors to the fused operation. (PyG itself only fuses for its sparse tensor types.) Where
+    somebody has replaced a method that `propagate` runs, "auto" runs it too, and other backends
+    refuse: they know the library's own mathematics only.
     """
+
+    class_overrides: ClassVar[ClassOverrides]
+
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        super().__init_subclass__(**keywords)
+        cls.class_overrides = overrides_of_class(cls)
 
     def __init__(self, dim: int, heads: int, *, rope: object, backend: str) -> None:
         super().__init__(aggr="add", node_dim=-3)
@@ -36,8 +50,34 @@ class GraphLayer(Configured, MessagePassing):
         self.backend = check_backend(backend)
 
     def uses_propagate(self) -> bool:
-        """Whether `forward` runs `message()`: the reference backend was asked for by name."""
-        return wanted_backend(self.backend) == "reference"
+        """Whether `forward` runs `message()`: asked for by name, or replaced by somebody.
+
+        Raises:
+            ValueError: another backend was asked for by name, but a method was replaced that only
+                `propagate` runs.
+        """
+        wanted = wanted_backend(self.backend)
+        if wanted == "reference":
+            return True
+        replaced = overridden_edges(self)
+        if replaced and wanted != "auto":
+            raise ValueError(
+                f"backend {wanted!r} cannot run this {type(self).__name__}: it has its own "
+                f"{names_of(replaced)}, and fused operations know the library's mathematics only. "
+                "Use backend='auto' or 'reference', which run it through propagate(), or override "
+                "fused(), too"
+            )
+        return bool(replaced)
+
+    def check_message_masks(self, valid: ValidPair) -> None:
+        """A `message()` of somebody else must know of padding where there is some."""
+        if valid == (None, None) or {"valid_i", "valid_j"} <= {*self._user_args}:
+            return
+        raise ValueError(
+            f"valid cannot be used with the message() of {type(self).__name__}, which would read "
+            "padding: let it take valid_i and valid_j (bool [*, E, 1, 1], or None) and return 0 "
+            "for edges where one of them is False"
+        )
 
     def prepare(
         self,

@@ -10,9 +10,14 @@ from torch.nn import functional
 
 from graphattn.graphs.arguments import as_int
 from graphattn.graphs.token_graph import TokenGraph
-from graphattn.graphs.windows import causal_graph, causal_window_graph
+from graphattn.graphs.windows import (
+    bipartite_complete_graph,
+    causal_graph,
+    causal_window_graph,
+)
 from graphattn.nn.graph_layer import GraphLayer, Rotations
 from graphattn.nn.layer_cache import LayerCache
+from graphattn.nn.overrides import names_of
 from graphattn.nn.rotary import check_positions
 from graphattn.ops.inputs import ValidPair, full_precision
 
@@ -64,6 +69,21 @@ class StreamingLayer(GraphLayer):
         """All tokens of a causal graph at once, [*, N, H, D]."""
         raise NotImplementedError
 
+    def row_as_graph(self, targets: tuple[Tensor, ...], cache: LayerCache) -> Tensor:
+        """:meth:`step_row` by :meth:`step_rows`: the newest token looks at all that are held."""
+        n = cache.held(cache.window)
+        keep = cache.valid(n)
+        dtype = targets[0].dtype
+        sources = {name: cache.tokens(name, n) for name in cache.fields}
+        common = torch.promote_types(dtype, cache.dtype)
+        mixed = self.step_rows(
+            tuple(x.to(common) for x in targets),
+            {name: x.to(common) for name, x in sources.items()},
+            bipartite_complete_graph(1, n).to(cache.device),
+            (None, None) if keep is None else (keep[..., -1:], keep),
+        )
+        return mixed.to(dtype)
+
     def finish_step(self, mixed: Tensor, rotations: Rotations) -> Tensor:
         """[*, n, H, D] -> [*, n, dim]."""
         output: Tensor = self.output_proj(mixed.flatten(-2))
@@ -95,6 +115,7 @@ class StreamingLayer(GraphLayer):
                 earlier ones alone: ``SelfConsensus(update="energy")``, attention to a context. Also
                 where the backend "triton" was asked for by name and its kernel cannot take steps.
         """
+        self._check_steps()
         fields = self.cache_fields()
         sizes = batch if isinstance(batch, tuple | list) else (batch,)
         if dtype is not None and not dtype.is_floating_point:
@@ -184,8 +205,18 @@ class StreamingLayer(GraphLayer):
         y = self.finish_step(mixed, rotations)
         return y.squeeze(-2) if single else y
 
+    def _check_steps(self) -> None:
+        """Steps run neither `forward` nor all that it calls: refuse where that was replaced."""
+        if replaced := self.class_overrides.in_forward:
+            raise ValueError(
+                f"step does not run the {names_of(replaced)} of {type(self).__name__}, so it would "
+                "not give what forward gives: override step, too (super().step(x, cache, ...) "
+                "where it is right as it is)"
+            )
+
     def _check_step(self, x: Any, cache: Any) -> bool:
         """Whether `x` is one token; a ValueError where it does not fit the cache, or it us."""
+        self._check_steps()
         if not isinstance(cache, LayerCache):
             raise ValueError(
                 f"cache must be a LayerCache, from init_cache, got {type(cache).__name__}"

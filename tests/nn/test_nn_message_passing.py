@@ -109,13 +109,13 @@ def test_message_and_operation_agree_on_bipartite_graphs(case, graph):
 @pytest.mark.parametrize("path", ["operation", "constructor", "context manager"])
 def test_message_runs_only_where_the_reference_backend_was_asked_for(case, path, monkeypatch):
     layer = case.make(backend="reference" if path == "constructor" else "auto")
-    calls, message = [], layer.message
+    calls, propagate = [], layer.propagate  # (a message() put into its place would be run)
 
     def counted(*args, **keywords):
         calls.append(None)
-        return message(*args, **keywords)
+        return propagate(*args, **keywords)
 
-    monkeypatch.setattr(layer, "message", counted)
+    monkeypatch.setattr(layer, "propagate", counted)
     graph = graph_of(case)
     tokens = tokens_of(case, graph)
     if path == "context manager":

@@ -1,0 +1,132 @@
+"""What a subclass, or somebody at an instance, has put in the place of a layer's own methods.
+
+Fused operations know the mathematics of the library's layers and no other, so a layer whose
+`message()` was replaced must not be handed to them. PyG's hooks and explainers count too: they look
+at messages, which fused operations never form.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+# What `propagate` runs; `fused` gives the same for the library's own.
+EDGE_METHODS = (
+    "message", "aggregate", "update", "edge_update", "log_affinity", "unfused",
+    "propagate", "edge_updater",
+)  # fmt: skip
+WEIGHT_METHODS = ("message", "log_affinity", "propagate")  # what `edge_weights` restates
+# What a step of generation shortens to one row, by `step_row` or the methods that it calls.
+ROW_METHODS = (*EDGE_METHODS, "fused", "mix", "move", "sigma")
+ROW_TWINS = ("step_row", "fused_row", "row_logits")
+# What `forward` runs and steps of generation do not.
+FORWARD_METHODS = (
+    "forward", "attend", "one_step", "project", "rotations", "resolve_positions",
+)  # fmt: skip
+STEP_TWINS = ("step", "project_step", "step_rows", *ROW_TWINS)
+
+MADE_BY_PYG = ("propagate", "edge_updater")  # PyG sets compiled ones at classes and instances
+HOOKS = tuple(
+    f"_{method}_forward{when}_hooks"
+    for method in ("propagate", "message", "aggregate", "edge_update")
+    for when in ("_pre", "")
+)
+NOWHERE = 1 << 30
+
+
+class ClassOverrides(NamedTuple):
+    """Names of methods that the classes of a layer replace, found when its class is made."""
+
+    at_edges: tuple[str, ...]  # and `fused` is not replaced along with them
+    in_rows: tuple[str, ...]  # nor is what does the same for one row
+    in_forward: tuple[str, ...]  # nor is what does the same in steps
+    weights_unknown: tuple[str, ...]  # nor is `edge_weights`
+    methods: dict[str, Any]  # all as they were then; somebody may patch the class later
+
+
+def overrides_of_class(cls: type) -> ClassOverrides:
+    """To be called from ``__init_subclass__``: later PyG puts its own `propagate` into classes."""
+
+    def depth(name: str) -> int:
+        """Which of the classes that `cls` is made of replaces a method of the library's, if any."""
+        for place, base in enumerate(cls.__mro__):
+            if name in base.__dict__:
+                if not is_ours(base):
+                    return place
+                known = vars(base).get("class_overrides")
+                if known is None or name in MADE_BY_PYG:
+                    return NOWHERE
+                own = base.__dict__[name]
+                return NOWHERE if known.methods.get(name, own) is own else place
+        return NOWHERE
+
+    def replaced(names: tuple[str, ...], *twins: str) -> tuple[str, ...]:
+        """Those that are replaced and have no twin that was replaced with them, or after them."""
+        last = min(depth(twin) for twin in twins)
+        return tuple(name for name in names if depth(name) < last)
+
+    watched = {*ROW_METHODS, *ROW_TWINS, "edge_weights"} - {*MADE_BY_PYG}
+    return ClassOverrides(
+        at_edges=replaced(EDGE_METHODS, "fused"),
+        in_rows=replaced(ROW_METHODS, *ROW_TWINS),
+        in_forward=replaced(FORWARD_METHODS, *STEP_TWINS),
+        weights_unknown=replaced(WEIGHT_METHODS, "edge_weights"),
+        methods={name: getattr(cls, name) for name in sorted(watched) if hasattr(cls, name)},
+    )
+
+
+def is_ours(cls: type) -> bool:
+    """A class of this library, or one that it is made of."""
+    return cls is object or cls.__module__.split(".")[0] in (
+        "graphattn",
+        "torch_geometric",
+        "torch",
+    )
+
+
+def own_methods(layer: Any, names: tuple[str, ...], *twins: str) -> tuple[str, ...]:
+    """Of `names`, those that an instance has as attributes, or its class since it was made."""
+    cls, attributes = type(layer), vars(layer)
+    methods = cls.class_overrides.methods
+    found: tuple[str, ...] = ()
+    for name in names:  # plain and short: steps of generation come here
+        if name in methods and (name in attributes or getattr(cls, name) is not methods[name]):
+            found += (name,)
+    return () if found and own_methods(layer, twins) else found
+
+
+def overridden_edges(layer: Any) -> tuple[str, ...]:
+    """Why `fused` would not give what `propagate` gives: what was replaced, by name."""
+    found: tuple[str, ...] = layer.class_overrides.at_edges
+    found += own_methods(layer, EDGE_METHODS, "fused")
+    if not torch.compiler.is_compiling():  # PyG's own propagate then runs no hooks either
+        attributes = vars(layer)
+        for name in HOOKS:
+            if attributes[name]:
+                found += (name,)
+    return (*found, "explain") if layer._explain else found
+
+
+def overridden_rows(layer: Any) -> tuple[str, ...]:
+    """Why one row by itself would not give what the layer gives: what was replaced, by name."""
+    return layer.class_overrides.in_rows + own_methods(layer, ROW_METHODS, *ROW_TWINS)
+
+
+def overridden_weights(layer: Any) -> tuple[str, ...]:
+    """Why `edge_weights` would not be those of the messages: what was replaced, by name."""
+    found: tuple[str, ...] = layer.class_overrides.weights_unknown
+    found += own_methods(layer, WEIGHT_METHODS, "edge_weights")
+    return tuple(dict.fromkeys(found))
+
+
+def names_of(methods: tuple[str, ...]) -> str:
+    """`message() and log_affinity()`, for an error."""
+    shown = []
+    for name in dict.fromkeys(methods):
+        if name in HOOKS:
+            what = name.removeprefix("_").removesuffix("s")
+            shown.append(f"a hook (register_{what})")
+        else:
+            shown.append("explain = True" if name == "explain" else f"{name}()")
+    return " and ".join(shown)
