@@ -186,6 +186,13 @@ MUTATIONS = [
         (f"{CHECKPOINTING}::test_a_layer_gives_the_same_bits_however_activations_are_kept",),
     ),
     Mutation(
+        "an automatic step moves what is padding as a target",
+        "graphattn/ops/consensus/api.py",
+        "if pair[0] is not None and step is None:",
+        "if False:",
+        ("tests/ops/test_ops_consensus_roles.py::test_an_invalid_target_keeps_its_state",),
+    ),
+    Mutation(
         "the message of a subclass is ignored",
         "graphattn/nn/graph_layer.py",
         "        return bool(replaced)\n",

@@ -258,7 +258,8 @@ class _Consensus(GraphLayer):
                 eta = automatic_step(bound, graph, self.update_rule)[..., None]
             elif isinstance(eta, Tensor):
                 eta = eta[:, None]
-        return (u - eta * gradient).to(u.dtype)
+        moved = (u - eta * gradient).to(u.dtype)
+        return moved if valid[0] is None else torch.where(valid[0][..., None, None], moved, u)
 
     def edge_update(
         self,
@@ -285,6 +286,14 @@ class _Consensus(GraphLayer):
                 **options,
             }
         )
+
+
+def clear_unread(x: Tensor, valid: ValidPair) -> Tensor:
+    """x [*, N, dim], zero where a token is real neither as a target nor as a source."""
+    of_target, of_source = valid
+    if of_target is None or of_source is None:
+        return x
+    return x.masked_fill(~(of_target | of_source)[..., None], 0)
 
 
 class SelfConsensus(_Consensus, StreamingLayer):
@@ -394,7 +403,8 @@ class SelfConsensus(_Consensus, StreamingLayer):
         positions: Positions = None,
     ) -> Tensor:
         """One consensus step of the tokens of `x` among themselves."""
-        x, _, graph, pair = self.prepare(x, x, self.dim, graph, valid)
+        masked, _, graph, pair = self.prepare(x, x, self.dim, graph, valid)
+        x = masked if pair[0] is pair[1] else clear_unread(x, pair)
         u = self.split(self.source_proj(x), self.heads)
         return self.one_step(x, x, u, u, graph, pair, positions)
 

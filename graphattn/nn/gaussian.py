@@ -101,11 +101,14 @@ class GaussianKernelAttention(DistanceAttention):
     def project_rotated(
         self, x: Tensor, context: Tensor, rotations: Rotations
     ) -> tuple[Tensor, Tensor, Tensor]:
-        features = self.split(x, self.heads)
-        features, _ = self.rotate(features, features, rotations)
+        query = self.split(x, self.heads)
+        key = query if context is x else self.split(context, self.heads)  # masks may differ
+        query, key = self.rotate(query, key, rotations)
         if self.normalize:
-            features = functional.rms_norm(features, (self.head_dim,))
-        return features, features, features
+            one_tensor, shape = key is query, (self.head_dim,)  # operations make use of it
+            query = functional.rms_norm(query, shape)
+            key = query if one_tensor else functional.rms_norm(key, shape)
+        return query, key, key
 
     def cache_fields(self) -> dict[str, tuple[int, int]]:
         return {"key": (self.heads, self.head_dim)}  # the value too

@@ -274,3 +274,23 @@ def test_offsets_do_not_wrap_at_two_to_the_31(dtype: str, device: str) -> None:
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.startswith("all equal")
+
+
+@pytest.mark.parametrize("step", [0.1, "auto"])
+@pytest.mark.parametrize("masked", ["both", "targets"])
+def test_an_invalid_target_that_is_a_valid_source_keeps_its_state(
+    masked: str, step: float | str, device: str
+) -> None:
+    graph = ga.window_path_graph(7, 2).to(device)
+    case = Case(graph)
+    x = {name: tensor.to(device) for name, tensor in case.tensors().items()}
+    network = ga.EdgeNetworkParameters(*(x[n] for n in ga.EdgeNetworkParameters._fields))
+    of_targets = torch.tensor([1, 1, 0, 1, 0, 1, 1], device=device).bool()
+    of_sources = torch.tensor([1, 0, 1, 1, 1, 1, 0], device=device).bool()
+    state, hidden = x["state"], (x["target_hidden"], x["source_hidden"])
+    valid = of_targets, of_sources if masked == "both" else None
+    new = ga.consensus_update(
+        state, state, *hidden, network, graph, step, valid=valid, backend=BACKEND
+    )
+    assert torch.equal(new[:, ~of_targets], state[:, ~of_targets])
+    assert (new[:, of_targets] != state[:, of_targets]).any()

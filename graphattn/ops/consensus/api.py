@@ -141,6 +141,8 @@ def consensus_update(
             disagreement=compared,
             valid=pair,
         )
+    if pair[0] is not None and step is None:  # a source that is valid pulls at it all the same
+        new = torch.where(pair[0][..., None, None], new, moving)
     return new.to(state.dtype)
 
 
