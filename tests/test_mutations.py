@@ -193,6 +193,13 @@ MUTATIONS = [
         ("tests/ops/test_ops_consensus_roles.py::test_an_invalid_target_keeps_its_state",),
     ),
     Mutation(
+        "lengths that a compiler left open are asked for their dtype",
+        "graphattn/graphs/arguments.py",
+        "if type(value) is not int and not isinstance(value, torch.SymInt):",
+        "if True:",
+        ("tests/models/test_models_compile.py::test_graphs_can_be_built_inside_what_is_compiled",),
+    ),
+    Mutation(
         "the message of a subclass is ignored",
         "graphattn/nn/graph_layer.py",
         "        return bool(replaced)\n",
