@@ -76,6 +76,8 @@ NAMES = "tests/nn/test_nn_argument_names.py"
 FILES = "tests/models/test_models_files.py"
 CHECKPOINTING = "tests/nn/test_nn_checkpointing.py"
 OVERRIDES = "tests/nn/test_nn_overrides.py"
+EDGE_VALUES = "tests/graphs/test_graphs_edge_values.py"
+SAVING = "tests/graphs/test_graphs_saving.py"
 
 MUTATIONS = [
     Mutation(
@@ -779,6 +781,53 @@ MUTATIONS = [
         "valid=~{name} (",
         "valid={name} (",
         (f"{NAMES}::test_a_call_answers_foreign_names",),
+        "weights of networkx stay in its order of edges",
+        "graphattn/graphs/convert.py",
+        "return result, weights[permutation]",
+        "return result, weights",
+        (f"{EDGE_VALUES}::test_weights_of_networkx_stand_where_its_own_matrix_has_them",),
+    ),
+    Mutation(
+        "the way back of an undirected edge has the weight of another",
+        "graphattn/graphs/convert.py",
+        "values = one_way + [one_way[e] for e in way_back]",
+        "values = one_way + one_way[: len(way_back)]",
+        (f"{EDGE_VALUES}::test_weights_of_networkx_stand_where_its_own_matrix_has_them",),
+    ),
+    Mutation(
+        "from_networkx drops weights in silence",
+        "graphattn/graphs/convert.py",
+        'if not all(_number(data.get("weight", 1)) == 1 for _, _, data in edges):',
+        "if False:",
+        (f"{EDGE_VALUES}::test_weights_that_nobody_asks_for_are_announced",),
+    ),
+    Mutation(
+        "edge_attr of PyG stays in its order of edges",
+        "graphattn/graphs/convert_pyg.py",
+        "return value[permutation.to(value.device)]",
+        "return value",
+        (f"{EDGE_VALUES}::test_edge_attr_and_weight_of_pyg_tell_the_edges_they_stand_beside",),
+    ),
+    Mutation(
+        "from_pyg drops edge_attr in silence",
+        "graphattn/graphs/convert_pyg.py",
+        "elif value is not None and not return_permutation:",
+        "elif False:",
+        (f"{EDGE_VALUES}::test_what_pyg_holds_and_nobody_asks_for_is_named",),
+    ),
+    Mutation(
+        "torch.load with weights_only does not know a graph",
+        "graphattn/graphs/token_graph.py",
+        "torch.serialization.add_safe_globals([TokenGraph, *KINDS])",
+        "",
+        (f"{SAVING}::test_a_fresh_process_reads_every_graph_with_weights_only",),
+    ),
+    Mutation(
+        "a graph keeps the device it was saved on",
+        "graphattn/graphs/token_graph.py",
+        'state["_device"] = torch.empty(0, device=self._device)',
+        'state["_device"] = self._device',
+        (f"{SAVING}::test_map_location_moves_a_graph_with_what_it_will_list",),
     ),
 ]
 

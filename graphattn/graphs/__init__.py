@@ -5,9 +5,9 @@ from graphattn.graphs.convert import (
     from_edge_index,
     from_mask,
     from_networkx,
-    from_pyg,
     from_scipy,
 )
+from graphattn.graphs.convert_pyg import from_pyg
 from graphattn.graphs.grids import grid_window_graph
 from graphattn.graphs.long_range import bigbird_graph, longformer_graph
 from graphattn.graphs.nearest_neighbors import knn

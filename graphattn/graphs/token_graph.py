@@ -8,17 +8,16 @@ from typing import TYPE_CHECKING, Any, cast, overload
 import torch
 from torch import Tensor
 
-from graphattn.graphs.arguments import as_edge_type
 from graphattn.graphs.composites import Parts
-from graphattn.graphs.edge_lists import edges_of_rows
-from graphattn.graphs.encoding import encode
+from graphattn.graphs.edge_lists import edges_of_rows, sorted_edge_list
+from graphattn.graphs.encoding import KINDS, encode
 from graphattn.graphs.notebook import graph_html
 from graphattn.graphs.structure import Device, Structure
 
 if TYPE_CHECKING:
     import networkx
     import scipy.sparse
-    from torch_geometric.data import HeteroData
+    from torch_geometric.data import Data, HeteroData
 
 
 class TokenGraph:
@@ -317,7 +316,37 @@ class TokenGraph:
         small = object.__new__(TokenGraph)
         small.__dict__.update(self.__dict__)
         small._forget()
-        return small.__dict__
+        state = dict(small.__dict__)
+        del state["_code"]  # follows from the rest
+        # A device that `torch.load(map_location=...)` moves, as it moves the edges.
+        state["_device"] = torch.empty(0, device=self._device)
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Read the facts and the edges, and derive the rest: a file may be anybody's."""
+        edge_index, neighbors = state["_edge_index"], state["_neighbors"]
+        num_targets, num_sources = state["_num_targets"], state["_num_sources"]
+        if edge_index is not None and not edge_index.is_meta:
+            edge_index = sorted_edge_list(edge_index, num_targets, num_sources)[0]
+        if neighbors is not None and not neighbors.is_meta:
+            outside = (neighbors < -1) | (neighbors >= num_sources)
+            if outside.any():
+                raise ValueError(
+                    "neighbors must hold sources, -1 (none) or 0 .. num_sources - 1 = "
+                    f"{num_sources - 1}, got {int(neighbors[outside][0])}"
+                )
+        device = state["_device"]
+        self.__init__(  # type: ignore[misc]
+            structure=state["_structure"],
+            edge_index=edge_index,
+            neighbors=neighbors,
+            num_targets=num_targets,
+            num_sources=num_sources,
+            sizes=state["_sizes"],
+            is_causal=state["_is_causal"],
+            has_causal_part=state["_has_causal_part"],
+            device=device.device if isinstance(device, Tensor) else device,
+        )
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, TokenGraph):
@@ -365,101 +394,95 @@ class TokenGraph:
         return mask
 
     @overload
-    def to_pyg(self, edge_type: None = None) -> Tensor: ...
+    def to_pyg(
+        self, edge_type: None = None, *, edge_attr: None = None, edge_weight: None = None
+    ) -> Tensor: ...
 
     @overload
-    def to_pyg(self, edge_type: tuple[str, str, str]) -> HeteroData: ...
+    def to_pyg(
+        self,
+        edge_type: None = None,
+        *,
+        edge_attr: Tensor | None = None,
+        edge_weight: Tensor | None = None,
+    ) -> Data: ...
 
-    def to_pyg(self, edge_type: tuple[str, str, str] | None = None) -> Tensor | HeteroData:
-        """PyG's ``EdgeIndex``, or with an edge type a ``HeteroData`` of two kinds of nodes.
+    @overload
+    def to_pyg(
+        self,
+        edge_type: tuple[str, str, str],
+        *,
+        edge_attr: Tensor | None = None,
+        edge_weight: Tensor | None = None,
+    ) -> HeteroData: ...
+
+    def to_pyg(
+        self,
+        edge_type: tuple[str, str, str] | None = None,
+        *,
+        edge_attr: Tensor | None = None,
+        edge_weight: Tensor | None = None,
+    ) -> Tensor | Data | HeteroData:
+        """PyG's ``EdgeIndex``, or its ``Data`` or ``HeteroData`` where there is more to hold.
 
         The EdgeIndex has ``sort_order="col"``; any PyG layer takes it as `edge_index`. It holds
         edges and sizes only: the borders of a :func:`~graphattn.batch`, and with them positions
-        that restart, are in :attr:`sizes` alone. A HeteroData holds them too, as PyG's batches do
-        (``ptr`` and ``batch`` of both node types). :func:`~graphattn.from_pyg` leads back to the
-        same edges and borders; what is known of their structure and causality stays behind.
+        that restart, are in :attr:`sizes` alone. With values of edges comes a Data; with an edge
+        type a HeteroData of two kinds of nodes. These hold the borders too, as PyG's batches do
+        (``ptr`` and ``batch`` of the nodes). :func:`~graphattn.from_pyg` leads back to the same
+        edges, values and borders; what is known of their structure and causality stays behind.
 
         Args:
             edge_type: (source node type, relation, target node type).
+            edge_attr: tensor [E, ...] in the order of :attr:`edge_index`.
+            edge_weight: tensor [E] in that order.
 
         Raises:
             ValueError: if `edge_type` is not three strings, or names one node type for sources and
-                targets that are not equally many.
+                targets that are not equally many; if `edge_attr` or `edge_weight` is not one entry
+                per edge; if a Data is asked for targets and sources that are not equally many.
 
         Example:
-            >>> import graphattn as ga
+            >>> import torch, graphattn as ga
             >>> reads = ("dna", "read_by", "protein")
             >>> data = ga.bipartite_complete_graph(num_targets=2, num_sources=5).to_pyg(reads)
             >>> data["protein"].num_nodes, data[reads].edge_index.shape
             (2, torch.Size([2, 10]))
+            >>> ga.causal_graph(2).to_pyg(edge_weight=torch.tensor([1.0, 0.25, 0.75]))
+            Data(edge_index=[2, 3], num_nodes=2, edge_weight=[3])
         """
-        from torch_geometric import EdgeIndex
-        from torch_geometric.data import HeteroData
+        from graphattn.graphs.export import pyg_of
 
-        if edge_type is None:
-            return EdgeIndex(
-                self.edge_index,
-                sparse_size=(self._num_sources, self._num_targets),
-                sort_order="col",
-            )
-        source, _, target = as_edge_type(edge_type)
-        if source == target and any(targets != sources for targets, sources in self._sizes):
-            raise ValueError(
-                f"edge_type {edge_type} names one node type, but the graph has as many targets "
-                f"and sources as {self._sizes}"
-            )
-        data = HeteroData()
-        for side, kind in enumerate((target, source)):
-            sizes = torch.tensor([size[side] for size in self._sizes], device=self._device)
-            data[kind].num_nodes = int(sizes.sum())
-            if len(sizes) > 1:
-                data[kind].ptr = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
-                count = torch.arange(len(sizes), device=self._device)
-                data[kind].batch = count.repeat_interleave(sizes)
-        data[edge_type].edge_index = self.edge_index  # PyG cannot coalesce its EdgeIndex here
-        return data
+        return pyg_of(self, edge_type, edge_attr, edge_weight)
 
-    def to_networkx(self) -> networkx.DiGraph:
+    def to_networkx(self, edge_weight: Tensor | None = None) -> networkx.DiGraph:
         """A networkx ``DiGraph`` with an edge j -> i for every source j of target i.
 
         The tokens of a square graph are nodes 0 .. N-1. A bipartite graph (N != M) has nodes
         ``("target", i)`` and ``("source", j)`` instead.
-        """
-        import networkx
 
-        graph = networkx.DiGraph()
-        sources, targets = self.edge_index.tolist()
-        if self._num_targets == self._num_sources:
-            graph.add_nodes_from(range(self._num_targets))
-            graph.add_edges_from(zip(sources, targets, strict=True))
-        else:
-            graph.add_nodes_from((("target", i) for i in range(self._num_targets)), bipartite=0)
-            graph.add_nodes_from((("source", j) for j in range(self._num_sources)), bipartite=1)
-            graph.add_edges_from(
-                (("source", j), ("target", i)) for j, i in zip(sources, targets, strict=True)
-            )
-        return graph
+        Args:
+            edge_weight: tensor [E] in the order of :attr:`edge_index`, the edges' attribute
+                "weight", as networkx calls it.
+
+        Example:
+            >>> import torch, graphattn as ga
+            >>> graph = ga.causal_graph(2)
+            >>> other = graph.to_networkx(torch.tensor([1.0, 0.25, 0.75]))
+            >>> list(other.edges(data="weight"))
+            [(0, 0, 1.0), (0, 1, 0.25), (1, 1, 0.75)]
+            >>> ga.from_networkx(other, edge_weight="weight")[1]
+            tensor([1.0000, 0.2500, 0.7500])
+        """
+        from graphattn.graphs.export import networkx_of
+
+        return networkx_of(self, edge_weight)
 
     def to_scipy(self, edge_weight: Tensor | None = None) -> scipy.sparse.csr_array:
         """Sparse ``A[source, target]`` [M, N] of ones, or of `edge_weight` [E]."""
-        import numpy as np
-        import scipy.sparse
+        from graphattn.graphs.export import scipy_of
 
-        source, target = self.edge_index.cpu().numpy()
-        if edge_weight is None:
-            values = np.ones(len(source))
-        else:
-            if not isinstance(edge_weight, Tensor) or edge_weight.shape != (self.num_edges,):
-                got = getattr(edge_weight, "shape", type(edge_weight).__name__)
-                raise ValueError(
-                    f"edge_weight must be a tensor of shape [{self.num_edges}] (one per edge), "
-                    f"got {got}"
-                )
-            if edge_weight.dtype in (torch.float16, torch.bfloat16):  # scipy knows neither
-                edge_weight = edge_weight.float()
-            values = edge_weight.detach().cpu().numpy()
-        shape = (self._num_sources, self._num_targets)
-        return scipy.sparse.coo_array((values, (source, target)), shape=shape).tocsr()
+        return scipy_of(self, edge_weight)
 
 
 def kept_for_training() -> AbstractContextManager[object]:
@@ -497,6 +520,10 @@ def _structure_name(structure: Structure) -> str:
     inner = ", ".join(_structure_name(part) for part in parts)
     name = type(structure).__name__
     return f"{name}({inner})" if inner else name
+
+
+# A saved graph is numbers and tensors: `torch.load(path, weights_only=True)` may read it.
+torch.serialization.add_safe_globals([TokenGraph, *KINDS])
 
 
 def as_token_graph(graph: Any, num_targets: int, num_sources: int) -> TokenGraph:

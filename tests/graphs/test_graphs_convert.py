@@ -218,7 +218,7 @@ def test_a_multigraph_without_repeats_is_a_graph_and_one_with_repeats_raises():
         networkx.MultiGraph([(0, 1), (1, 2), (2, 1)]),
         networkx.MultiGraph([(0, 1), (1, 1), (1, 1)]),
     ):
-        with pytest.raises(ValueError, match=r"source 1|target 1.* more than once"):
+        with pytest.raises(ValueError, match=r"the edge \(\d, \d\) more than once"):
             ga.from_networkx(other)
 
 
@@ -250,7 +250,7 @@ def test_scipy_agrees_with_torch_geometric(name):
 @pytest.mark.parametrize("suffix", ["array", "matrix"])
 def test_every_sparse_format_is_read_alike(kind, suffix):
     dense = np.zeros((3, 5))
-    dense[[0, 2, 2], [4, 0, 1]] = [1.0, -2.0, 3.0]
+    dense[[0, 2, 2], [4, 0, 1]] = 1.0
     graph = ga.from_scipy(getattr(scipy.sparse, f"{kind}_{suffix}")(dense))
     assert (graph.num_sources, graph.num_targets) == (3, 5)
     assert graph.edge_index.tolist() == [[2, 2, 0], [0, 1, 4]]
