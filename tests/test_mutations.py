@@ -78,6 +78,7 @@ CHECKPOINTING = "tests/nn/test_nn_checkpointing.py"
 OVERRIDES = "tests/nn/test_nn_overrides.py"
 EDGE_VALUES = "tests/graphs/test_graphs_edge_values.py"
 SAVING = "tests/graphs/test_graphs_saving.py"
+FILES = "tests/data/test_data_files.py"
 
 MUTATIONS = [
     Mutation(
@@ -828,6 +829,20 @@ MUTATIONS = [
         'state["_device"] = torch.empty(0, device=self._device)',
         'state["_device"] = self._device',
         (f"{SAVING}::test_map_location_moves_a_graph_with_what_it_will_list",),
+    ),
+    Mutation(
+        "a gzip file is unpacked whole before its size is looked at",
+        "graphattn/data/files.py",
+        'data = _read(packed, name, "unpacks to", max_bytes)',
+        "data = packed.read()",
+        (f"{FILES}::test_a_gzip_bomb_is_refused_long_before_it_fills_the_memory",),
+    ),
+    Mutation(
+        "a large file is read before it is refused",
+        "graphattn/data/files.py",
+        "if max_bytes is not None and status.st_size > max_bytes:",
+        "if False:",
+        (f"{FILES}::test_a_large_file_is_refused_unread",),
     ),
 ]
 

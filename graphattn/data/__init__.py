@@ -2,7 +2,8 @@
 
 Text becomes characters, FASTA becomes residues or bases, a PDB or mmCIF file becomes the C-alpha
 trace of a chain. A file that cannot be read raises :class:`FileFormatError`, whose text is one line
-naming the file, the line where one is to blame, and the reason.
+naming the file, the line where one is to blame, and the reason. Every reader refuses a file of more
+than ``max_bytes`` bytes, decompressed: a gzip file can unpack to a thousand times its size.
 
 FASTA and structures are parsed by biotite, an optional dependency:
 ``pip install 'graphattn[bio]'``.
@@ -15,11 +16,19 @@ from graphattn.data.fasta import (
     read_fasta,
     tokenizer_for_sequence,
 )
-from graphattn.data.files import FileFormat, FileFormatError, read_bytes, read_text, sniff_format
+from graphattn.data.files import (
+    MAX_BYTES,
+    FileFormat,
+    FileFormatError,
+    read_bytes,
+    read_text,
+    sniff_format,
+)
 from graphattn.data.structures import ProteinChain, read_structure
 from graphattn.data.text import CharacterTokenizer
 
 __all__ = [
+    "MAX_BYTES",
     "CharacterTokenizer",
     "FastaRecord",
     "FileFormat",

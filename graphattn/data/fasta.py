@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from graphattn.data.files import FileFormatError, read_text
+from graphattn.data.files import MAX_BYTES, FileFormatError, read_text
 from graphattn.data.text import CharacterTokenizer
 
 _NOT_SEQUENCE = re.compile(r"[^A-Za-z*\-]")
@@ -34,10 +34,16 @@ class FastaRecord:
     sequence: str
 
 
-def read_fasta(path: str | os.PathLike[str]) -> list[FastaRecord]:
+def read_fasta(
+    path: str | os.PathLike[str], *, max_bytes: int | None = MAX_BYTES
+) -> list[FastaRecord]:
     """The records of a FASTA file (gzipped or not), in their order; equal headers are all kept.
 
     Blank lines and ``;`` comments are skipped. Lower case (soft masking) becomes upper case.
+
+    Args:
+        path: the file.
+        max_bytes: as in :func:`~graphattn.data.read_bytes`.
 
     Raises:
         FileFormatError: the file cannot be read (see :func:`~graphattn.data.read_text`) or is
@@ -60,7 +66,7 @@ def read_fasta(path: str | os.PathLike[str]) -> list[FastaRecord]:
     except ImportError as error:
         raise ImportError("reading FASTA needs biotite: pip install 'graphattn[bio]'") from error
 
-    text = read_text(path)
+    text = read_text(path, max_bytes=max_bytes)
     _check_fasta(path, text)
     # `FastaFile.read` is a dictionary by header: of two equal headers it keeps the last record.
     return [

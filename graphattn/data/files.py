@@ -1,13 +1,17 @@
 """Read a file, or say in one line what is wrong with it."""
 
 import gzip
+import io
 import os
 import re
 import stat
 import zlib
-from typing import Literal
+from typing import BinaryIO, Literal
 
 FileFormat = Literal["text", "fasta", "pdb", "mmcif"]
+
+MAX_BYTES = 2**28  # 256 MiB: any chromosome of man; a gzip file of 1 MB can unpack to 1 GB
+_PIECE = 2**20  # read at a time, so that too much is met before it fills the memory
 
 _GZIP_MAGIC = (
     b"\x1f\x8b"  # never the start of UTF-8 text, so content may decide as well as the name
@@ -72,12 +76,18 @@ def _one_line(text: str) -> str:
     )
 
 
-def read_bytes(path: str | os.PathLike[str]) -> bytes:
+def read_bytes(path: str | os.PathLike[str], *, max_bytes: int | None = MAX_BYTES) -> bytes:
     """The bytes of a file, decompressed when it is gzipped (by its name or by its content).
+
+    Args:
+        path: the file.
+        max_bytes: refuse a file that holds more, counted after decompression; None reads any. It
+            is unpacked piece by piece, and no further than this.
 
     Raises:
         FileFormatError: the file is missing, a directory or a device, cannot be read, is empty
-            (or holds only whitespace), or is a damaged gzip file.
+            (or holds only whitespace), is a damaged gzip file, or is larger than `max_bytes`.
+        ValueError: `max_bytes` is not a positive integer or None.
 
     Example:
         >>> import graphattn as ga
@@ -86,16 +96,21 @@ def read_bytes(path: str | os.PathLike[str]) -> bytes:
         ...
         graphattn.data.files.FileFormatError: no/such/file.txt: no such file
     """
+    if max_bytes is not None and (type(max_bytes) is not int or max_bytes < 1):
+        raise ValueError(f"max_bytes must be an integer >= 1 or None, got {max_bytes!r}")
     name = os.fspath(path)
     try:
-        mode = os.stat(name).st_mode
+        status = os.stat(name)
+        mode = status.st_mode
         if stat.S_ISDIR(mode):
             raise FileFormatError(name, "is a directory, not a file")
         if not (stat.S_ISREG(mode) or stat.S_ISFIFO(mode)):
             # /dev/zero never ends; a pipe, as in `<(zcat genes.fa.gz)`, does.
             raise FileFormatError(name, "is a device, not a file")
+        if max_bytes is not None and status.st_size > max_bytes:
+            raise _too_large(name, f"holds {status.st_size:,} bytes", max_bytes)
         with open(name, "rb") as file:
-            data = file.read()
+            data = _read(file, name, "holds", max_bytes)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise FileFormatError(name, "no such file") from error
     except OSError as error:
@@ -107,16 +122,39 @@ def read_bytes(path: str | os.PathLike[str]) -> bytes:
 
     if data and (name.lower().endswith(".gz") or data.startswith(_GZIP_MAGIC)):
         try:
-            data = gzip.decompress(data)
+            with gzip.GzipFile(fileobj=io.BytesIO(data)) as packed:
+                data = _read(packed, name, "unpacks to", max_bytes)
         except (OSError, EOFError, zlib.error) as error:
             raise FileFormatError(name, f"is not a whole gzip file: {error}") from error
-    if not data.strip():
+    if not data or data.isspace():
         raise FileFormatError(name, "is empty")
     return data
 
 
-def read_text(path: str | os.PathLike[str]) -> str:
+def _read(file: BinaryIO | gzip.GzipFile, name: str, holds: str, max_bytes: int | None) -> bytes:
+    """All of an open file, or an error as soon as it turns out to be too much."""
+    pieces: list[bytes] = []
+    size = 0
+    while piece := file.read(_PIECE):
+        size += len(piece)
+        if max_bytes is not None and size > max_bytes:
+            raise _too_large(name, f"{holds} more than {max_bytes:,} bytes", max_bytes)
+        pieces.append(piece)
+    return b"".join(pieces)
+
+
+def _too_large(name: str, what: str, max_bytes: int) -> FileFormatError:
+    return FileFormatError(
+        name, f"{what}, and max_bytes = {max_bytes:,} is the limit (a larger one or None lifts it)"
+    )
+
+
+def read_text(path: str | os.PathLike[str], *, max_bytes: int | None = MAX_BYTES) -> str:
     r"""The text of a UTF-8 file, gzipped or not. Every line end becomes ``"\n"``.
+
+    Args:
+        path: the file.
+        max_bytes: as in :func:`read_bytes`.
 
     Raises:
         FileFormatError: as :func:`read_bytes`, and for binary files (a NUL byte, not UTF-8).
@@ -129,7 +167,7 @@ def read_text(path: str | os.PathLike[str]) -> str:
         ...     ga.data.read_text(path)
         'to be,\nor not\n'
     """
-    data = read_bytes(path)
+    data = read_bytes(path, max_bytes=max_bytes)
     if b"\0" in data:
         raise FileFormatError(path, "is binary (it holds a NUL byte), not text")
     try:

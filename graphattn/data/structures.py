@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphattn.data.files import FileFormatError, read_text, sniff_format
+from graphattn.data.files import MAX_BYTES, FileFormatError, read_text, sniff_format
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -42,7 +42,12 @@ class ProteinChain:
         return f"ProteinChain(chain_id={self.chain_id!r}, num_residues={len(self.sequence)})"
 
 
-def read_structure(path: str | os.PathLike[str], chain: str | None = None) -> ProteinChain:
+def read_structure(
+    path: str | os.PathLike[str],
+    chain: str | None = None,
+    *,
+    max_bytes: int | None = MAX_BYTES,
+) -> ProteinChain:
     """One chain of the first model of a PDB or mmCIF file (gzipped or not).
 
     A residue counts when it has a C-alpha atom and is an ``ATOM`` record or an amino acid of the
@@ -54,6 +59,7 @@ def read_structure(path: str | os.PathLike[str], chain: str | None = None) -> Pr
     Args:
         path: the file; PDB or mmCIF by its extension, else by its content.
         chain: the chain's name; by default the first chain that has amino acids.
+        max_bytes: as in :func:`~graphattn.data.read_bytes`.
 
     Raises:
         FileFormatError: the file cannot be read (see :func:`~graphattn.data.read_text`), is
@@ -85,7 +91,7 @@ def read_structure(path: str | os.PathLike[str], chain: str | None = None) -> Pr
         message = "reading structures needs biotite: pip install 'graphattn[bio]'"
         raise ImportError(message) from error
 
-    text = read_text(path)
+    text = read_text(path, max_bytes=max_bytes)
     file_format = sniff_format(path, text)
     if file_format not in ("pdb", "mmcif"):
         raise FileFormatError(path, "is neither PDB nor mmCIF, by its name and its content")

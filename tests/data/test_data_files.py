@@ -6,13 +6,23 @@ import os
 import pickle
 import subprocess
 import sys
+import tracemalloc
+import zlib
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graphattn.data import FileFormatError, read_bytes, read_text, sniff_format
+from graphattn.data import (
+    MAX_BYTES,
+    FileFormatError,
+    read_bytes,
+    read_fasta,
+    read_structure,
+    read_text,
+    sniff_format,
+)
 
 needs_posix = pytest.mark.skipif(os.name != "posix", reason="file names and devices of POSIX")
 
@@ -229,3 +239,80 @@ def test_real_files_are_recognised_without_their_names(real_files):
 def test_real_pictures_are_binary(real_files):
     for path in real_files("images/*.png"):
         assert "binary" in complaint(path).reason
+
+
+# Limits: no file is read or unpacked beyond `max_bytes`.
+
+
+def most_memory(call) -> int:
+    """The most memory, in bytes, that Python and its libraries' objects took at a time."""
+    tracemalloc.start()
+    try:
+        call()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+def refused(read, path, **options) -> str:
+    with pytest.raises(FileFormatError) as caught:
+        read(path, **options)
+    return str(caught.value)
+
+
+READERS = [read_bytes, read_text, read_fasta, read_structure]
+
+
+@pytest.mark.parametrize("members", [1, 64])
+@pytest.mark.parametrize("read", READERS)
+def test_a_gzip_bomb_is_refused_long_before_it_fills_the_memory(tmp_path, read, members):
+    path = tmp_path / "bomb.pdb.gz"
+    path.write_bytes(gzip.compress(b" " * (2**26 // members)) * members)
+    assert path.stat().st_size < 100_000
+    says = []
+    memory = most_memory(lambda: says.append(refused(read, path, max_bytes=2**20)))
+    assert memory < 2**23
+    assert says[0].startswith(f"{path}: unpacks to more than 1,048,576 bytes, and max_bytes = ")
+
+
+def test_the_default_limit_refuses_what_fills_a_gigabyte(tmp_path):
+    path = tmp_path / "bomb.txt.gz"
+    zeros = zlib.compressobj(wbits=31)
+    piece = bytes(2**24)
+    path.write_bytes(b"".join([*(zeros.compress(piece) for _ in range(17)), zeros.flush()]))
+    assert MAX_BYTES < 17 * 2**24
+    assert "max_bytes = 268,435,456 is the limit" in refused(read_bytes, path)
+
+
+@pytest.mark.parametrize("read", READERS)
+def test_a_large_file_is_refused_unread(tmp_path, read):
+    path = tmp_path / "large.cif"
+    with path.open("wb") as file:
+        file.truncate(2**40)  # sparse: it takes no room on the disk either
+    assert refused(read, path).startswith(f"{path}: holds 1,099,511,627,776 bytes, and max_bytes")
+
+
+@needs_posix
+def test_a_pipe_that_never_ends_is_left_at_the_limit(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    endless = "import sys\nwith open(sys.argv[1], 'wb') as f:\n while True: f.write(b'y' * 4096)"
+    with subprocess.Popen([sys.executable, "-c", endless, pipe], stderr=subprocess.DEVNULL):
+        assert "holds more than 1,000,000 bytes" in refused(read_bytes, pipe, max_bytes=10**6)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_limit_is_the_last_size_that_is_read(tmp_path, packed):
+    content = os.urandom(3_000_000)
+    path = tmp_path / "random"
+    path.write_bytes(gzip.compress(content) if packed else content)
+    room = path.stat().st_size if packed else len(content)
+    assert read_bytes(path, max_bytes=max(room, len(content))) == content
+    assert read_bytes(path, max_bytes=None) == content
+    assert "max_bytes" in refused(read_bytes, path, max_bytes=len(content) - 1)
+
+
+@pytest.mark.parametrize("limit", [0, -1, 1.5, True, "1 GB"])
+def test_a_limit_is_a_positive_integer_or_none(tmp_path, limit):
+    with pytest.raises(ValueError, match=r"max_bytes must be an integer >= 1 or None, got"):
+        read_text(tmp_path / "any", max_bytes=limit)
