@@ -49,7 +49,8 @@ def demo(
     file: Annotated[
         Path | None,
         typer.Argument(
-            help="Text, FASTA, PDB or mmCIF, also gzipped. Default: the text of Python's manual."
+            help="Text, FASTA, PDB or mmCIF, also gzipped, or a folder of structures. Default: the "
+            "text of Python's manual."
         ),
     ] = None,
     tokens: Annotated[
@@ -61,19 +62,22 @@ def demo(
     ] = 0,
     steps: Annotated[
         int, typer.Option(min=0, help="Training steps of both models; 0 for no training.")
-    ] = 200,
+    ] = 300,
     out: Annotated[
         Path,
         typer.Option(
             file_okay=False, help="Folder for the figures and the report, which replace older ones."
         ),
     ] = Path("graphattn-demo"),
+    max_bytes: Annotated[
+        int, typer.Option(min=1, help="Refuse files that hold more, counted after unpacking.")
+    ] = 2**26,
 ) -> None:
     """Send real tokens through every graph and layer, train two tiny models, write a report."""
     from graphattn.cli.demo import run_demo
 
     try:
-        run_demo(file, tokens, seed, steps, out, _console())
+        run_demo(file, tokens, seed, steps, out, max_bytes, _console())
     except (FileFormatError, ImportError, OSError) as error:  # ImportError: an extra is missing
         typer.echo(f"graphattn: {error}", err=True)
         raise typer.Exit(2) from None

@@ -85,6 +85,24 @@ def read_structure(
         tensor([[11.0000,  2.5000, -3.0000],
                 [14.8000,  2.5000, -3.0000]])
     """
+    chains = protein_chains(path, max_bytes=max_bytes)
+    if chain is None:
+        return chains[0]
+    found = next((own for own in chains if own.chain_id == chain), None)
+    if found is None:
+        existing = ", ".join(repr(own.chain_id) for own in chains)
+        raise ValueError(f"chain must be a protein chain of the file ({existing}), got {chain!r}")
+    return found
+
+
+def protein_chains(
+    path: str | os.PathLike[str], *, max_bytes: int | None = MAX_BYTES
+) -> list[ProteinChain]:
+    """Every chain that :func:`read_structure` can read, in the order of the file; one or more.
+
+    Raises:
+        FileFormatError, ImportError: as :func:`read_structure`.
+    """
     try:
         import biotite  # noqa: F401
     except ImportError as error:
@@ -99,20 +117,15 @@ def read_structure(
     alpha_carbons = _alpha_carbons(atoms)
     if len(alpha_carbons) == 0:
         raise FileFormatError(path, "holds no C-alpha atom of an amino acid")
-
-    chain_ids = alpha_carbons.chain_id.tolist()
-    if chain is None:
-        chain = chain_ids[0]
-    elif chain not in chain_ids:
-        existing = ", ".join(repr(chain_id) for chain_id in dict.fromkeys(chain_ids))
-        raise ValueError(f"chain must be a protein chain of the file ({existing}), got {chain!r}")
-
-    residues = alpha_carbons[alpha_carbons.chain_id == chain]
-    ca_positions = torch.tensor(residues.coord, dtype=torch.float32)
-    if not ca_positions.isfinite().all():
-        raise FileFormatError(path, "holds a coordinate that is not a finite number")
-    sequence = "".join(_one_letter(name) for name in residues.res_name.tolist())
-    return ProteinChain(chain, sequence, ca_positions)
+    chains = []
+    for chain in dict.fromkeys(alpha_carbons.chain_id.tolist()):
+        residues = alpha_carbons[alpha_carbons.chain_id == chain]
+        ca_positions = torch.tensor(residues.coord, dtype=torch.float32)
+        if not ca_positions.isfinite().all():
+            raise FileFormatError(path, "holds a coordinate that is not a finite number")
+        sequence = "".join(_one_letter(name) for name in residues.res_name.tolist())
+        chains.append(ProteinChain(chain, sequence, ca_positions))
+    return chains
 
 
 # The fixed columns of a PDB coordinate record, counted from 0 (wwPDB format 3.3, "ATOM").

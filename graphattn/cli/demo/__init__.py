@@ -15,22 +15,31 @@ from rich.table import Table
 from graphattn.cli.demo.graphs import graph_table, graphs_that_fit
 from graphattn.cli.demo.layers import layer_table
 from graphattn.cli.demo.sample import load_sample
-from graphattn.cli.demo.training import FEWEST_TOKENS, train_models, training_table
+from graphattn.cli.demo.training import FEWEST_TOKENS, train_models
+from graphattn.cli.demo.verdict import training_table
 from graphattn.cli.tables import cells_of
 
 
 def run_demo(
-    file: Path | None, num_tokens: int, seed: int, steps: int, folder: Path, console: Console
+    file: Path | None,
+    num_tokens: int,
+    seed: int,
+    steps: int,
+    folder: Path,
+    max_bytes: int,
+    console: Console,
 ) -> None:
     """Read the file, print the tables, train, draw; the report's path is the last line printed."""
     started = time.perf_counter()
     # matplotlib may be missing and the folder not writable: better said before a minute of work.
     from graphattn.cli.demo.report import write_report
 
-    sample = load_sample(file, num_tokens)
+    sample = load_sample(file, num_tokens, max_bytes)
     folder.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(seed)
     console.print(f"[bold]{escape(sample.title)}[/bold]", highlight=False)
+    for note in sample.notes:
+        console.print(escape(note), highlight=False)
     tables: list[Table] = []
 
     def show(table: Table) -> None:

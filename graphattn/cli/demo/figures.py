@@ -10,8 +10,10 @@ import torch
 
 import graphattn as ga
 from graphattn.cli.demo.graphs import graphs_that_fit
+from graphattn.cli.demo.pieces import NEAREST as NEAREST_IN_SPACE
 from graphattn.cli.demo.sample import Sample
 from graphattn.cli.demo.training import Training
+from graphattn.cli.demo.verdict import verdict
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -88,10 +90,11 @@ def _attention(sample: Sample, training: Training | None, path: Path, seed: int)
     """The weights that the same queries and keys get from three mechanisms."""
     tokens = sample.tokens[:SHOWN_WINDOW]
     if training is not None:
+        over = f"the {NEAREST_IN_SPACE} nearest residues" if training.in_space else "all tokens"
         model, origin = (
             training.runs[0].model,
-            "the attention model's first layer (trained with dot products over all tokens; the "
-            "head whose weights vary most)",
+            f"the attention model's first layer (trained with dot products over {over}; the head "
+            "whose weights vary most)",
         )
     else:
         torch.manual_seed(seed)
@@ -163,13 +166,18 @@ def _losses(training: Training, path: Path) -> Picture:
     ax = figure.add_subplot()
     ga.plot.loss_curves(
         {run.name: run.losses for run in training.runs},
-        reference={"guessing by frequency": training.frequency_loss},
+        reference={"guessing by frequency": training.choosing_frequency_loss},
         ax=ax,
     )
-    ax.set_ylabel("held-out loss (nats per guess)")
+    ax.set_ylabel("loss (nats per guess)")
     figure.savefig(path)
+    material = training.material
+    if material.choosing:
+        where = "tokens set aside to choose the weights by"
+    else:
+        where = "held-out tokens" if material.is_held_out else "the tokens it learns from"
     return Picture(
         path,
-        "Held-out loss in training",
-        "Masked-token modelling on the file's own tokens; lower is better.",
+        "Loss in training",
+        f"Masked-token modelling, on {where}; lower is better. {verdict(training)}",
     )

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from pydoc_data.topics import topics
 
 from torch import Tensor
 
 from graphattn.data import (
+    MAX_BYTES,
     CharacterTokenizer,
     FileFormatError,
     NucleotideTokenizer,
+    ProteinChain,
     ProteinTokenizer,
     read_fasta,
     read_structure,
@@ -19,8 +21,10 @@ from graphattn.data import (
     sniff_format,
     tokenizer_for_sequence,
 )
+from graphattn.data.structures import protein_chains
 
 MOST_TRAINING_TOKENS = 1_000_000
+SHORTEST_CHAIN = 8  # of a folder: shorter ones are peptides
 
 
 @dataclass(frozen=True)
@@ -34,21 +38,31 @@ class Sample:
     sequences: tuple[Tensor, ...]  # all of the file's, to train on
     packed: tuple[int, ...] = ()  # lengths of the first sequences of a FASTA file
     ca_positions: Tensor | None = None  # [N, 3], in Angstrom
+    trace: tuple[Tensor, ...] | None = None  # the C-alpha positions of all `sequences`
+    sequence_name: str = "text"  # what one of the sequences is
+    notes: tuple[str, ...] = ()  # what was left out, and why
 
 
-def load_sample(file: Path | None, num_tokens: int) -> Sample:
-    """The first `num_tokens` tokens of a file, or of the text that every Python ships."""
+def load_sample(file: Path | None, num_tokens: int, max_bytes: int | None = MAX_BYTES) -> Sample:
+    """The first `num_tokens` tokens of a file, or of the text that every Python ships.
+
+    Of a folder of structures: those of its first chain, with all chains to train on.
+    """
     if file is None:
         text = "\n".join(topics[name] for name in sorted(topics))
         return _text_sample("Python's own manual (pydoc_data.topics)", text, num_tokens)
     if file.is_fifo():
         raise FileFormatError(file, "is a pipe, which cannot be read twice: save it first")
-    kind = sniff_format(file, read_text(file))
+    if file.is_dir():
+        return _folder_sample(file, num_tokens, max_bytes)
+    text = read_text(file, max_bytes=max_bytes)
+    kind = sniff_format(file, text)
     if kind == "fasta":
-        return _fasta_sample(file, num_tokens)
+        return _fasta_sample(file, num_tokens, max_bytes)
     if kind in ("pdb", "mmcif"):
-        return _structure_sample(file, num_tokens)
-    return _text_sample(printable(file.name), read_text(file), num_tokens)
+        chain = read_structure(file, max_bytes=max_bytes)
+        return _structure_sample(f"{printable(file.name)}, chain", [chain], num_tokens)
+    return _text_sample(printable(file.name), text, num_tokens)
 
 
 def _text_sample(name: str, text: str, num_tokens: int) -> Sample:
@@ -65,24 +79,67 @@ def _text_sample(name: str, text: str, num_tokens: int) -> Sample:
     )
 
 
-def _structure_sample(file: Path, num_tokens: int) -> Sample:
-    chain = read_structure(file)
+def _structure_sample(name: str, chains: list[ProteinChain], num_tokens: int) -> Sample:
+    first = chains[0]
     tokenizer = ProteinTokenizer()
-    everything = tokenizer.encode(chain.sequence)
-    tokens = everything[:num_tokens]
-    used = _part(len(tokens), len(everything))
+    sequences = tuple(tokenizer.encode(chain.sequence) for chain in chains)
+    tokens = sequences[0][:num_tokens]
+    used = _part(len(tokens), len(sequences[0]))
     return Sample(
-        f"{printable(file.name)}, chain {printable(chain.chain_id)}: {used} residues",
+        f"{name} {printable(first.chain_id)}: {used} residues",
         tokens,
         tokenizer.decode(tokens),
         tokenizer.vocab_size,
-        sequences=(everything,),
-        ca_positions=chain.ca_positions[:num_tokens].double(),
+        sequences=sequences,
+        ca_positions=first.ca_positions[:num_tokens].double(),
+        trace=tuple(chain.ca_positions for chain in chains),
+        sequence_name="chain",
     )
 
 
-def _fasta_sample(file: Path, num_tokens: int) -> Sample:
-    records = read_fasta(file)
+def _folder_sample(folder: Path, num_tokens: int, max_bytes: int | None) -> Sample:
+    """All chains of all structures in a folder and below, as far as a demonstration can use them.
+
+    A file that cannot be read does not stop the others: it becomes a note.
+    """
+    files = [file for file in sorted(folder.rglob("*")) if _is_structure(file)]
+    chains: list[ProteinChain] = []
+    notes: list[str] = []
+    first_file, total, read, too_short = None, 0, 0, 0
+    for file in files:
+        if total >= MOST_TRAINING_TOKENS:
+            notes.append(f"left out: {len(files) - read - len(notes):,} more files")
+            break
+        try:
+            own = protein_chains(file, max_bytes=max_bytes)
+        except FileFormatError as error:
+            notes.append(f"left out: {error}")
+            continue
+        long = [chain for chain in own if len(chain.sequence) >= SHORTEST_CHAIN]
+        too_short += len(own) - len(long)
+        if long and first_file is None:
+            first_file = file
+        chains += long
+        total += sum(len(chain.sequence) for chain in long)
+        read += 1
+    if first_file is None:
+        found = f"of {len(files):,} files none can be used" if files else "holds none"
+        raise FileFormatError(
+            folder, f"is a folder without structures (.pdb, .ent, .cif, .mmcif): {found}"
+        )
+    if too_short:
+        notes.append(f"left out: {too_short:,} chains of fewer than {SHORTEST_CHAIN} residues")
+    title = f"{printable(folder.resolve().name)}: {len(chains):,} chains of {read:,} files; shown: "
+    sample = _structure_sample(f"{title}{printable(first_file.name)}, chain", chains, num_tokens)
+    return replace(sample, notes=tuple(notes))
+
+
+def _is_structure(file: Path) -> bool:
+    return sniff_format(file.name, "") in ("pdb", "mmcif") and file.is_file()
+
+
+def _fasta_sample(file: Path, num_tokens: int, max_bytes: int | None) -> Sample:
+    records = read_fasta(file, max_bytes=max_bytes)
     numbered = [(n, r) for n, r in enumerate(records, start=1) if r.sequence.strip("-")]
     if not numbered:
         raise FileFormatError(file, "all its sequences are gaps")
@@ -113,6 +170,7 @@ def _fasta_sample(file: Path, num_tokens: int) -> Sample:
         tokenizer.vocab_size,
         sequences=tuple(sequences),
         packed=tuple(packed),
+        sequence_name="record",
     )
 
 

@@ -1,62 +1,63 @@
 """Two tiny models on the file's own tokens: all attention, and half attention, half consensus.
 
-Masked-token modelling on pieces of the file; the last tenth of them is held out.
+Masked-token modelling. Models start at the guess by frequency, keep the weights that do best on
+tokens set aside for that choice, and are judged on others, which nothing else looks at.
 """
 
 from __future__ import annotations
 
+import copy
+import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
 from torch import Tensor, nn
 
 import graphattn as ga
+from graphattn.cli.demo.pieces import MaskedBatch, Piece, cut, drawn, evaluation, hide
 from graphattn.cli.demo.sample import Sample
-from graphattn.cli.tables import plain_table
+from graphattn.cli.demo.split import SHARE, families, split
 
-DIM, DEPTH, HEADS, EDGE_HIDDEN = 64, 4, 4, 32
+DIM, DEPTH, HEADS, EDGE_HIDDEN = 64, 2, 4, 32
 MODELS = {"attention (SA)": "dot", "attention, consensus (MIX)": "mix"}
-LONGEST_PIECE, BATCH = 48, 12
-MASK_RATIO = 0.3
-LEARNING_RATE = 3e-3
+LEARNING_RATE, WARM_UP = 3e-3, 20  # its peak, and the steps until then
 FEWEST_TOKENS = 32
-EVALUATION_PIECES = 64
-EVALUATIONS, PATIENCE = 12, 4
+CHOOSING_TOKENS, JUDGING_TOKENS = 12_288, 32_768  # of an evaluation
+CHOOSING_RESIDUES, JUDGING_RESIDUES = 3_072, 8_192  # of chains: their edges cost more
+EVALUATIONS, PATIENCE, RISE = 12, 4, 0.05  # a rise that is more than noise, in nats per guess
+NEVER = -20.0  # the bias of the mask token, which is never the answer
+FEWEST_PIECES = 10  # from which on their number says how sure a mean is
 
 
 @dataclass(frozen=True)
-class Pieces:
-    """The sequences cut into pieces of about equal length, padded to the longest."""
+class Material:
+    """Pieces to learn from, to choose the weights by, and to judge by."""
 
-    tokens: Tensor  # [P, L]
-    valid: Tensor  # [P, L]
-
-    def of(self, index: Tensor | slice) -> Pieces:
-        """Some of them."""
-        return Pieces(self.tokens[index], self.valid[index])
+    training: list[Piece]
+    choosing: list[Piece]  # empty: the last weights are kept
+    judging: list[Piece]
+    is_held_out: bool  # False: what is judged was learnt from
+    how: str  # in words
 
 
 @dataclass(frozen=True)
 class Trained:
-    """A model, what it lost on held-out tokens on the way, and how long that took."""
+    """A model, its loss on the way, and what it loses on the tokens that it is judged on."""
 
     name: str
     model: ga.models.SequenceEncoder
-    losses: list[tuple[int, float]]
+    losses: list[tuple[int, float]]  # on the tokens that choose the weights
+    before: float
+    after: float
+    gain: float  # over guessing by frequency, nats per guess
+    error: float  # its standard error
     seconds: float
     stopped_early: bool
-
-    @property
-    def best(self) -> float:
-        """The smallest held-out loss."""
-        return min(loss for _, loss in self.losses)
 
 
 @dataclass(frozen=True)
@@ -64,25 +65,32 @@ class Training:
     """Both models, and the loss of guessing by frequency alone."""
 
     runs: list[Trained]
-    frequency_loss: float
+    frequency_loss: float  # on the tokens that models are judged on
+    choosing_frequency_loss: float  # on those that choose the weights
     num_training: int  # tokens to learn from
-    num_guesses: int  # hidden held-out tokens, some perhaps several times
+    num_guesses: int  # hidden tokens, some perhaps several times
+    material: Material
+    in_space: bool  # graphs are of C-alpha atoms
 
 
 def train_models(sample: Sample, steps: int, seed: int, console: Console) -> Training | None:
-    """Train both for `steps` steps, with progress bars; None where the file is too short."""
-    pieces = cut(sample.sequences)
-    if pieces is None:
+    """Train both for `steps` steps, with progress bars; None where there are too few tokens."""
+    material = material_of(sample, seed)
+    if material is None:
         return None
-    held_out = max(1, len(pieces.tokens) // 10)
-    training, held = pieces.of(slice(None, -held_out)), pieces.of(slice(-held_out, None))
-    evaluation = evaluation_batch(held, sample.vocab_size)
+    mask_token = sample.vocab_size
+    in_space = sample.trace is not None
+    judged = JUDGING_RESIDUES if in_space else JUDGING_TOKENS
+    chosen = CHOOSING_RESIDUES if in_space else CHOOSING_TOKENS
+    judging = evaluation(material.judging, mask_token, judged)
+    choosing = evaluation(material.choosing or material.judging, mask_token, chosen)
+    log_share = log_frequency(material.training, mask_token)
     runs = []
     columns = (
         TextColumn("{task.description}"),
         BarColumn(bar_width=14),
         MofNCompleteColumn(),
-        TextColumn("held out {task.fields[loss]}"),
+        TextColumn("loss {task.fields[loss]}"),
         TimeRemainingColumn(compact=True),
     )
     with one_thread(), Progress(*columns, console=console) as progress:
@@ -92,15 +100,19 @@ def train_models(sample: Sample, steps: int, seed: int, console: Console) -> Tra
             def report(step: int, loss: float, task: int = task) -> None:
                 progress.update(task, completed=step, loss=f"{loss:.3f}")  # type: ignore[arg-type]
 
-            runs.append(
-                _train(name, mixer, training, evaluation, sample.vocab_size, steps, seed, report)
-            )
-            progress.update(task, total=runs[-1].losses[-1][0])  # less if it stopped early
+            torch.manual_seed(seed)
+            model = start(mixer, log_share)
+            run = _train(name, model, material, choosing, judging, log_share, steps, seed, report)
+            runs.append(run)
+            progress.update(task, total=run.losses[-1][0])  # less if it stopped early
     return Training(
         runs,
-        _frequency_loss(training, evaluation, sample.vocab_size),
-        int(training.valid.sum()),
-        int(evaluation.masked.sum()),
+        float(frequency_losses(log_share, judging).mean()),
+        float(frequency_losses(log_share, choosing).mean()),
+        sum(len(piece.tokens) for piece in material.training),
+        sum(len(batch.hidden) for batch in judging),
+        material,
+        in_space,
     )
 
 
@@ -115,127 +127,183 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def cut(sequences: tuple[Tensor, ...]) -> Pieces | None:
-    """All sequences in pieces of about equal length; None where they are too short to train on."""
-    total = sum(map(len, sequences))
-    if total < FEWEST_TOKENS:
+def material_of(sample: Sample, seed: int) -> Material | None:
+    """What to learn from and what to judge by; None where there are too few tokens."""
+    if sum(map(len, sample.sequences)) < FEWEST_TOKENS:
         return None
-    length = min(LONGEST_PIECE, total // 8)
-    rows = [
-        piece
-        for sequence in sequences
-        for piece in sequence.tensor_split(-(-len(sequence) // length))
-    ]
-    valid = [torch.ones(len(row), dtype=torch.bool) for row in rows]
-    return Pieces(
-        nn.utils.rnn.pad_sequence(rows, batch_first=True),
-        nn.utils.rnn.pad_sequence(valid, batch_first=True),
+    pieces = cut(sample.sequences, sample.trace)
+    if len(pieces) > 1:
+        groups = families(sample.sequences, sample.vocab_size)
+        parts = split(list(map(len, sample.sequences)), groups, seed)
+        if parts is not None:
+            training, choosing, held_out = (
+                [piece for n in side for piece in pieces[n]]
+                for side in (parts.training, parts.choosing, parts.held_out)
+            )
+            how = (
+                f"held out: {len(parts.held_out):,} of {len(pieces):,} {sample.sequence_name}s, "
+                f"drawn by the seed ({len(parts.choosing):,} others chose the weights); those that "
+                f"are equal or share 5 % of their words stay on one side ({len(groups):,} families)"
+            )
+            return Material(training, choosing, held_out, True, how)
+    if sample.trace is not None:
+        everything = [piece for own in pieces for piece in own]
+        what = f"this {sample.sequence_name}" if len(pieces) == 1 else "these chains, all relatives"
+        how = (
+            f"nothing is held out: there is only {what}. These losses say how well "
+            "it was learnt by heart, and nothing about any other"
+        )
+        return Material(everything, [], everything, False, how)
+    # One text, or copies of one record: the longest of them, from its beginning to its end.
+    whole = cut([max(sample.sequences, key=len)])[0]
+    tenth = max(1, round(SHARE * len(whole)))
+    how = f"held out: the last tenth of the {sample.sequence_name} (the tenth before chose weights)"
+    return Material(whole[: -2 * tenth], whole[-2 * tenth : -tenth], whole[-tenth:], True, how)
+
+
+def log_frequency(pieces: Sequence[Piece], vocab_size: int) -> Tensor:
+    """The guess by frequency: logarithms of the tokens' shares, one added to every count."""
+    tokens = torch.cat([piece.tokens for piece in pieces])
+    counts = torch.bincount(tokens, minlength=vocab_size) + 1
+    return (counts / counts.sum()).log()
+
+
+def start(mixer: str, log_share: Tensor) -> ga.models.SequenceEncoder:
+    """A model whose guesses start near the tokens' frequencies: it only has to learn the rest."""
+    model = ga.models.SequenceEncoder(
+        len(log_share) + 1, DIM, DEPTH, HEADS, mixer=mixer, edge_hidden=EDGE_HIDDEN
     )
-
-
-@dataclass(frozen=True)
-class MaskedBatch:
-    """Pieces with hidden tokens: what a model sees, and what it has to guess."""
-
-    pieces: Pieces
-    inputs: Tensor  # [P, L]
-    masked: Tensor  # [P, L]
-
-
-def masked_batch(pieces: Pieces, mask_token: int, generator: torch.Generator) -> MaskedBatch:
-    """Hide a share of the tokens."""
-    inputs, masked = ga.train.mask_tokens(
-        pieces.tokens, mask_token, mask_ratio=MASK_RATIO, valid=pieces.valid, generator=generator
-    )
-    return MaskedBatch(pieces, inputs, masked)
-
-
-def evaluation_batch(held: Pieces, mask_token: int) -> MaskedBatch:
-    """What both models are measured on: up to 64 pieces, and few several times, masks differing."""
-    count = len(held.tokens)
-    spread = torch.linspace(0, count - 1, min(count, EVALUATION_PIECES)).long()
-    pieces = held.of(spread.repeat(EVALUATION_PIECES // len(spread)))
-    return masked_batch(pieces, mask_token, torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        model.head.bias.copy_(torch.cat([log_share, torch.tensor([NEVER])]))
+    return model
 
 
 def masked_loss(model: nn.Module, batch: MaskedBatch) -> Tensor:
     """Nats per hidden token."""
-    logits = model(batch.inputs, valid=batch.pieces.valid)
-    return ga.train.masked_token_loss(logits, batch.pieces.tokens, batch.masked)
+    logits = _logits(model, batch)
+    return ga.train.masked_token_loss(logits, batch.batch.tokens, batch.masked)
+
+
+def _logits(model: nn.Module, batch: MaskedBatch) -> Tensor:
+    own = batch.batch
+    if own.graph is None:
+        return model(batch.inputs, valid=own.valid)
+    return model(batch.inputs, own.graph)
+
+
+@torch.no_grad()
+def losses_of(model: nn.Module, batches: Sequence[MaskedBatch]) -> Tensor:
+    """Nats of every guess, [guesses]."""
+    return torch.cat(
+        [
+            nn.functional.cross_entropy(
+                _logits(model, batch)[batch.masked], batch.hidden, reduction="none"
+            )
+            for batch in batches
+        ]
+    )
+
+
+def frequency_losses(log_share: Tensor, batches: Sequence[MaskedBatch]) -> Tensor:
+    """Nats of every guess by frequency, [guesses]."""
+    return torch.cat([-log_share[batch.hidden] for batch in batches])
+
+
+def standard_error(difference: Tensor, group: Tensor) -> float:
+    """Of the mean of differences [n] of which those of one `group` [n] may lean the same way.
+
+    Cluster-robust: deviations are added up in each group before they are squared (Cameron and
+    Miller 2015, *A Practitioner's Guide to Cluster-Robust Inference*, of a regression on 1).
+    """
+    names, group = group.unique(return_inverse=True)
+    if len(names) < 2:
+        return math.nan
+    away = (difference - difference.mean()).double()
+    sums = torch.zeros(len(names), dtype=torch.float64).index_add_(0, group, away)
+    factor = len(names) / (len(names) - 1)
+    return math.sqrt(factor * float(sums.square().sum())) / len(difference)
+
+
+def gain_of(
+    model: nn.Module, batches: Sequence[MaskedBatch], log_share: Tensor
+) -> tuple[float, float]:
+    """What a model gains over guessing by frequency on the same tokens, and its standard error.
+
+    The larger of two: over positions (one hidden several times counts once), and over pieces where
+    there are enough of them, for a model may do well or badly on a whole protein.
+    """
+    difference = (frequency_losses(log_share, batches) - losses_of(model, batches)).double()
+    places, pieces = (
+        torch.cat([getattr(batch.batch, name)[batch.masked] for batch in batches])
+        for name in ("place", "piece")
+    )
+    error = standard_error(difference, places)
+    if len(pieces.unique()) >= FEWEST_PIECES:
+        error = max(error, standard_error(difference, pieces))
+    return float(difference.mean()), error
+
+
+def _rises(losses: list[float]) -> bool:
+    """Whether the loss is well above its lowest, and that was some evaluations ago."""
+    lowest = min(losses)
+    return losses[-1] > lowest + RISE and len(losses) - 1 - losses.index(lowest) >= PATIENCE
 
 
 def _train(
     name: str,
-    mixer: Any,  # a name that SequenceEncoder knows
-    training: Pieces,
-    evaluation: MaskedBatch,
-    vocab_size: int,
+    model: ga.models.SequenceEncoder,
+    material: Material,
+    choosing: Sequence[MaskedBatch],
+    judging: Sequence[MaskedBatch],
+    log_share: Tensor,
     steps: int,
     seed: int,
     report: Callable[[int, float], None],
 ) -> Trained:
-    """AdamW with warm-up, gradients clipped to norm 1; stops once the held-out loss rises."""
+    """AdamW, a rate that rises and falls along a cosine, gradients clipped to norm 1.
+
+    Stops once the loss on the choosing tokens has risen, and goes back to where it was lowest.
+    Where there are none, the last weights are kept.
+    """
     started = time.perf_counter()
-    torch.manual_seed(seed)
+    mask_token = len(log_share)
     draw = torch.Generator().manual_seed(seed)  # the same pieces and masks for both models
-    model = ga.models.SequenceEncoder(
-        vocab_size + 1, DIM, DEPTH, HEADS, mixer=mixer, edge_hidden=EDGE_HIDDEN
+    optimizer = torch.optim.AdamW(
+        ga.train.parameter_groups(model), lr=LEARNING_RATE, betas=(0.9, 0.98)
     )
-    optimizer = torch.optim.AdamW(ga.train.parameter_groups(model), lr=LEARNING_RATE)
-    warm_up = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=max(1, steps // 10))
+    warm_up = min(WARM_UP, max(1, steps // 4))
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer,
+        lambda step: min(1.0, (step + 1) / warm_up) * (1 + math.cos(math.pi * step / steps)) / 2,
+    )
     every = max(1, steps // EVALUATIONS)
+    before = float(losses_of(model, judging).mean())
     losses: list[tuple[int, float]] = []
+    best, kept = math.inf, model.state_dict()
     for step in range(steps + 1):
         if step % every == 0 or step == steps:
-            with torch.no_grad():
-                losses.append((step, float(masked_loss(model, evaluation))))
+            losses.append((step, float(losses_of(model, choosing).mean())))
             report(step, losses[-1][1])
-            since_best = len(losses) - 1 - min(range(len(losses)), key=lambda i: losses[i][1])
-            if step == steps or since_best >= PATIENCE:
+            if material.choosing and losses[-1][1] < best:
+                best, kept = losses[-1][1], copy.deepcopy(model.state_dict())
+            if step == steps or (material.choosing and _rises([loss for _, loss in losses])):
                 break
-        index = torch.randint(len(training.tokens), (BATCH,), generator=draw)
-        loss = masked_loss(model, masked_batch(training.of(index), vocab_size, draw))
+        loss = masked_loss(model, hide(drawn(material.training, draw), mask_token, draw))
         optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        warm_up.step()
-    return Trained(name, model, losses, time.perf_counter() - started, losses[-1][0] < steps)
-
-
-def _frequency_loss(training: Pieces, evaluation: MaskedBatch, vocab_size: int) -> float:
-    """Nats per hidden token of guessing by the frequencies of the training tokens."""
-    counts = torch.bincount(training.tokens[training.valid], minlength=vocab_size) + 1
-    log_share = (counts / counts.sum()).log()
-    return abs(float(log_share[evaluation.pieces.tokens[evaluation.masked]].mean()))
-
-
-def training_table(training: Training) -> Table:
-    """What both models lost on held-out tokens, before and after."""
-    table = plain_table(
-        f"Training: guess hidden tokens, {MASK_RATIO:.0%} of all "
-        f"({training.num_training:,} to learn from, {training.num_guesses:,} guesses on others)"
+        schedule.step()
+    model.load_state_dict(kept)
+    gain, error = gain_of(model, judging, log_share)
+    return Trained(
+        name,
+        model,
+        losses,
+        before,
+        float(losses_of(model, judging).mean()),
+        gain,
+        error,
+        time.perf_counter() - started,
+        losses[-1][0] < steps,
     )
-    table.add_column("model", min_width=20)
-    for column in ("weights", "steps", "time", "before", "best", "last"):
-        table.add_column(column, justify="right", no_wrap=True)
-    for run in training.runs:
-        table.add_row(
-            run.name,
-            f"{sum(p.numel() for p in run.model.parameters()):,}",
-            f"{run.losses[-1][0]:,}",
-            f"{run.seconds:.0f} s",
-            f"{run.losses[0][1]:.3f}",
-            f"{run.best:.3f}",
-            f"{run.losses[-1][1]:.3f}",
-        )
-    table.caption = (
-        "Loss on held-out tokens, nats per guess; guessing by frequency alone loses "
-        f"{training.frequency_loss:.3f}. Best: the lowest of the evaluations, which also decide "
-        "when to stop. SA: attention over complete graphs in all layers. MIX: in the first "
-        "half; in the second, consensus over paths of window 2 (consensus paper)."
-    )
-    early = [run.name for run in training.runs if run.stopped_early]
-    if early:
-        table.caption += f" Stopped early, as the loss no longer fell: {', '.join(early)}."
-    return table

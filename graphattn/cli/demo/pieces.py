@@ -1,0 +1,144 @@
+"""Pieces of sequences and of protein chains, batches of them, and what is hidden in a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+import graphattn as ga
+
+LONGEST_PIECE, LONGEST_PART = 128, 512  # tokens of a sequence, residues of a chain
+BATCH, BATCH_TOKENS, BATCH_RESIDUES = 16, 2048, 512  # residues of chains: their edges cost more
+MASK_RATIO = 0.15
+NEAREST = 16  # C-alpha atoms that a residue sees, itself counted
+MOST_MASKINGS = 16  # of one piece in an evaluation
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of a sequence; of a chain, with the graph of its residues in space."""
+
+    tokens: Tensor  # [L]
+    first: int  # its place among all tokens
+    graph: ga.TokenGraph | None = None
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Pieces padded to the longest [B, L], or chains one after another [N] with their graph."""
+
+    tokens: Tensor
+    valid: Tensor
+    place: Tensor  # of every token among all: one number per position of the file
+    piece: Tensor  # the first place of its piece
+    graph: ga.TokenGraph | None
+
+
+@dataclass(frozen=True)
+class MaskedBatch:
+    """A batch with hidden tokens: what a model sees, and what it has to guess."""
+
+    batch: Batch
+    inputs: Tensor
+    masked: Tensor
+
+    @property
+    def hidden(self) -> Tensor:
+        """The tokens to guess, [guesses]."""
+        return self.batch.tokens[self.masked]
+
+
+def cut(
+    sequences: Sequence[Tensor], ca_positions: Sequence[Tensor] | None = None
+) -> list[list[Piece]]:
+    """The pieces of every sequence, of about equal length."""
+    if ca_positions is None:
+        longest = max(1, min(LONGEST_PIECE, sum(map(len, sequences)) // 8))
+    else:
+        longest = LONGEST_PART
+    found: list[list[Piece]] = []
+    first = 0
+    for n, sequence in enumerate(sequences):
+        parts = -(-len(sequence) // longest)
+        found.append([])
+        begin = 0
+        for tokens in sequence.tensor_split(parts) if parts else ():
+            graph = None
+            if ca_positions is not None:
+                graph = neighbors_in_space(ca_positions[n][begin : begin + len(tokens)])
+            found[-1].append(Piece(tokens, first + begin, graph))
+            begin += len(tokens)
+        first += len(sequence)
+    return found
+
+
+def neighbors_in_space(ca_positions: Tensor) -> ga.TokenGraph:
+    """Every residue sees the nearest C-alpha atoms and itself."""
+    near = min(NEAREST - 1, len(ca_positions) - 1)
+    if near < 1:
+        return ga.complete_graph(len(ca_positions))
+    return ga.knn_graph(ca_positions.double(), k=near + 1, self_loops=True)
+
+
+def batch_of(pieces: Sequence[Piece]) -> Batch:
+    """One batch of all of them."""
+    tokens = [piece.tokens for piece in pieces]
+    valid = [torch.ones(len(own), dtype=torch.bool) for own in tokens]
+    place = [piece.first + torch.arange(len(piece.tokens)) for piece in pieces]
+    first = [torch.full((len(piece.tokens),), piece.first) for piece in pieces]
+    graphs = [piece.graph for piece in pieces if piece.graph is not None]
+
+    def joined(column: list[Tensor]) -> Tensor:
+        if graphs:
+            return torch.cat(column)
+        return nn.utils.rnn.pad_sequence(column, batch_first=True)
+
+    graph = ga.batch(graphs) if graphs else None
+    return Batch(joined(tokens), joined(valid), joined(place), joined(first), graph)
+
+
+def drawn(pieces: Sequence[Piece], generator: torch.Generator) -> Batch:
+    """Some pieces at random, to learn from: 16, or a few chains."""
+    index = torch.randint(len(pieces), (BATCH,), generator=generator).tolist()
+    return next(batches([pieces[n] for n in index]))
+
+
+def batches(pieces: Sequence[Piece]) -> Iterator[Batch]:
+    """All of them, in batches of limited size."""
+    some: list[Piece] = []
+    for piece in pieces:
+        room = BATCH_TOKENS if piece.graph is None else BATCH_RESIDUES
+        too_much = sum(len(own.tokens) for own in (*some, piece)) > room
+        if some and (too_much or len(some) == BATCH):
+            yield batch_of(some)
+            some = []
+        some.append(piece)
+    if some:
+        yield batch_of(some)
+
+
+def hide(batch: Batch, mask_token: int, generator: torch.Generator) -> MaskedBatch:
+    """Hide a share of the tokens."""
+    inputs, masked = ga.train.mask_tokens(
+        batch.tokens, mask_token, mask_ratio=MASK_RATIO, valid=batch.valid, generator=generator
+    )
+    return MaskedBatch(batch, inputs, masked)
+
+
+def evaluation(pieces: Sequence[Piece], mask_token: int, tokens: int) -> list[MaskedBatch]:
+    """What every model is measured on: pieces spread over all, few several times, masks differing.
+
+    About so many `tokens` in all, a share of them hidden.
+    """
+    total = sum(len(piece.tokens) for piece in pieces)
+    count = max(1, min(len(pieces), round(len(pieces) * tokens / total)))
+    spread = torch.linspace(0, len(pieces) - 1, count).round().long().tolist()
+    maskings = max(1, min(MOST_MASKINGS, tokens // total))
+    generator = torch.Generator().manual_seed(0)
+    return [
+        hide(batch, mask_token, generator)
+        for batch in batches([pieces[n] for n in spread] * maskings)
+    ]
