@@ -79,6 +79,7 @@ OVERRIDES = "tests/nn/test_nn_overrides.py"
 EDGE_VALUES = "tests/graphs/test_graphs_edge_values.py"
 SAVING = "tests/graphs/test_graphs_saving.py"
 FILES = "tests/data/test_data_files.py"
+DEMO = "tests/cli/test_cli_demo_training.py"
 
 MUTATIONS = [
     Mutation(
@@ -843,6 +844,41 @@ MUTATIONS = [
         "if max_bytes is not None and status.st_size > max_bytes:",
         "if False:",
         (f"{FILES}::test_a_large_file_is_refused_unread",),
+    ),
+    Mutation(
+        "the demo judges by what it learnt from",
+        "graphattn/cli/demo/split.py",
+        "return Split(training, choosing, held_out)",
+        "return Split(training + held_out, choosing, held_out)",
+        (f"{DEMO}::test_records_that_are_copies_stand_on_one_side",),
+    ),
+    Mutation(
+        "the demo does not see that two records are relatives",
+        "graphattn/cli/demo/split.py",
+        "least = (SHARED_WORDS * torch.minimum(num_words[a], num_words[b])).clamp(min=2)",
+        "least = torch.minimum(num_words[a], num_words[b])",
+        (f"{DEMO}::test_copies_fragments_and_near_relatives_are_found_and_unrelated_ones_are_not",),
+    ),
+    Mutation(
+        "the demo trains on a structure without its graph",
+        "graphattn/cli/demo/training.py",
+        "pieces = cut(sample.sequences, sample.trace)",
+        "pieces = cut(sample.sequences)",
+        (f"{DEMO}::test_models_see_the_nearest_atoms_and_nothing_else",),
+    ),
+    Mutation(
+        "the demo's error takes every guess for independent",
+        "graphattn/cli/demo/training.py",
+        "names, group = group.unique(return_inverse=True)",
+        "names = group = torch.arange(len(group))",
+        (f"{DEMO}::test_the_standard_error_is_what_means_of_fresh_data_scatter_by",),
+    ),
+    Mutation(
+        "the demo says that it beats guessing whatever its error",
+        "graphattn/cli/demo/verdict.py",
+        "if run.gain > CERTAIN * run.error:",
+        "if run.gain > 0:",
+        (f"{DEMO}::test_what_is_said_of_a_model_follows_from_its_gain_and_its_error",),
     ),
 ]
 
