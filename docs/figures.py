@@ -216,7 +216,7 @@ def top_k_weights() -> Figure:
     figure, axes = new_figure(2, side=2.7)
     for ax, top_k in zip(axes, (None, 3), strict=True):
         weights = ga.attention_weights(q, q, graph, sigma=1.0, top_k=top_k)
-        ga.plot.attention_weights(weights[:, 0], graph, vmax=0.8, ax=ax)
+        ga.plot.attention_weights(weights[:, 0], graph, vmax=0.8, colorbar=ax is axes[-1], ax=ax)
         ax.set_title(f"top_k={top_k}", fontsize=8, color=INK)
     return figure
 

@@ -368,8 +368,8 @@ def gallery_off_diagonal() -> Figure:
         head = int(sigma.argmin())
         weights = layer.weights[:, head]
         own = weights[layer.graph.edge_index[0] == layer.graph.edge_index[1]].mean()
-        ga.plot.attention_weights(weights, layer.graph, ax=pair[0])
-        ga.plot.off_diagonal_attention(weights, layer.graph, ax=pair[1])
+        ga.plot.attention_weights(weights, layer.graph, colorbar=False, ax=pair[0])
+        ga.plot.off_diagonal_attention(weights, layer.graph, colorbar=False, ax=pair[1])
         name(pair[0], f"layer {depth}, head {head}, σ = {sigma[head]:.2f}\n"
                       f"to itself: {100 * float(own):.0f} %")  # fmt: skip
         name(pair[1], "without the diagonal")
@@ -396,7 +396,6 @@ def gallery_layers() -> Figure:
     for depth, (layer, row) in enumerate(zip(layers, axes, strict=True)):
         mean = layer.weights.mean(dim=-1)
         ga.plot.attention_weights(mean, layer.graph, ax=row[0])
-        colour_bar(row[0], "attention weight")
         ga.plot.class_token_attention(mean, layer.graph, grid=(8, 8), ax=row[1])
         draw_digit(row[2], 3)
         share = mean.view(65, 65)[0, 1:].view(8, 8)

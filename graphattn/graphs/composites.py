@@ -152,7 +152,7 @@ def union_of(parts: list[Structure] | tuple[Structure, ...]) -> Structure:
     return parts[0] if len(parts) == 1 else Union(tuple(parts))
 
 
-def _intersection(a: Structure, b: Structure) -> Structure | None:
+def intersection_of(a: Structure, b: Structure) -> Structure | None:
     """The edges that both have, where that is a structure too."""
     match a, b:
         case (Complete(), _):
@@ -169,7 +169,7 @@ def _intersection(a: Structure, b: Structure) -> Structure | None:
 
 def _shared_in_degree(a: Structure, b: Structure, device: Device) -> Tensor:
     """Edges per target that both have, [N]: in closed form, or counted piece by piece."""
-    both = _intersection(a, b)
+    both = intersection_of(a, b)
     if both is not None:
         return both.in_degree(device)
     few, many = (a, b) if a.num_edges() <= b.num_edges() else (b, a)

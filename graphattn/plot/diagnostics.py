@@ -12,12 +12,11 @@ from graphattn.graphs import TokenGraph, from_edge_index
 from graphattn.graphs.arguments import as_float, as_int
 from graphattn.graphs.structure import Grid
 from graphattn.plot.matrices import attention_weights
-from graphattn.plot.style import COLOURS, INK, axes_or_new, style_axes
+from graphattn.plot.style import COLOURS, INK, SHADES, axes_or_new, colour_bar, style_axes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-SHADES = ["white", "#8fbfdd", COLOURS[0], "#00253d"]
 BANDWIDTH = "bandwidth σ (units of the features)"
 
 
@@ -233,7 +232,12 @@ def patch_attention(
 
 
 def off_diagonal_attention(
-    weights: Tensor, graph: TokenGraph, *, most_tokens: int = 50, ax: Axes | None = None
+    weights: Tensor,
+    graph: TokenGraph,
+    *,
+    most_tokens: int = 50,
+    colorbar: bool = True,
+    ax: Axes | None = None,
 ) -> Axes:
     """Attention weights without what tokens give to themselves (GKA paper, Section 7.7).
 
@@ -244,6 +248,7 @@ def off_diagonal_attention(
         weights: [E], in the order of ``graph.edge_index``: one head of one sequence.
         graph: the graph they belong to, square.
         most_tokens: more tokens than these are thinned out evenly, as in the paper.
+        colorbar: whether to put a colour bar beside the axes.
         ax: where to draw; new axes if None.
 
     Returns:
@@ -276,7 +281,8 @@ def off_diagonal_attention(
     drawn = (edges >= 0).all(dim=0) & (edges[0] != edges[1])
     if not drawn.any():
         raise ValueError("graph must have edges between the tokens drawn, got none")
-    ax = attention_weights(weights[drawn], from_edge_index(edges[:, drawn], shown), ax=ax)
+    part = from_edge_index(edges[:, drawn], shown)
+    ax = attention_weights(weights[drawn], part, colorbar=colorbar, ax=ax)
     if shown < N:
         ticks = range(0, shown, max(1, shown // 6))
         ax.set_xticks(ticks, [str(int(tokens[t])) for t in ticks])
@@ -324,10 +330,7 @@ def _image(ax: Axes, cells: Tensor, label: str, *, vmin: float | None, vmax: Any
 
     shades = LinearSegmentedColormap.from_list("shades", SHADES).with_extremes(bad="#e4e4e4")
     image = ax.imshow(cells.numpy(), cmap=shades, vmin=vmin, vmax=vmax, interpolation="nearest")
-    bar = ax.figure.colorbar(image, ax=ax)
-    bar.set_label(label, color=INK, fontsize=9)
-    bar.ax.tick_params(colors=INK, labelsize=8, width=0.6, length=3)
-    bar.outline.set(color="#999999", linewidth=0.6)
+    colour_bar(image, label)
 
 
 def _whole_ticks(ax: Axes, *, y: bool = True) -> None:

@@ -77,7 +77,7 @@ def filter_response(
         if own is not None:
             ax.plot(own, (1 - 2 * eta * own) ** n, ".", color=colour, markersize=6, alpha=0.7)
     ax.axhline(0, color="#999999", linewidth=0.6)
-    ax.set_xlabel("eigenvalue λ of the Laplacian (smooth → rough)")
+    ax.set_xlabel("eigenvalue λ (smooth → rough)")
     ax.set_ylabel("share that is left")
     ax.legend(frameon=False, fontsize=8, title=f"η = {eta:.3g}", title_fontsize=8)
     style_axes(ax)

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from graphattn.graphs import TokenGraph
 from graphattn.graphs.arguments import as_float, as_int
-from graphattn.plot.style import COLOURS, INK, axes_or_new, style_axes
+from graphattn.plot.cells import Cut, edge_counts
+from graphattn.plot.style import COLOURS, INK, SHADES, axes_or_new, colour_bar, style_axes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from numpy.typing import NDArray
 
-MOST_CELLS = 1024  # per side; larger graphs are drawn as a density
+MOST_TOKENS = 2048  # of a picture of weights, which are held as a matrix
+EXTREME = 16  # beyond this ratio of the sides, cells are no squares: one side would be a hair
+EMPTY = "#e4e4e4"  # no edge, where white is an edge of weight 0
+# From the palest shade that is still plain on white to the darkest.
+DENSITIES = ("#4f9bcf", COLOURS[0], "#00253d")
 
 
 def adjacency(graph: TokenGraph, *, ax: Axes | None = None) -> Axes:
@@ -24,15 +32,23 @@ def adjacency(graph: TokenGraph, *, ax: Axes | None = None) -> Axes:
     Where targets and sources are equally many, cells on the diagonal are darker: in one track those
     are tokens that see themselves.
 
-    A graph with more than 1,024 tokens on a side is drawn as a density: cells stand for blocks of
-    tokens, and the darkest for the most edges.
+    Where there are more tokens than the axes have points (of 1/72 inch) to draw them, a cell stands
+    for a square of pairs of tokens, and its shade for the share of them that are edges. A single
+    edge is enough to colour a cell, so that no line is lost, and a colour bar tells the scale and
+    the tokens per cell. They suit the size and the part that is drawn: zoomed in
+    (``ax.set_xlim``), cells stand for fewer tokens.
 
     Args:
-        graph: the graph to draw.
-        ax: where to draw; new axes if None.
+        graph: the graph to draw, of any size; no edge is listed where it has a
+            :attr:`~graphattn.TokenGraph.structure`.
+        ax: where to draw; new axes if None. A colour bar is put beside them where cells stand for
+            several tokens.
 
     Returns:
         The matplotlib axes.
+
+    Raises:
+        ValueError: if `graph` is none, or has no targets or sources.
 
     Example:
         >>> import graphattn as ga
@@ -40,32 +56,52 @@ def adjacency(graph: TokenGraph, *, ax: Axes | None = None) -> Axes:
         >>> ax.get_xlabel(), ax.get_ylabel()
         ('source j', 'target i')
     """
-    from matplotlib.colors import LinearSegmentedColormap, ListedColormap
+    from matplotlib.colors import LinearSegmentedColormap, ListedColormap, LogNorm
+
+    from graphattn.plot.pixels import CellImage, cell_sizes, largest
 
     _check_graph(graph)
     ax = axes_or_new(ax, 3, 3)
-    source, target = graph.edge_index.cpu()
     N, M = graph.num_targets, graph.num_sources
-    if max(N, M) <= MOST_CELLS:
-        cells = torch.zeros((N, M))
-        cells[target, source] = 1
+    _limits(ax, (N, M))
+
+    def shares(rows: Cut, columns: Cut) -> NDArray[Any]:
+        counts = edge_counts(graph, rows, columns)
+        pairs = torch.outer(rows.bounds().diff(), columns.bounds().diff())
+        return np.ma.masked_equal((counts / pairs).numpy(), 0)
+
+    def presence() -> NDArray[Any]:
+        source, target = graph.edge_index.cpu()
+        matrix = torch.zeros((N, M), dtype=torch.uint8)
+        matrix[target, source] = 1
         if N == M:
-            cells.diagonal().mul_(2)
+            matrix.diagonal().mul_(2)
+        return matrix.numpy()
+
+    if cell_sizes(ax, (N, M)) == (1, 1):
         colours = ListedColormap(["white", COLOURS[0], INK])
-        ax.imshow(
-            cells.numpy(), cmap=colours, vmin=0, vmax=2, interpolation="nearest", aspect="equal"
-        )
+        image = CellImage(ax, (N, M), largest(presence()), cmap=colours)
+        image.set_clim(0, 2)
+        ax.add_image(image)
     else:
-        rows, columns = min(N, MOST_CELLS // 4), min(M, MOST_CELLS // 4)
-        cell = target * rows // N * columns + source * columns // M
-        cells = torch.bincount(cell, minlength=rows * columns).view(rows, columns)
-        ax.imshow(
-            cells.numpy(),
-            cmap=LinearSegmentedColormap.from_list("density", ["white", COLOURS[0]]),
-            interpolation="nearest",
-            extent=(-0.5, M - 0.5, N - 0.5, -0.5),
-            aspect="equal",
-        )
+        # Of one edge in a cell, and of all there can be: shares differ by orders of magnitude.
+        shades = LinearSegmentedColormap.from_list("density", DENSITIES).with_extremes(bad="white")
+        image = CellImage(ax, (N, M), shares, cmap=shades, norm=LogNorm(1e-6, 1))
+        ax.add_image(image)
+        bar = colour_bar(image, "")
+
+        def tell(rows: int, columns: int) -> None:
+            least = 1 / max(2, (rows + 1) * (columns + 1))  # some cells have one token more
+            image.set_clim(least, 1)
+            bar.set_label(f"share of edges in a cell of {rows:,} × {columns:,} pairs")
+            ticks = [10.0**k for k in range(math.ceil(math.log10(least)), 1)]
+            if len(ticks) < 3:
+                ticks = [least, *ticks]
+            bar.set_ticks(ticks, labels=[f"{100 * share:.3g} %" for share in ticks])
+            bar.minorticks_off()
+
+        tell(*image.sizes)
+        image.on_new_cells = tell
     _label(ax)
     return ax
 
@@ -77,12 +113,15 @@ def attention_weights(
     tokens: tuple[int, int] | None = None,
     labels: Sequence[str] | None = None,
     vmax: float | None = None,
+    colorbar: bool = True,
     ax: Axes | None = None,
 ) -> Axes:
     """Weights per edge as a heat map: row i is how target i divides its attention.
 
     Cells without an edge are grey, edges of weight 0 white; shades follow the square root of the
-    weight, so that small ones are seen beside a 1.
+    weight, so that small ones are seen beside a 1. Where there are more tokens than the axes have
+    points (of 1/72 inch), a cell stands for several of them, as the colour bar says, and shows the
+    largest weight.
 
     Args:
         weights: [E], in the order of ``graph.edge_index``: one head of one sequence of
@@ -90,13 +129,17 @@ def attention_weights(
         graph: the graph they belong to.
         tokens: (first, last + 1) of the part to draw, the same for targets and sources; all if
             None.
-        labels: one text per token drawn, for both sides.
+        labels: one text per token drawn, for both sides; words are written upwards below the
+            matrix. New axes are made large enough for up to about a hundred; where there is no room
+            for all, every second one is left out, or more.
         vmax: the weight that gets the darkest colour, to compare figures; the largest drawn if
             None.
+        colorbar: whether to put a colour bar beside the axes; without one, several axes may share
+            that of ``ax.images[0]``.
         ax: where to draw; new axes if None.
 
     Returns:
-        The matplotlib axes; ``ax.images[0]`` is what a colour bar needs.
+        The matplotlib axes.
 
     Raises:
         ValueError: if `weights` is not one finite number >= 0 per edge, `tokens` is no range of
@@ -112,6 +155,8 @@ def attention_weights(
         (10, 10)
     """
     from matplotlib.colors import LinearSegmentedColormap, PowerNorm
+
+    from graphattn.plot.pixels import CellImage, largest
 
     _check_graph(graph)
     if not isinstance(weights, Tensor) or weights.shape != (graph.num_edges,):
@@ -133,9 +178,9 @@ def attention_weights(
         raise ValueError(f"tokens must be (first, last + 1), got {tokens!r}")
     if not first < end <= shown and tokens is not None:
         raise ValueError(f"tokens must be (first, last + 1) within 0 .. {shown}, got {tokens}")
-    if end - first > 2 * MOST_CELLS:
+    if end - first > MOST_TOKENS:
         raise ValueError(
-            f"tokens must be at most {2 * MOST_CELLS:,} to be told apart, got {end - first:,}: "
+            f"tokens must be at most {MOST_TOKENS:,} to be told apart, got {end - first:,}: "
             "choose a part by tokens=(first, last + 1)"
         )
     if labels is not None and len(labels) != end - first:
@@ -143,26 +188,39 @@ def attention_weights(
     source, target = graph.edge_index.cpu()
     inside = (source >= first) & (source < end) & (target >= first) & (target < end)
     rows, columns = (max(min(end, n) - first, 0) for n in (graph.num_targets, graph.num_sources))
+    if not rows or not columns:
+        raise ValueError(
+            f"tokens must hold targets and sources, got {tokens} of {graph.num_targets} targets "
+            f"and {graph.num_sources} sources"
+        )
     cells = torch.full((rows, columns), torch.nan)
     cells[target[inside] - first, source[inside] - first] = weights.detach().cpu().float()[inside]
-    ax = axes_or_new(ax, 4, 4)
-    shades = LinearSegmentedColormap.from_list(
-        "weight", ["white", "#8fbfdd", COLOURS[0], "#00253d"]
-    ).with_extremes(bad="#e4e4e4")
-    ax.imshow(
-        cells.numpy(),
-        cmap=shades,
-        norm=PowerNorm(0.5, vmin=0, vmax=vmax),
-        interpolation="nearest",
-        extent=(first - 0.5, first + columns - 0.5, first + rows - 0.5, first - 0.5),
-    )
+    longest = max((len(text) for text in labels), default=0) if labels is not None else 0
+    if labels is not None:
+        side = min(14.0, max(4.0, 0.13 * max(rows, columns) + 0.08 * longest + 1.2))
+    else:
+        side = 4.0
+    ax = axes_or_new(ax, side + 0.6 * colorbar, side)
+    shades = LinearSegmentedColormap.from_list("weight", SHADES).with_extremes(bad=EMPTY)
+    _limits(ax, (rows, columns), first)
+    image = CellImage(ax, (rows, columns), largest(cells.numpy()), first, cmap=shades)
+    drawn = weights[inside]
+    top = float(drawn.max()) if vmax is None and len(drawn) else vmax
+    image.set_norm(PowerNorm(0.5, vmin=0, vmax=top or 1.0))
+    ax.add_image(image)
+    if colorbar:
+        bar = colour_bar(image, "attention weight")
+
+        def tell(rows: int, columns: int) -> None:
+            several = rows * columns > 1
+            of = f" (largest in a cell of {rows} × {columns})" if several else ""
+            bar.set_label(f"attention weight{of}")
+
+        tell(*image.sizes)
+        image.on_new_cells = tell
     _label(ax)
     if labels is not None:
-        ticks = range(first, end)
-        # A token may be a blank or a "$": neither is TeX to matplotlib.
-        ax.set_xticks(ticks[:columns], labels[:columns], fontsize=6, parse_math=False)
-        ax.set_yticks(ticks[:rows], labels[:rows], fontsize=6, parse_math=False)
-        ax.tick_params(length=0)
+        _name_tokens(ax, [str(text) for text in labels], (rows, columns), first)
     return ax
 
 
@@ -173,10 +231,41 @@ def _check_graph(graph: object) -> None:
         raise ValueError(f"graph must have targets and sources to draw, got {graph}")
 
 
+def _limits(ax: Axes, shape: tuple[int, int], first: int = 0) -> None:
+    """Rows down, columns across, in squares; the frame below, where it covers no cell."""
+    rows, columns = shape
+    ax.set_xlim(first - 0.5, first + columns - 0.5)
+    ax.set_ylim(first + rows - 0.5, first - 0.5)
+    ax.set_aspect("equal" if max(shape) <= EXTREME * min(shape) else "auto")
+    ax.spines[:].set_zorder(-1)
+
+
 def _label(ax: Axes) -> None:
-    from matplotlib.ticker import MaxNLocator
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
 
     ax.set(xlabel="source j", ylabel="target i")
-    for axis in (ax.xaxis, ax.yaxis):
-        axis.set_major_locator(MaxNLocator(integer=True))
+    for axis, limits in ((ax.xaxis, ax.get_xlim()), (ax.yaxis, ax.get_ylim())):
+        long = max(limits) >= 10_000
+        axis.set_major_locator(MaxNLocator(4 if long else "auto", integer=True))
+        if long:
+            axis.set_major_formatter(FuncFormatter(lambda token, _: f"{token:,.0f}"))
     style_axes(ax, frame=True)
+
+
+def _name_tokens(ax: Axes, labels: list[str], shape: tuple[int, int], first: int) -> None:
+    """A label per token, as small as the cells need, and every second or third where they must."""
+    upright = max(map(len, labels)) == 1
+    origin, one = ax.transData.transform([(0, 0), (1, 1)])
+    down, across = abs(one - origin)[::-1] * 72 / ax.figure.dpi  # points per cell
+    for axis, count, points in ((ax.yaxis, shape[0], down), (ax.xaxis, shape[1], across)):
+        size = min(7.0, max(4.5, 0.87 * points))
+        step = max(1, math.ceil(0.95 * size / points))
+        # A token may be a blank or a "$": neither is TeX to matplotlib.
+        axis.set_ticks(
+            range(first, first + count, step),
+            labels[:count:step],
+            fontsize=size,
+            parse_math=False,
+            rotation=90 if axis is ax.xaxis and not upright else 0,
+        )
+    ax.tick_params(length=0)

@@ -6,10 +6,13 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.colorbar import Colorbar
+    from matplotlib.image import AxesImage
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart.
 INK = "#333333"
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
+SHADES = ("white", "#8fbfdd", COLOURS[0], "#00253d")  # of a heat map
 
 
 def axes_or_new(ax: Axes | None, width: float, height: float) -> Axes:
@@ -28,3 +31,17 @@ def style_axes(ax: Axes, *, frame: bool = False) -> None:
     ax.tick_params(colors=INK, labelsize=8, width=0.6, length=3)
     for axis in (ax.xaxis, ax.yaxis):
         axis.label.set(color=INK, fontsize=9)
+
+
+def colour_bar(image: AxesImage, label: str) -> Colorbar:
+    """A colour bar as high as the image, beside its axes."""
+    ax = image.axes
+    assert ax is not None
+    if ax.figure.get_layout_engine() is None:  # nobody will make room for it
+        bar = ax.figure.colorbar(image, ax=ax)
+    else:
+        bar = ax.figure.colorbar(image, cax=ax.inset_axes((1.04, 0, 0.045, 1)))
+    bar.set_label(label, color=INK, fontsize=9)
+    bar.ax.tick_params(colors=INK, labelsize=8, width=0.6, length=3)
+    bar.outline.set(color="#999999", linewidth=0.6)
+    return bar

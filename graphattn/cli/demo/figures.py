@@ -118,7 +118,9 @@ def _attention(sample: Sample, training: Training | None, path: Path, seed: int)
     axes = figure.subplots(1, 3)
     for ax, (title, weights) in zip(axes, panels.items(), strict=True):
         labels = [shown(letter) for letter in sample.letters[: len(tokens)]]
-        ga.plot.attention_weights(weights[:, head], graph, labels=labels, vmax=highest, ax=ax)
+        ga.plot.attention_weights(
+            weights[:, head], graph, labels=labels, vmax=highest, colorbar=False, ax=ax
+        )
         ax.set_title(title, fontsize=9)
     for ax in axes[1:]:
         ax.set_ylabel("")

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import scipy.sparse
+import torch
 from scipy.sparse.csgraph import breadth_first_order, connected_components, shortest_path
 
 import graphattn as ga
@@ -108,7 +109,7 @@ def farthest_path(adjacency: scipy.sparse.csr_array, start: int) -> list[int]:
 
 def spectrum(graph: ga.TokenGraph, theory: Theory | None, step_size: float | None) -> list[Fact]:
     """Both ends of the Laplacian's spectrum, and what follows for consensus with R = I."""
-    fiedler = ga.spectral.fiedler_value(graph)
+    fiedler = fiedler_value(graph)
     largest = ga.spectral.max_eigenvalue(graph)
     limit = 1 / (2 * largest) if largest > 0 else math.inf
     facts = [
@@ -132,6 +133,29 @@ def spectrum(graph: ga.TokenGraph, theory: Theory | None, step_size: float | Non
         facts.append(Fact("step_size", "step η", eta, f"{eta:.6g}", own))
         facts += smoothing(graph, fiedler, largest, eta)
     return facts
+
+
+def fiedler_value(graph: ga.TokenGraph) -> float:
+    """λ₁, with tokens that see and are seen by all taken out first.
+
+    Joined to the rest of a graph, g such tokens add g to every eigenvalue but 0 of the rest, and N
+    itself, which is the largest (Merris 1994, Laplacian matrices of graphs: a survey, Theorem
+    2.20). Beside a hub the modes of a long path lie so close together that Lanczos takes minutes to
+    tell them apart; without it they are those of a path, and take seconds.
+    """
+    N, (source, target) = graph.num_tokens, graph.edge_index
+    others = source != target
+    hub = torch.bincount(source[others], minlength=N) == N - 1
+    hub &= torch.bincount(target[others], minlength=N) == N - 1
+    g = int(hub.sum())
+    if N < 2 or g == 0:
+        return ga.spectral.fiedler_value(graph)
+    if N - g < 2:
+        return float(N)
+    place = torch.cumsum(~hub, 0) - 1
+    kept = others & ~hub[source] & ~hub[target]
+    rest = ga.from_edge_index(place[graph.edge_index[:, kept]], N - g)
+    return g + ga.spectral.fiedler_value(rest)
 
 
 def smoothing(graph: ga.TokenGraph, fiedler: float, largest: float, eta: float) -> list[Fact]:

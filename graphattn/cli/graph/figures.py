@@ -20,7 +20,8 @@ def overview(graph: ga.TokenGraph, title: str, step_size: float | None) -> Figur
     panels: list[Panel] = [adjacency_panel, spectrum_panel, filter_panel]
     if graph.num_tokens > MOST_EIGENVALUES:
         panels.remove(spectrum_panel)
-    figure = _figure(3.6 * len(panels), 3.5)
+    figure = _figure(3.8 * len(panels), 3.5)
+    figure.get_layout_engine().set(wspace=0.06)  # type: ignore[union-attr, call-arg]
     axes = figure.subplots(1, len(panels), squeeze=False)[0]
     for panel, ax in zip(panels, axes, strict=True):
         panel(graph, step_size, ax)
@@ -56,8 +57,9 @@ def separate(graph: ga.TokenGraph, step_size: float | None) -> list[tuple[str, s
 
 _ADJACENCY = (
     "Who sees whom",
-    "Row i is what token i sees (blue); dark on the diagonal: it sees itself. Beyond 1,024 tokens "
-    "a cell stands for a block of them.",
+    "Row i is what token i sees (blue); dark on the diagonal: it sees itself. With a colour bar, a "
+    "cell stands for a square of pairs of tokens, and its shade for the share of them that are "
+    "edges: one edge is enough to colour it.",
 )
 _SPECTRUM = (
     "The spectrum",
