@@ -135,7 +135,7 @@ def bench(
 
 @app.command()
 def clusters(
-    file: Annotated[Path, typer.Argument(help="An image (PNG) or a table (CSV).")],
+    file: Annotated[Path, typer.Argument(help="An image (PNG, JPEG, ...) or a table (CSV).")],
     pattern: Annotated[
         str,
         typer.Option(
@@ -151,13 +151,50 @@ def clusters(
     mask: Annotated[
         Path | None,
         typer.Option(
-            dir_okay=False, help="PNG of the same size: the true foreground, or a trimap 0/1/255."
+            dir_okay=False,
+            help="An image of the same size: the true foreground, or a trimap (0/1/255, or "
+            "Oxford-IIIT Pet's 1/2/3). Of a palette, its indices count.",
         ),
     ] = None,
     labels: Annotated[
         str | None,
         typer.Option(help="Column of the true classes: its name, or its number (-1: the last)."),
     ] = None,
+    columns: Annotated[
+        str | None,
+        typer.Option(
+            help="Columns of a table that are features: names or numbers, separated by commas. "
+            "Default: all columns of numbers.",
+            show_default=False,
+        ),
+    ] = None,
+    per_class: Annotated[
+        int | None,
+        typer.Option(
+            help="Draw so many rows of every class of --labels at random. Default: all rows.",
+            show_default=False,
+        ),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of that draw.")] = 0,
+    size: Annotated[
+        int | None,
+        typer.Option(
+            help="Longest side of an image in tokens; larger images are averaged over blocks of "
+            "pixels. Default: 64.",
+            show_default=False,
+        ),
+    ] = None,
+    global_tokens: Annotated[
+        str | None,
+        typer.Option(
+            help="Of longformer: token numbers or first, middle, last, separated by commas (-1 is "
+            "the last). Default: the middle of an image, the first row of a table.",
+            show_default=False,
+        ),
+    ] = None,
+    max_pixels: Annotated[
+        int, typer.Option(help="Refuse images with more pixels, before they are unpacked.")
+    ] = 50_000_000,
     out: Annotated[
         Path,
         typer.Option(
@@ -169,7 +206,22 @@ def clusters(
     from graphattn.cli.clusters import run_clusters
 
     try:
-        run_clusters(file, pattern, scaling, steps, mask, labels, out, _console())
+        run_clusters(
+            file,
+            pattern,
+            scaling,
+            steps,
+            mask,
+            labels,
+            out,
+            _console(),
+            columns=columns,
+            per_class=per_class,
+            seed=seed,
+            size=size,
+            global_tokens=global_tokens,
+            most_pixels=max_pixels,
+        )
     except (ImportError, ValueError, OSError) as error:  # FileFormatError is a ValueError
         typer.echo(f"graphattn: {error}", err=True)
         raise typer.Exit(2) from None

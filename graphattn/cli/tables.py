@@ -25,6 +25,11 @@ def short(number: float) -> str:
     return f"{number:,.0f}" if 100 <= number < 1e6 else f"{number:.3g}"
 
 
+def counted(number: int, noun: str) -> str:
+    """``1 step``, ``1,000 steps``."""
+    return f"{number:,} {noun}" + "s" * (number != 1)
+
+
 class Cells(NamedTuple):
     """What a table says, without markup: the report lays it out anew."""
 

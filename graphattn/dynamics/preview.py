@@ -68,7 +68,8 @@ class Preview:
             "leading_share": ("leading eigenvalue's share", "{:.3f}"),
             "accuracy": ("accuracy of the best map", "{:.3f}"),
         }
-        lines = [f"{f'after {self.steps} steps':36}{'pattern':>14}{'global':>14}"]
+        after = f"after {self.steps:,} step" + "s" * (self.steps != 1)
+        lines = [f"{after:36}{'pattern':>14}{'global':>14}"]
         for field, (name, form) in names.items():
             values = [getattr(scores, field) for scores in (self.pattern, self.baseline)]
             if None not in values:

@@ -201,6 +201,7 @@ def cluster_counts(
     ax.set_yscale("log")
     ax.set(xlabel="step", ylabel="merged clusters")
     _whole_steps(ax)
+    _whole_counts(ax)
     legend = ax.legend(
         ax.lines[-len(trajectories) :], list(trajectories), frameon=False, fontsize=8
     )
@@ -214,6 +215,16 @@ def _whole_steps(ax: Axes) -> None:
     from matplotlib.ticker import MaxNLocator
 
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+
+
+def _whole_counts(ax: Axes) -> None:
+    from matplotlib.ticker import FuncFormatter, NullLocator
+
+    from graphattn.plot.ticks import WholeNumbers
+
+    ax.yaxis.set_major_locator(WholeNumbers())
+    ax.yaxis.set_minor_locator(NullLocator())
+    ax.yaxis.set_major_formatter(FuncFormatter(lambda count, _: f"{count:,.0f}"))
 
 
 def _checked(name: str, trajectory: Trajectory) -> Trajectory:

@@ -31,10 +31,12 @@ def shared(name: str) -> Path:
     return path
 
 
-def run(file, out, *, pattern="global", scaling="sdp", steps=4, mask=None, labels=None) -> str:
+def run(
+    file, out, *, pattern="global", scaling="sdp", steps=4, mask=None, labels=None, **options
+) -> str:
     text = io.StringIO()
     console = Console(file=text, width=80, emoji=False)
-    run_clusters(Path(file), pattern, scaling, steps, mask, labels, out, console)
+    run_clusters(Path(file), pattern, scaling, steps, mask, labels, out, console, **options)
     return text.getvalue()
 
 
@@ -234,6 +236,19 @@ def test_kmeans_on_the_cat_is_the_known_baseline():
         ("a,b\n1,2\n3,4\n", {}, "at least 3 whole rows, got 2"),
         ("1,nan\n2,inf\n3,4\n", {"labels": "1"}, "has no column of numbers"),
         ("\0\1binary", {}, "is binary"),
+        (TABLE, {"columns": "height,colour"}, "--columns must be a column .*got 'colour'"),
+        (TABLE, {"columns": "name"}, "--columns must be columns of numbers, 'name' is none"),
+        (TABLE, {"columns": "1,height"}, "--columns must name a column once, got 'height' twice"),
+        (TABLE, {"columns": ""}, "--columns must name at least one column"),
+        (TABLE, {"columns": "3", "labels": "3"}, "--columns must not hold that of --labels"),
+        (TABLE, {"per_class": 4}, "--per-class needs --labels"),
+        (TABLE, {"per_class": 0, "labels": "kind"}, "--per-class must be >= 1"),
+        (TABLE, {"per_class": 16, "labels": "kind"}, "--per-class must be at most 15, .*'a'"),
+        (TABLE, {"seed": -1}, "--seed must be >= 0"),
+        (TABLE, {"size": 32}, "--size goes with an image"),
+        (TABLE, {"global_tokens": "first"}, "--global-tokens goes with --pattern longformer"),
+        (TABLE, {"pattern": "longformer:4", "global_tokens": "30"}, "from -30 to 29, or first"),
+        (TABLE, {"pattern": "longformer:4", "global_tokens": "0,"}, "--global-tokens must be"),
     ],
 )
 def test_bad_input_is_one_line_that_names_it(tmp_path, content, options, says):
@@ -262,3 +277,256 @@ def test_bad_images_are_named(tmp_path, square):
     with pytest.raises(ValueError, match="no such file"):
         load_tokens(tmp_path / "none.png", None, None)
     assert trimap.exists()
+
+
+def palette_png(path: Path, indices: np.ndarray, palette: list[int]) -> Path:
+    from PIL import Image
+
+    image = Image.fromarray(indices.astype(np.uint8), mode="L")
+    image.putpalette(palette)
+    assert image.mode == "P"
+    image.save(path)
+    return path
+
+
+RAINBOW = [(37 * n + 90 * channel) % 256 for n in range(256) for channel in range(3)]
+
+
+@pytest.mark.parametrize("palette", [RAINBOW, [n for n in range(256) for _ in range(3)]])
+@pytest.mark.parametrize(
+    ("values", "classes"),
+    [
+        ((1, 2, 3), {1: 1, 2: 0, 3: 255}),  # Oxford-IIIT Pet: foreground, background, boundary
+        ((0, 1, 255), {0: 0, 1: 1, 255: 255}),
+    ],
+)
+def test_a_trimap_with_a_palette_keeps_its_indices(square, tmp_path, palette, values, classes):
+    image, _ = square
+    indices = np.random.default_rng(1).choice(values, (12, 16))
+    tokens = load_tokens(image, palette_png(tmp_path / "p.png", indices, palette), None)
+    assert tokens.mask.tolist() == [classes[n] for n in indices.reshape(-1).tolist()]
+    assert tokens.has_boundary
+    assert not any("alpha" in note for note in tokens.notes)
+    assert any("Oxford-IIIT Pet" in note for note in tokens.notes) == (values == (1, 2, 3))
+
+
+def test_the_same_numbers_without_a_palette_are_the_same_trimap(square, tmp_path):
+    from PIL import Image
+
+    image, _ = square
+    indices = np.random.default_rng(2).choice([1, 2, 3], (12, 16)).astype(np.uint8)
+    Image.fromarray(indices).save(tmp_path / "gray.png")
+    colours = palette_png(tmp_path / "colours.png", indices, RAINBOW)
+    gray, indexed = (load_tokens(image, p, None) for p in (tmp_path / "gray.png", colours))
+    assert torch.equal(gray.mask, indexed.mask)
+
+
+def test_indices_of_classes_are_foreground_and_say_so(square, tmp_path):
+    """Pascal VOC: 0 background, classes, 255 void."""
+    image, _ = square
+    indices = np.random.default_rng(3).choice([0, 12, 15, 255], (12, 16))
+    tokens = load_tokens(image, palette_png(tmp_path / "voc.png", indices, RAINBOW), None)
+    expected = np.where(indices == 255, 255, indices > 0).reshape(-1)
+    assert tokens.mask.tolist() == expected.tolist()
+    assert any("0 background, 12, 15 foreground, 255 boundary" in note for note in tokens.notes)
+
+
+def test_a_palette_of_black_and_white_is_a_picture_of_a_mask(square, tmp_path):
+    image, _ = square
+    indices = np.random.default_rng(4).choice([0, 1], (12, 16))
+    white_first = palette_png(tmp_path / "m.png", indices, [255, 255, 255, 0, 0, 0])
+    assert load_tokens(image, white_first, None).mask.tolist() == (1 - indices).reshape(-1).tolist()
+
+
+def test_an_image_with_a_palette_is_read_in_its_colours_and_has_no_alpha(tmp_path):
+    indices = np.random.default_rng(5).integers(0, 256, (9, 11))
+    tokens = load_tokens(palette_png(tmp_path / "p.png", indices, RAINBOW), None, None)
+    colours = np.array(RAINBOW).reshape(256, 3)[indices] / 255
+    np.testing.assert_allclose(tokens.image, colours, atol=1e-12)
+    assert tokens.notes == []
+
+
+def test_alpha_is_left_out_and_says_so_only_where_there_is_some(tmp_path):
+    pixels = np.random.default_rng(6).random((6, 5, 4))
+    imsave(tmp_path / "rgba.png", pixels)
+    imsave(tmp_path / "rgb.png", matplotlib.image.imread(tmp_path / "rgba.png")[..., :3])
+    from PIL import Image
+
+    Image.open(tmp_path / "rgba.png").convert("RGB").save(tmp_path / "plain.png")
+    with_alpha, plain = (load_tokens(tmp_path / f"{n}.png", None, None) for n in ("rgba", "plain"))
+    assert with_alpha.notes == ["The alpha channel is left out."]
+    pixels[..., 3] = 1
+    imsave(tmp_path / "opaque.png", pixels)
+    assert load_tokens(tmp_path / "opaque.png", None, None).notes == []
+    assert plain.notes == []
+    np.testing.assert_allclose(with_alpha.image, plain.image)
+
+
+@pytest.mark.parametrize("form", ["JPEG", "BMP", "GIF", "TIFF", "WEBP"])
+def test_other_formats_are_read_as_pillow_decodes_them(tmp_path, form, capfd):
+    from PIL import Image, features
+
+    if form == "WEBP" and not features.check("webp"):
+        pytest.skip("this Pillow has no WebP")
+    smooth = np.add.outer(np.arange(20.0), np.arange(30.0))[..., None] * [4, 3, 2]
+    path = tmp_path / f"picture.{form.lower()}"
+    Image.fromarray(smooth.astype(np.uint8)).save(path, format=form)
+    tokens = load_tokens(path, None, None)
+    expected = np.asarray(Image.open(path).convert("RGB")) / 255
+    np.testing.assert_allclose(tokens.image, expected)
+    assert "600 tokens" in tokens.title
+    broken = tmp_path / "broken.jpg"
+    broken.write_bytes(path.read_bytes()[:30])
+    with pytest.raises(ValueError, match=f"broken.jpg: cannot be read as {form}"):
+        load_tokens(broken, None, None)
+
+
+def test_a_photo_stands_upright(tmp_path):
+    """Cameras store a turned picture, and in its metadata how to turn it."""
+    from PIL import Image
+
+    upright = np.zeros((10, 16, 3), dtype=np.uint8)
+    upright[:5] = 200
+    stored = Image.fromarray(np.rot90(upright, 1).copy())
+    exif = Image.Exif()
+    exif[0x0112] = 6  # turn by 90 degrees, clockwise
+    stored.save(tmp_path / "photo.jpg", exif=exif, quality=95)
+    image = load_tokens(tmp_path / "photo.jpg", None, None).image
+    assert image.shape == (10, 16, 3)
+    assert image[:4].min() > 0.7
+    assert image[6:].max() < 0.1
+
+
+def test_sixteen_bits_are_read_in_full(tmp_path):
+    from PIL import Image
+
+    values = (np.arange(35).reshape(5, 7) * 1800).astype(np.uint16)
+    Image.fromarray(values).save(tmp_path / "deep.png")
+    tokens = load_tokens(tmp_path / "deep.png", None, None)
+    np.testing.assert_allclose(tokens.image[..., 0], values / 65535)
+
+
+def test_an_image_bomb_is_refused_before_it_is_unpacked(tmp_path, monkeypatch):
+    from PIL import Image
+
+    bomb = tmp_path / "bomb.png"
+    Image.new("1", (40_000, 30_000)).save(bomb)
+    assert bomb.stat().st_size < 300_000
+    good = tmp_path / "good.png"
+    Image.new("RGB", (200, 100)).save(good)
+    # Only what is refused may be looked at without being unpacked.
+    load = Image.Image.load
+    seen = []
+    monkeypatch.setattr(Image.Image, "load", lambda self: (seen.append(self.size), load(self))[1])
+    for call in (lambda: load_tokens(bomb, None, None), lambda: load_tokens(good, bomb, None)):
+        with pytest.raises(
+            ValueError, match=r"bomb\.png: has 40,000 x 30,000 = 1,200,000,000 pixels"
+        ):
+            call()
+        with pytest.raises(ValueError, match="more than --max-pixels 50000000; raise it"):
+            call()
+    assert (40_000, 30_000) not in seen
+    with pytest.raises(ValueError, match="200 x 100 = 20,000 pixels, more than --max-pixels 19999"):
+        load_tokens(good, None, None, most_pixels=19_999)
+    assert load_tokens(good, None, None, most_pixels=20_000).image.shape == (25, 50, 3)
+
+
+def test_the_size_of_an_image_can_be_chosen(tmp_path):
+    pixels = np.random.default_rng(7).random((120, 90, 3))
+    imsave(tmp_path / "image.png", pixels)
+    for size, shape in ((None, (60, 45)), (120, (120, 90)), (40, (40, 30)), (7, (6, 5))):
+        tokens = load_tokens(tmp_path / "image.png", None, None, size=size)
+        assert tokens.image.shape[:2] == shape
+        assert len(tokens.x) == shape[0] * shape[1]
+    imsave(tmp_path / "large.png", np.zeros((150, 150, 3)))
+    with pytest.raises(
+        ValueError, match=r"--size must leave at most 20,000 tokens, got 150: 150 x"
+    ):
+        load_tokens(tmp_path / "large.png", None, None, size=150)
+    with pytest.raises(ValueError, match="--columns names columns of a table"):
+        load_tokens(tmp_path / "image.png", None, None, columns="1")
+
+
+def test_features_are_the_columns_asked_for_in_that_order(tmp_path):
+    text = 'a,"b, c",d,kind\n' + "".join(f"{i},{i * i},{-i},{i % 2}\n" for i in range(12))
+    path = table_file(tmp_path, text)
+    i = torch.arange(12.0, dtype=torch.float64)
+    for columns, names, values in (
+        ("d,a", ["d", "a"], [-i, i]),
+        ('"b, c", 1', ["b, c", "a"], [i * i, i]),
+        ("b, c", ["b, c"], [i * i]),
+        ("-2", ["d"], [-i]),
+    ):
+        tokens = load_tokens(path, None, "kind", columns=columns)
+        assert tokens.features == names
+        torch.testing.assert_close(tokens.x, standardize(torch.stack(values, dim=1)))
+    # A column that is not asked for may hold what it likes.
+    rows = "a,b,y\n1,2,0\n?,3,1\n4,x,0\n2,2,1\n"
+    assert len(load_tokens(table_file(tmp_path, rows), None, "y", columns="a").x) == 3
+
+
+def test_balanced_classes_are_drawn_at_random_and_kept_in_order(tmp_path):
+    """Attention Clusters, Section 2.2: 512 random rows of each of two classes."""
+    kinds = np.random.default_rng(8).choice(["x", "y", "z"], 300, p=[0.6, 0.3, 0.1])
+    text = "n,kind\n" + "".join(f"{n},{kind}\n" for n, kind in enumerate(kinds))
+    path = table_file(tmp_path, text)
+    draws = {}
+    for seed in (0, 1):
+        tokens = load_tokens(path, None, "kind", per_class=20, seed=seed)
+        assert tokens.truth.bincount().tolist() == [20, 20, 20]
+        values = tokens.x[:, 0]
+        assert (values.diff() > 0).all()  # n ascends in the file
+        draws[seed] = values
+        again = load_tokens(path, None, "kind", per_class=20, seed=seed)
+        assert torch.equal(again.x, tokens.x)
+        assert any(
+            "20 rows of each of 3 classes" in note and f"seed {seed}" in note
+            for note in tokens.notes
+        )
+    assert not torch.equal(draws[0], draws[1])
+    fewest = int(np.unique(kinds, return_counts=True)[1].min())
+    assert len(load_tokens(path, None, "kind", per_class=fewest).x) == 3 * fewest
+
+
+def test_global_tokens_can_be_chosen_such_as_the_first_and_the_last(tmp_path):
+    """Attention Clusters, Figure 8: Data C has both as global tokens."""
+    for text, tokens in (("first,last", [0, 29]), ("0, -1", [0, 29]), ("middle", [15]), ("7", [7])):
+        pattern = parse_pattern("longformer:4", 30, is_image=False, global_tokens=text)
+        assert pattern.graph == ga.longformer_graph(30, 2, tokens)
+    path = table_file(tmp_path, TABLE)
+    output = run(path, tmp_path, pattern="longformer:4", global_tokens="first,last")
+    assert "and tokens 0, 29 see and are seen by all" in " ".join(output.split())
+
+
+def test_one_step_is_no_steps(tmp_path):
+    output = run(table_file(tmp_path, TABLE), tmp_path / "a", steps=1, columns="height")
+    assert "Clusters after 1 step\n" in re.sub(" +\n", "\n", output)
+    assert "30 rows, 1 feature\n" in output
+    assert "1 token on each side" in run(table_file(tmp_path, TABLE), tmp_path, pattern="window:2")
+    assert "1 steps" not in (tmp_path / "a" / "report.html").read_text()
+    x = torch.randn(20, 2, dtype=torch.float64)
+    assert "after 1 step " in str(ga.dynamics.preview(x, ga.window_path_graph(20, 2), steps=1))
+
+
+def test_the_command_takes_all_options(tmp_path):
+    from typer.testing import CliRunner
+
+    from graphattn.cli.app import app
+
+    path = table_file(tmp_path, TABLE)
+    arguments = ["clusters", path, "--columns", "weight,height", "--labels", "-1", "--per-class", 9]
+    arguments += ["--seed", 3, "--pattern", "longformer:4", "--global-tokens", "-1", "--steps", 1]
+    arguments += ["--out", tmp_path / "out"]
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    assert result.exit_code == 0, result.output
+    said = " ".join(result.output.split())
+    assert "18 rows, 2 features" in said
+    assert "token 17 sees and is seen by all" in said
+    from PIL import Image
+
+    Image.new("RGB", (90, 90)).save(tmp_path / "photo.jpg")
+    refused = CliRunner().invoke(
+        app, ["clusters", str(tmp_path / "photo.jpg"), "--max-pixels", "8099"]
+    )
+    assert refused.exit_code == 2
+    assert "8,100 pixels, more than --max-pixels 8099" in refused.stderr

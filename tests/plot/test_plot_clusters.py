@@ -109,3 +109,27 @@ POINTS, LABELS = torch.randn(4, 2), torch.tensor([0, 0, 1, 1])
 def test_bad_input_is_named(call, says):
     with pytest.raises(ValueError, match=says):
         call()
+
+
+@pytest.mark.parametrize(
+    ("low", "high"), [(28, 33), (1, 1), (255, 255), (20, 150), (3, 5000), (1, 4096), (90, 131)]
+)
+def test_ticks_of_cluster_counts_are_a_few_whole_numbers_written_out(low, high, ax, monkeypatch):
+    x = torch.randn(40, 2, dtype=torch.float64)
+    run = ga.dynamics.simulate(x, ga.complete_graph(40), steps=8)
+    counts = torch.linspace(high, low, 8).round().long()
+    monkeypatch.setattr("graphattn.plot.clusters.merged_counts", lambda *a, **k: counts)
+    ga.plot.cluster_counts({"run": run}, ax=ax)
+    ax.figure.draw_without_rendering()
+    bottom, top = ax.get_ylim()
+    ticks = {
+        tick.label1.get_text(): tick.get_loc()
+        for minor in (False, True)
+        for tick in (ax.yaxis.get_minor_ticks() if minor else ax.yaxis.get_major_ticks())
+        if bottom <= tick.get_loc() <= top
+    }
+    assert 1 <= len(ticks) <= 10
+    assert len(ticks) >= 2 or low == high
+    for text, place in ticks.items():
+        assert text == f"{round(place):,}"
+        assert place == round(place)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import io
+import itertools
 import re
 
 import networkx
@@ -19,7 +20,6 @@ import graphattn as ga
 from graphattn.plot.cells import Cut, edge_counts
 
 matplotlib = pytest.importorskip("matplotlib", reason="figures need the extra `plots`")
-import itertools
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: E402
 from matplotlib.figure import Figure  # noqa: E402
@@ -117,7 +117,8 @@ def test_one_edge_among_a_million_tokens_is_seen():
 
 
 def test_few_targets_of_many_sources_have_a_height():
-    graph = ga.from_edge_index(torch.tensor([[10, 4000, 2500], [0, 1, 2]]), num_targets=3, num_sources=5000)  # fmt: skip
+    edges = torch.tensor([[10, 4000, 2500], [0, 1, 2]])
+    graph = ga.from_edge_index(edges, num_targets=3, num_sources=5000)
     pixels = Pixels(figure_of(graph))
     rows, _ = pixels.place(np.arange(3), np.zeros(3))
     assert rows[1] - rows[0] > 20

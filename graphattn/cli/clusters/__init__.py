@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from graphattn import dynamics
+from graphattn.cli.clusters.images import MOST_PIXELS
 from graphattn.cli.clusters.patterns import parse_pattern
 from graphattn.cli.clusters.sample import load_tokens
 from graphattn.cli.clusters.tables import clusterings, score_table, step_table
@@ -29,6 +30,13 @@ def run_clusters(
     labels: str | None,
     out: Path,
     console: Console,
+    *,
+    columns: str | None = None,
+    per_class: int | None = None,
+    seed: int = 0,
+    size: int | None = None,
+    global_tokens: str | None = None,
+    most_pixels: int = MOST_PIXELS,
 ) -> None:
     """Read, simulate, score, draw; the report's path is the last line printed."""
     started = time.perf_counter()
@@ -37,8 +45,19 @@ def run_clusters(
     need_scikit_learn()
     as_choice("--scaling", scaling, ("sdp", "sq", "sq_inplace"))
     as_int("--steps", steps, 1)
-    tokens = load_tokens(file, mask, labels)
-    chosen = parse_pattern(pattern, len(tokens.x), is_image=tokens.image is not None)
+    tokens = load_tokens(
+        file,
+        mask,
+        labels,
+        columns=columns,
+        per_class=per_class,
+        seed=as_int("--seed", seed, 0),
+        size=size,
+        most_pixels=most_pixels,
+    )
+    chosen = parse_pattern(
+        pattern, len(tokens.x), is_image=tokens.image is not None, global_tokens=global_tokens
+    )
     out.mkdir(parents=True, exist_ok=True)
     intro = [
         *tokens.notes,

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import graphattn as ga
+from graphattn.cli.demo.sample import printable
+from graphattn.cli.tables import counted
 
 
 class Pattern(NamedTuple):
@@ -15,9 +17,13 @@ class Pattern(NamedTuple):
     graph: ga.TokenGraph
 
 
-def parse_pattern(text: str, num_tokens: int, *, is_image: bool) -> Pattern:
+def parse_pattern(
+    text: str, num_tokens: int, *, is_image: bool, global_tokens: str | None = None
+) -> Pattern:
     """``global``, ``block:128``, ``window:128`` or ``longformer:512`` over so many tokens."""
     kind, _, size = text.partition(":")
+    if global_tokens is not None and kind != "longformer":
+        raise ValueError(f"--global-tokens goes with --pattern longformer:SIZE, got {text!r}")
     if kind == "global" and not size:
         meaning = "every token sees every token"
         return Pattern(text, meaning, ga.complete_graph(num_tokens))
@@ -29,14 +35,38 @@ def parse_pattern(text: str, num_tokens: int, *, is_image: bool) -> Pattern:
         )
     width = min(int(size), 2 * num_tokens)  # beyond that nothing changes
     if kind == "block":
-        meaning = f"blocks of {size} tokens that do not overlap, in the order of the file"
+        meaning = (
+            f"blocks of {counted(int(size), 'token')} that do not overlap, in the order of the file"
+        )
         return Pattern(text, meaning, ga.block_window_graph(num_tokens, width))
     each_side = width // 2
-    meaning = f"{int(size) // 2} tokens on each side (a window of {size})"
+    meaning = f"{counted(int(size) // 2, 'token')} on each side (a window of {size})"
     if kind == "window":
         graph = ga.window_path_graph(num_tokens, each_side, self_loops=True)
         return Pattern(text, meaning, graph)
-    # The paper's choice: the middle pixel of an image, the first row of a table (Sections 3.3).
-    token = num_tokens // 2 if is_image else 0
-    meaning += f", and token {token} sees and is seen by all"
-    return Pattern(text, meaning, ga.longformer_graph(num_tokens, each_side, [token]))
+    # The paper's choice: the middle pixel of an image, the first row of a table (Section 3.3).
+    tokens = parse_tokens(global_tokens or ("middle" if is_image else "first"), num_tokens)
+    if len(tokens) == 1:
+        meaning += f", and token {tokens[0]} sees and is seen by all"
+    else:
+        meaning += f", and tokens {', '.join(map(str, tokens))} see and are seen by all"
+    return Pattern(text, meaning, ga.longformer_graph(num_tokens, each_side, tokens))
+
+
+def parse_tokens(text: str, num_tokens: int) -> list[int]:
+    """``first,last`` or ``0,7,-1``: token numbers, from the end where they are negative."""
+    words = {"first": 0, "middle": num_tokens // 2, "last": num_tokens - 1}
+    tokens = set()
+    for part in text.split(","):
+        word = part.strip().lower()
+        try:
+            token = words[word] if word in words else int(word)
+        except ValueError:
+            token = num_tokens
+        if not -num_tokens <= token < num_tokens:
+            raise ValueError(
+                f"--global-tokens must be numbers from {-num_tokens} to {num_tokens - 1}, or "
+                f"first, middle, last, separated by commas, got {printable(text)!r}"
+            )
+        tokens.add(token % num_tokens)
+    return sorted(tokens)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,17 +10,18 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from graphattn.cli.clusters.columns import is_missing, number, one_column, read_csv, some_columns
+from graphattn.cli.clusters.images import MOST_PIXELS, image_format, read_image, read_mask
 from graphattn.cli.demo.sample import printable
-from graphattn.data import FileFormatError, read_text
+from graphattn.cli.tables import counted
+from graphattn.data import FileFormatError
 from graphattn.data.files import read_bytes
 from graphattn.dynamics import standardize
+from graphattn.graphs.arguments import as_int
 
-PNG = b"\x89PNG\r\n\x1a\n"
 LONGEST_SIDE = 64  # of an image, as in the paper; larger ones are averaged over blocks of pixels
 MOST_TOKENS = 20_000
 MOST_CLASSES = 50
-BOUNDARY = 255  # of a trimap, beside 0 (background) and 1 (foreground)
-MISSING = frozenset({"", "?", "na", "n/a", "nan", "null", "none"})
 
 
 @dataclass(frozen=True)
@@ -40,28 +39,66 @@ class Tokens:
     classes: int | None = None  # how many classes truth or mask have
 
 
-def load_tokens(file: Path, mask: Path | None, labels: str | None) -> Tokens:
-    """The pixels of a PNG, or the rows of a CSV file."""
+def load_tokens(
+    file: Path,
+    mask: Path | None,
+    labels: str | None,
+    *,
+    columns: str | None = None,
+    per_class: int | None = None,
+    seed: int = 0,
+    size: int | None = None,
+    most_pixels: int = MOST_PIXELS,
+) -> Tokens:
+    """The pixels of an image, or the rows of a CSV file.
+
+    Args:
+        file: which.
+        mask: of an image, its true foreground.
+        labels: of a table, the column of the true classes.
+        columns: of a table, the features: names or numbers, separated by commas; all columns of
+            numbers if None.
+        per_class: so many rows of every class, drawn at random; all rows if None.
+        seed: of that draw.
+        size: longest side of the image in tokens; 64 if None.
+        most_pixels: of the file, before it is averaged down.
+
+    Raises:
+        FileFormatError: if a file cannot be read as what it is.
+        ValueError: if an option does not fit the file.
+    """
     data = read_bytes(file)
-    if data.startswith(PNG):
+    name = printable(file.name)
+    if image_format(data) is not None:
         if labels is not None:
-            raise ValueError(f"--labels names a column of a table; {printable(file.name)} is a PNG")
-        return _image_tokens(file, data, mask)
+            raise ValueError(f"--labels names a column of a table; {name} is an image")
+        if columns is not None:
+            raise ValueError(f"--columns names columns of a table; {name} is an image")
+        if per_class is not None:
+            raise ValueError(f"--per-class draws rows of a table; {name} is an image")
+        size = LONGEST_SIDE if size is None else as_int("--size", size, 2)
+        return _image_tokens(file, data, mask, size, as_int("--max-pixels", most_pixels, 1))
     if mask is not None:
-        raise ValueError(f"--mask goes with an image (PNG); {printable(file.name)} is none")
-    return _table_tokens(file, labels)
+        raise ValueError(f"--mask goes with an image (PNG, JPEG, ...); {name} is none")
+    if size is not None:
+        raise ValueError(f"--size goes with an image (PNG, JPEG, ...); {name} is none")
+    if per_class is not None:
+        per_class = as_int("--per-class", per_class, 1)
+        if labels is None:
+            raise ValueError("--per-class needs --labels, the column that tells the classes")
+    return _table_tokens(file, labels, columns, per_class, seed)
 
 
-def _image_tokens(file: Path, data: bytes, mask: Path | None) -> Tokens:
-    image = _read_png(file, data)
-    notes = []
-    if image.shape[2] in (2, 4):
-        image = image[..., :-1]
-        notes.append("The alpha channel is left out.")
-    full = image.shape[:2]
-    block = max(1, -(-max(full) // LONGEST_SIDE))
-    image = _shrink(image, block)
+def _image_tokens(
+    file: Path, data: bytes, mask: Path | None, longest_side: int, most_pixels: int
+) -> Tokens:
+    image, full, block, notes = read_image(file, data, longest_side, most_pixels)
     height, width, channels = image.shape
+    if height * width > MOST_TOKENS:
+        raise ValueError(
+            f"--size must leave at most {MOST_TOKENS:,} tokens, got {longest_side}: "
+            f"{width} x {height} = {height * width:,}"
+        )
     if block > 1:
         notes.append(
             f"{full[1]} x {full[0]} pixels, averaged over blocks of {block} x {block} "
@@ -69,20 +106,11 @@ def _image_tokens(file: Path, data: bytes, mask: Path | None) -> Tokens:
         )
     trimap, has_boundary = None, False
     if mask is not None:
-        values = _read_png(mask, read_bytes(mask))[..., 0]
-        if values.shape != full:
-            raise FileFormatError(
-                mask,
-                f"must have the size of the image, {full[1]} x {full[0]}, "
-                f"got {values.shape[1]} x {values.shape[0]}",
-            )
-        # One pixel per block, its centre: classes have no average.
-        centre = values[block // 2 :: block, block // 2 :: block][:height, :width]
-        trimap, has_boundary = _classes_of(np.rint(255 * centre).astype(np.int64))
-        if not (trimap != 0).any():
-            raise FileFormatError(mask, "has no foreground (everything is 0)")
+        trimap, has_boundary, note = read_mask(mask, full, block, most_pixels)
+        notes += [note] if note else []
     return Tokens(
-        title=f"{printable(file.name)}: {height} x {width} pixels, {height * width:,} tokens",
+        title=f"{printable(file.name)}: {height} x {width} pixels, "
+        f"{counted(height * width, 'token')}",
         x=standardize(torch.from_numpy(image.reshape(-1, channels))),
         features=["gray"] if channels == 1 else ["red", "green", "blue"],
         notes=notes,
@@ -93,59 +121,43 @@ def _image_tokens(file: Path, data: bytes, mask: Path | None) -> Tokens:
     )
 
 
-def _read_png(file: Path, data: bytes) -> NDArray[np.float64]:
-    """[height, width, channels], 0 to 1."""
-    from matplotlib.image import imread
-
-    try:
-        pixels = np.asarray(imread(io.BytesIO(data), format="png"), dtype=np.float64)
-    except Exception as error:  # whatever a damaged file makes the decoder raise
-        raise FileFormatError(file, f"cannot be read as PNG: {error}") from error
-    return pixels if pixels.ndim == 3 else pixels[..., None]
-
-
-def _shrink(image: NDArray[np.float64], block: int) -> NDArray[np.float64]:
-    """Means over blocks of pixels; what is left over at the right and the bottom is cut."""
-    height, width = (max(1, side // block) for side in image.shape[:2])
-    rows, columns = min(block, image.shape[0]), min(block, image.shape[1])
-    cut = image[: height * rows, : width * columns]
-    return cut.reshape(height, rows, width, columns, -1).mean(axis=(1, 3))
-
-
-def _classes_of(values: NDArray[np.int64]) -> tuple[NDArray[np.int64], bool]:
-    """A mask of 0 and 1, or a trimap of 0, 1 and 255 (the boundary)."""
-    if set(np.unique(values)) == {0, 1, BOUNDARY}:
-        return values, True
-    if values.max() > 1:
-        values = (values >= 128).astype(np.int64)
-    return values, False
-
-
-def _table_tokens(file: Path, labels: str | None) -> Tokens:
-    names, rows = _read_csv(file)
+def _table_tokens(
+    file: Path, labels: str | None, columns: str | None, per_class: int | None, seed: int
+) -> Tokens:
+    names, rows = read_csv(file)
     notes = []
-    label = None if labels is None else _column(labels, names)
+    label = None if labels is None else one_column("--labels", labels, names)
     numeric = [
         c
         for c in range(len(names))
         if c != label
-        and all(_is_missing(row[c]) or _number(row[c]) is not None for row in rows)
-        and not all(_is_missing(row[c]) for row in rows)
+        and all(is_missing(row[c]) or number(row[c]) is not None for row in rows)
+        and not all(is_missing(row[c]) for row in rows)
     ]
     if not numeric:
         raise FileFormatError(file, "has no column of numbers")
-    left_out = [printable(names[c]) for c in range(len(names)) if c not in (*numeric, label)]
-    if left_out:
-        notes.append(f"Not numbers, left out: {', '.join(left_out)}.")
+    if columns is not None:
+        chosen = some_columns("--columns", columns, names)
+        for c in chosen:
+            if c == label:
+                raise ValueError(
+                    f"--columns must not hold that of --labels, got {printable(names[c])!r}"
+                )
+            if c not in numeric:
+                raise ValueError(
+                    f"--columns must be columns of numbers, {printable(names[c])!r} is none"
+                )
+        numeric = chosen
+    else:
+        left_out = [printable(names[c]) for c in range(len(names)) if c not in (*numeric, label)]
+        if left_out:
+            notes.append(f"Not numbers, left out: {', '.join(left_out)}.")
     needed = numeric if label is None else [*numeric, label]
-    whole = [row for row in rows if not any(_is_missing(row[c]) for c in needed)]
+    whole = [row for row in rows if not any(is_missing(row[c]) for c in needed)]
     if len(whole) < len(rows):
-        notes.append(f"{len(rows) - len(whole):,} rows with missing values are left out.")
-    if len(whole) > MOST_TOKENS:
-        notes.append(f"Only the first {MOST_TOKENS:,} of {len(whole):,} rows are used.")
-        whole = whole[:MOST_TOKENS]
-    if len(whole) < 3:
-        raise FileFormatError(file, f"must have at least 3 whole rows, got {len(whole)}")
+        missing = len(rows) - len(whole)
+        are = "is" if missing == 1 else "are"
+        notes.append(f"{counted(missing, 'row')} with missing values {are} left out.")
     truth, classes = None, None
     if label is not None:
         kinds, index = np.unique([row[label].strip() for row in whole], return_inverse=True)
@@ -154,10 +166,23 @@ def _table_tokens(file: Path, labels: str | None) -> Tokens:
                 f"--labels must name a column of 2 to {MOST_CLASSES} classes, "
                 f"{printable(names[label])} has {len(kinds)}"
             )
+        if per_class is not None:
+            kept = _balanced(index, kinds, per_class, seed)
+            notes.append(
+                f"{counted(per_class, 'row')} of each of {len(kinds)} classes, drawn at random "
+                f"(seed {seed}), in the order of the file."
+            )
+            whole, index = [whole[row] for row in kept], index[kept]
         truth, classes = torch.from_numpy(index), len(kinds)
+    if len(whole) > MOST_TOKENS:
+        notes.append(f"Only the first {MOST_TOKENS:,} of {len(whole):,} rows are used.")
+        whole, truth = whole[:MOST_TOKENS], None if truth is None else truth[:MOST_TOKENS]
+    if len(whole) < 3:
+        raise FileFormatError(file, f"must have at least 3 whole rows, got {len(whole)}")
     values = torch.tensor([[float(row[c]) for c in numeric] for row in whole], dtype=torch.float64)
     return Tokens(
-        title=f"{printable(file.name)}: {len(whole):,} rows, {len(numeric)} features",
+        title=f"{printable(file.name)}: {counted(len(whole), 'row')}, "
+        f"{counted(len(numeric), 'feature')}",
         x=standardize(values),
         features=[
             f"column {names[c]}" if names[c].isdigit() else printable(names[c]) for c in numeric
@@ -168,55 +193,20 @@ def _table_tokens(file: Path, labels: str | None) -> Tokens:
     )
 
 
-def _read_csv(file: Path) -> tuple[list[str], list[list[str]]]:
-    """Names of the columns (their numbers, from 1, where the file has none), and the rows."""
-    try:
-        rows = [row for row in csv.reader(io.StringIO(read_text(file))) if any(map(str.strip, row))]
-    except csv.Error as error:
-        raise FileFormatError(file, f"cannot be read as CSV: {error}") from error
-    if len(rows) < 2:
-        raise FileFormatError(file, "must have at least two rows to be a table")
-    head, body = rows[0], rows[1:]
-    width = len(body[0])
-    for place, row in enumerate(body, start=2):
-        if len(row) != width:
-            raise FileFormatError(
-                file, f"row {place} has {len(row)} columns, the ones before it {width}"
-            )
-    numbers = [str(c + 1) for c in range(width)]
-    if len(head) != width:  # a line of its own, such as scikit-learn's counts
-        return numbers, body
-    if all(_is_missing(cell) or _number(cell) is not None for cell in head):
-        return numbers, rows
-    if any(_number(cell) is not None for cell in head):
-        return numbers, rows  # a row of data with some text in it
-    return [cell.strip() for cell in head], body
-
-
-def _number(cell: str) -> float | None:
-    try:
-        number = float(cell)
-    except ValueError:
-        return None
-    return number if np.isfinite(number) else None
-
-
-def _is_missing(cell: str) -> bool:
-    return cell.strip().lower() in MISSING
-
-
-def _column(wanted: str, names: list[str]) -> int:
-    """By name, or by number: 1 is the first, -1 the last."""
-    if wanted in names:
-        return names.index(wanted)
-    try:
-        place = int(wanted)
-    except ValueError:
-        place = 0
-    if 1 <= abs(place) <= len(names):
-        return place - 1 if place > 0 else len(names) + place
-    known = ", ".join(map(printable, names[:8])) + (", ..." if len(names) > 8 else "")
-    raise ValueError(
-        f"--labels must be a column ({known}) or its number, 1 to {len(names)} or -1 for the last, "
-        f"got {printable(wanted)!r}"
-    )
+def _balanced(
+    index: NDArray[np.int64], kinds: NDArray[np.str_], per_class: int, seed: int
+) -> NDArray[np.int64]:
+    """`per_class` rows of every class, at random, in order (Attention Clusters, Section 2.2)."""
+    counts = np.bincount(index, minlength=len(kinds))
+    fewest = int(counts.argmin())
+    if per_class > counts[fewest]:
+        raise ValueError(
+            f"--per-class must be at most {counts[fewest]}, the rows of class "
+            f"{printable(str(kinds[fewest]))!r}, got {per_class}"
+        )
+    generator = np.random.default_rng(seed)
+    drawn = [
+        generator.choice(np.flatnonzero(index == kind), per_class, replace=False)
+        for kind in range(len(kinds))
+    ]
+    return np.sort(np.concatenate(drawn))

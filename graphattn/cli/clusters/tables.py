@@ -9,8 +9,9 @@ from rich.table import Table
 from torch import Tensor
 
 from graphattn import dynamics
-from graphattn.cli.clusters.sample import BOUNDARY, Tokens
-from graphattn.cli.tables import plain_table, short
+from graphattn.cli.clusters.images import BOUNDARY
+from graphattn.cli.clusters.sample import Tokens
+from graphattn.cli.tables import counted, plain_table, short
 
 TOLERANCE = 0.1
 STEPS_SHOWN = (0, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
@@ -46,7 +47,7 @@ def clusterings(tokens: Tokens, trajectory: dynamics.Trajectory) -> list[Cluster
 
 def score_table(tokens: Tokens, found: list[Clustering], steps: int) -> Table:
     """One row per clustering."""
-    table = plain_table(f"Clusters after {steps} steps")
+    table = plain_table(f"Clusters after {counted(steps, 'step')}")
     table.add_column("method", min_width=24)
     table.add_column("clusters", justify="right", no_wrap=True)
     table.add_column("largest", justify="right", no_wrap=True)

@@ -1,0 +1,191 @@
+"""Images and masks from files, by Pillow (which comes with matplotlib)."""
+
+from __future__ import annotations
+
+import io
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from graphattn.cli.demo.sample import printable
+from graphattn.data import FileFormatError
+from graphattn.data.files import read_bytes
+
+# What a file begins with, and what Pillow calls it.
+SIGNATURES = {
+    b"\x89PNG\r\n\x1a\n": "PNG",
+    b"\xff\xd8\xff": "JPEG",
+    b"GIF87a": "GIF",
+    b"GIF89a": "GIF",
+    b"BM": "BMP",
+    b"II*\0": "TIFF",
+    b"MM\0*": "TIFF",
+}
+MOST_PIXELS = 50_000_000  # a phone's largest photo; decoded, 150 MB
+BOUNDARY = 255  # of a trimap, beside 0 (background) and 1 (foreground)
+PET = {1: 1, 2: 0, 3: BOUNDARY}  # Oxford-IIIT Pet's trimaps: foreground, background, boundary
+
+
+def image_format(data: bytes) -> str | None:
+    """What an image file is, by its first bytes; None for no image."""
+    if data[:4] == b"RIFF" and data[8:12] == b"WEBP":
+        return "WEBP"
+    return next((name for start, name in SIGNATURES.items() if data.startswith(start)), None)
+
+
+def read_image(
+    file: Path, data: bytes, longest_side: int, most_pixels: int
+) -> tuple[NDArray[np.float64], tuple[int, int], int, list[str]]:
+    """Gray or colours in 0 .. 1, averaged over blocks of pixels until the image is small enough.
+
+    Returns:
+        The image [height, width, 1 or 3]; height and width in the file; the side of a block; and
+        notes about what was left out.
+
+    Raises:
+        FileFormatError: if it cannot be read, or has more than `most_pixels`.
+    """
+    picture, frames = _decoded(file, data, most_pixels)
+    notes = ["Only the first frame is used."] if frames > 1 else []
+    deep = picture.mode in ("I", "F") or picture.mode.startswith("I;16")
+    if picture.has_transparency_data and not _is_opaque(picture):
+        notes.append("The alpha channel is left out.")
+    if deep:
+        values = np.asarray(picture, dtype=np.float64)[..., None]
+        if not np.isfinite(values).all():
+            raise FileFormatError(file, "holds numbers that are not finite")
+        values = values / max(1.0 if picture.mode == "F" else 65535.0, values.max(initial=0))
+    else:
+        gray = picture.mode in ("1", "L", "LA", "La")
+        values = np.asarray(picture.convert("L" if gray else "RGB"))
+        values = values.reshape(*values.shape[:2], -1)
+    full = values.shape[:2]
+    block = max(1, -(-max(full) // longest_side))
+    image = _shrunk(values, block)
+    return (image if deep else image / 255), (full[0], full[1]), block, notes
+
+
+def read_mask(
+    file: Path, size: tuple[int, int], block: int, most_pixels: int
+) -> tuple[NDArray[np.int64], bool, str | None]:
+    """A mask of 0 and 1, or a trimap of 0, 1 and 255 (the boundary), a pixel for every block.
+
+    The pixel is the middle one: classes have no average. Where a PNG has a palette, its indices
+    are the classes, whatever colours they are shown in; a palette of black and white alone is a
+    picture of a mask.
+
+    Returns:
+        The classes [height, width]; whether they have a boundary; and what to tell about them.
+
+    Raises:
+        FileFormatError: if it cannot be read, has another size, or no foreground.
+    """
+    data = read_bytes(file)
+    if image_format(data) is None:
+        raise FileFormatError(file, "is no image (PNG, JPEG, ...)")
+    picture, _ = _decoded(file, data, most_pixels)
+    if picture.size != (size[1], size[0]):
+        raise FileFormatError(
+            file,
+            f"must have the size of the image, {size[1]} x {size[0]}, "
+            f"got {picture.size[0]} x {picture.size[1]}",
+        )
+    indexed = picture.mode in ("P", "PA") and not _is_black_and_white(picture)
+    if indexed:
+        values = np.asarray(picture if picture.mode == "P" else picture.getchannel("P"))
+    elif picture.mode in ("P", "PA", "1"):
+        values = np.asarray(picture.convert("RGB"))[..., 0]
+    else:
+        values = np.asarray(picture)
+        values = values if values.ndim == 2 else values[..., 0]
+        if picture.mode.startswith("I") and values.max(initial=0) > 255:
+            values = values // 257  # 16 bits
+    height, width = (max(1, side // block) for side in size)
+    # Of an image narrower than a block, the middle of what there is.
+    rows, columns = (min(block, side) for side in size)
+    centre = values[rows // 2 :: block, columns // 2 :: block][:height, :width].astype(np.int64)
+    return _classes(file, centre, set(np.unique(values).tolist()), indexed)
+
+
+def _classes(
+    file: Path, centre: NDArray[np.int64], values: set[int], indexed: bool
+) -> tuple[NDArray[np.int64], bool, str | None]:
+    """What the numbers of a mask mean."""
+    note, others = None, sorted(values - {0, BOUNDARY})
+    if {1, 2} <= values <= set(PET):
+        classes = np.select([centre == value for value in PET], list(PET.values()))
+        note = "The mask is read as Oxford-IIIT Pet has it: 1 foreground, 2 background, 3 boundary."
+    elif values == {0, 1, BOUNDARY}:
+        classes = centre
+    elif indexed and others:
+        classes = np.where(centre == BOUNDARY, BOUNDARY, (centre != 0).astype(np.int64))
+        rest = ", 255 boundary" if BOUNDARY in values else ""
+        named = ", ".join(map(str, others[:8])) + (", ..." if len(others) > 8 else "")
+        note = f"The mask is read by its palette's indices: 0 background, {named} foreground{rest}."
+    else:
+        classes = (centre >= (128 if max(values) > 1 else 1)).astype(np.int64)
+    if not (classes != 0).any():
+        found = ", ".join(str(value) for value in sorted(values)[:8])
+        raise FileFormatError(
+            file, f"has no foreground: a mask has values >= 128, or 0 and 1, got {found}"
+        )
+    return classes, bool((classes == BOUNDARY).any()), note
+
+
+def _decoded(file: Path, data: bytes, most_pixels: int) -> tuple[Any, int]:
+    """Pillow's image, upright, and how many frames there are; its size is looked at before.
+
+    A few bytes may unpack to gigabytes.
+    """
+    try:
+        from PIL import Image, ImageOps
+    except ImportError:
+        raise ImportError("images need Pillow: pip install 'graphattn[clusters]'") from None
+    form = image_format(data)
+    # Pillow has a limit of its own, for all programs alike; here the one below decides.
+    own, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, None
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about metadata
+            picture = Image.open(io.BytesIO(data), formats=[form] if form else None)
+            width, height = picture.size
+            if width * height > most_pixels:
+                raise FileFormatError(
+                    file,
+                    f"has {width:,} x {height:,} = {width * height:,} pixels, more than "
+                    f"--max-pixels {most_pixels}; raise it if you have the memory",
+                )
+            frames = getattr(picture, "n_frames", 1)
+            picture.load()
+            return ImageOps.exif_transpose(picture), frames
+    except FileFormatError:
+        raise
+    except Exception as error:  # whatever a damaged file makes the decoder raise
+        raise FileFormatError(file, f"cannot be read as {form}: {printable(str(error))}") from error
+    finally:
+        Image.MAX_IMAGE_PIXELS = own
+
+
+def _is_opaque(picture: Any) -> bool:
+    """Whether alpha is 1 everywhere: matplotlib writes such a channel into every PNG."""
+    return bool(picture.convert("RGBA").getchannel("A").getextrema()[0] == 255)
+
+
+def _is_black_and_white(picture: Any) -> bool:
+    """Whether a palette image is one of black and white alone."""
+    colours = picture.convert("RGB").getcolors(3) or []
+    return {colour for _, colour in colours} == {(0, 0, 0), (255, 255, 255)}
+
+
+def _shrunk(values: NDArray[Any], block: int) -> NDArray[np.float64]:
+    """Means over blocks of pixels; what is left over at the right and the bottom is cut."""
+    height, width = (max(1, side // block) for side in values.shape[:2])
+    rows, columns = min(block, values.shape[0]), min(block, values.shape[1])
+    image = np.empty((height, width, values.shape[2]))
+    for row in range(height):  # one line of blocks at a time: float64 takes eight times the room
+        lines = values[row * rows : (row + 1) * rows, : width * columns].astype(np.float64)
+        image[row] = lines.reshape(rows, width, columns, -1).mean(axis=(0, 2))
+    return image
