@@ -80,6 +80,8 @@ EDGE_VALUES = "tests/graphs/test_graphs_edge_values.py"
 SAVING = "tests/graphs/test_graphs_saving.py"
 FILES = "tests/data/test_data_files.py"
 DEMO = "tests/cli/test_cli_demo_training.py"
+PIXELS = "tests/plot/test_plot_pixels.py"
+CLUSTERS = "tests/cli/test_cli_clusters.py"
 
 MUTATIONS = [
     Mutation(
@@ -879,6 +881,89 @@ MUTATIONS = [
         "if run.gain > CERTAIN * run.error:",
         "if run.gain > 0:",
         (f"{DEMO}::test_what_is_said_of_a_model_follows_from_its_gain_and_its_error",),
+        "cells of a picture are smaller than its pixels",
+        "graphattn/plot/pixels.py",
+        "LEAST_PIXELS, LEAST_POINTS = 1.2, 1.0",
+        "LEAST_PIXELS, LEAST_POINTS = 0.3, 0.3",
+        (
+            f"{PIXELS}::test_the_global_row_and_column_of_longformer_are_seen_along_all_their_length",
+        ),
+    ),
+    Mutation(
+        "one edge in a cell is all but white",
+        "graphattn/plot/matrices.py",
+        'DENSITIES = ("#4f9bcf"',
+        'DENSITIES = ("#f4f9fc"',
+        (f"{PIXELS}::test_one_edge_among_a_million_tokens_is_seen",),
+    ),
+    Mutation(
+        "edges that two parts of a graph share are counted twice",
+        "graphattn/plot/cells.py",
+        "self.add_edges(target[both] + t0, source[both] + s0, -sign)",
+        "pass",
+        (f"{PIXELS}::test_edges_per_cell_are_those_of_the_sparse_matrix",),
+    ),
+    Mutation(
+        "a cell of weights shows its first and not its largest",
+        "graphattn/plot/pixels.py",
+        "part = np.fmax.reduceat(part, starts, axis=axis)",
+        "part = part.take(starts, axis=axis)",
+        (f"{PIXELS}::test_the_largest_weight_of_a_cell_is_what_a_large_picture_of_weights_shows",),
+    ),
+    Mutation(
+        "words below a picture of weights lie across",
+        "graphattn/plot/matrices.py",
+        "rotation=90 if axis is ax.xaxis and not upright else 0",
+        "rotation=0",
+        (f"{PIXELS}::test_labels_of_tokens_do_not_lie_on_one_another",),
+    ),
+    Mutation(
+        "a hub adds nothing to the Fiedler value of the rest",
+        "graphattn/cli/graph/facts.py",
+        "return g + ga.spectral.fiedler_value(rest)",
+        "return ga.spectral.fiedler_value(rest)",
+        ("tests/cli/test_cli_graph.py::test_facts_are_those_that_networkx_finds",),
+    ),
+    Mutation(
+        "a mask with a palette is read in its colours",
+        "graphattn/cli/clusters/images.py",
+        'indexed = picture.mode in ("P", "PA") and not _is_black_and_white(picture)',
+        "indexed = False",
+        (f"{CLUSTERS}::test_a_trimap_with_a_palette_keeps_its_indices",),
+    ),
+    Mutation(
+        "an image may have one pixel less than the limit",
+        "graphattn/cli/clusters/images.py",
+        "if width * height > most_pixels:",
+        "if width * height >= most_pixels:",
+        (f"{CLUSTERS}::test_the_limit_of_pixels_is_the_option_s",),
+    ),
+    Mutation(
+        "balanced classes are the first rows of each",
+        "graphattn/cli/clusters/sample.py",
+        "generator.choice(np.flatnonzero(index == kind), per_class, replace=False)",
+        "np.flatnonzero(index == kind)[:per_class]",
+        (f"{CLUSTERS}::test_balanced_classes_are_drawn_at_random_and_kept_in_order",),
+    ),
+    Mutation(
+        "a logarithmic axis of counts has parts of powers of ten",
+        "graphattn/plot/clusters.py",
+        "ax.yaxis.set_minor_locator(NullLocator())",
+        "ax.yaxis.set_major_locator(NullLocator())",
+        (
+            "tests/plot/test_plot_clusters.py::"
+            "test_ticks_of_cluster_counts_are_a_few_whole_numbers_written_out",
+        ),
+    ),
+    Mutation(
+        "tables of a report widen the page",
+        "graphattn/cli/report.html.jinja",
+        ".scroll { overflow-x: auto;",
+        ".scroll {",
+        (
+            "tests/cli/test_cli_report.py::"
+            "test_a_table_wider_than_a_phone_scrolls_alone_and_says_that_there_is_more",
+        ),
     ),
 ]
 

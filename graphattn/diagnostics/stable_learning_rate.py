@@ -50,7 +50,9 @@ class StableLearningRate:
         unlimited = self.values.count(math.inf)
         return (
             f"maximum stable learning rate: median {self.median:.3g} "
-            f"(quartiles {low:.3g} .. {high:.3g}) over {len(self.values)} steps, "
+            f"(quartiles {low:.3g} .. {high:.3g}) over {len(self.values)} step"
+            + "s" * (len(self.values) != 1)
+            + ", "
             + (f"{unlimited} of them without a limit, " if unlimited else "")
             + f"{self.share_stable():.0%} of them stable at lr = {self.lr:g}"
         )

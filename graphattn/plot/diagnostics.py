@@ -396,7 +396,7 @@ def _row_on_image(
     source, target = graph.edge_index.cpu()
     row = torch.full((graph.num_sources,), torch.nan)
     row[source[target == query]] = weights[target == query]
-    ax = axes_or_new(ax, 3.6, 3)
+    ax = axes_or_new(ax, 3.6, 3, square=True)
     _image(ax, row[lead:].view(height, width), "attention weight", vmin=0, vmax=vmax)
     ax.set(xlabel="column (patches)", ylabel="row (patches)")
     _whole_ticks(ax)

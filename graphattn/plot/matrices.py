@@ -61,7 +61,7 @@ def adjacency(graph: TokenGraph, *, ax: Axes | None = None) -> Axes:
     from graphattn.plot.pixels import CellImage, cell_sizes, largest
 
     _check_graph(graph)
-    ax = axes_or_new(ax, 3, 3)
+    ax = axes_or_new(ax, 3, 3, square=True)
     N, M = graph.num_targets, graph.num_sources
     _limits(ax, (N, M))
 
@@ -93,7 +93,7 @@ def adjacency(graph: TokenGraph, *, ax: Axes | None = None) -> Axes:
         def tell(rows: int, columns: int) -> None:
             least = 1 / max(2, (rows + 1) * (columns + 1))  # some cells have one token more
             image.set_clim(least, 1)
-            bar.set_label(f"share of edges in a cell of {rows:,} × {columns:,} pairs")
+            bar.set_label(f"share of edges\n(cells of {rows:,} × {columns:,} pairs)")
             ticks = [10.0**k for k in range(math.ceil(math.log10(least)), 1)]
             if len(ticks) < 3:
                 ticks = [least, *ticks]
@@ -200,7 +200,7 @@ def attention_weights(
         side = min(14.0, max(4.0, 0.13 * max(rows, columns) + 0.08 * longest + 1.2))
     else:
         side = 4.0
-    ax = axes_or_new(ax, side + 0.6 * colorbar, side)
+    ax = axes_or_new(ax, side + 0.6 * colorbar, side, square=True)
     shades = LinearSegmentedColormap.from_list("weight", SHADES).with_extremes(bad=EMPTY)
     _limits(ax, (rows, columns), first)
     image = CellImage(ax, (rows, columns), largest(cells.numpy()), first, cmap=shades)
@@ -213,7 +213,7 @@ def attention_weights(
 
         def tell(rows: int, columns: int) -> None:
             several = rows * columns > 1
-            of = f" (largest in a cell of {rows} × {columns})" if several else ""
+            of = f"\n(largest of {rows} × {columns})" if several else ""
             bar.set_label(f"attention weight{of}")
 
         tell(*image.sizes)

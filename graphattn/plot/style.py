@@ -15,12 +15,17 @@ COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 SHADES = ("white", "#8fbfdd", COLOURS[0], "#00253d")  # of a heat map
 
 
-def axes_or_new(ax: Axes | None, width: float, height: float) -> Axes:
-    """`ax` itself, or the axes of a new pyplot figure of so many inches."""
+def axes_or_new(ax: Axes | None, width: float, height: float, *, square: bool = False) -> Axes:
+    """`ax` itself, or the axes of a new pyplot figure of so many inches.
+
+    With `square`, the layout is for axes of a fixed aspect: others leave them too little room.
+    """
     if ax is None:
         import matplotlib.pyplot as plt
 
-        _, ax = plt.subplots(figsize=(width, height), layout="constrained")
+        _, ax = plt.subplots(
+            figsize=(width, height), layout="compressed" if square else "constrained"
+        )
     return ax
 
 

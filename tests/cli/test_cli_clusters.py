@@ -426,9 +426,16 @@ def test_an_image_bomb_is_refused_before_it_is_unpacked(tmp_path, monkeypatch):
         with pytest.raises(ValueError, match="more than --max-pixels 50000000; raise it"):
             call()
     assert (40_000, 30_000) not in seen
+
+
+def test_the_limit_of_pixels_is_the_option_s(tmp_path):
+    from PIL import Image
+
+    path = tmp_path / "image.png"
+    Image.new("RGB", (200, 100)).save(path)
     with pytest.raises(ValueError, match="200 x 100 = 20,000 pixels, more than --max-pixels 19999"):
-        load_tokens(good, None, None, most_pixels=19_999)
-    assert load_tokens(good, None, None, most_pixels=20_000).image.shape == (25, 50, 3)
+        load_tokens(path, None, None, most_pixels=19_999)
+    assert load_tokens(path, None, None, most_pixels=20_000).image.shape == (25, 50, 3)
 
 
 def test_the_size_of_an_image_can_be_chosen(tmp_path):

@@ -18,7 +18,7 @@ from typer.testing import CliRunner, Result
 
 import graphattn as ga
 from graphattn.cli.app import app
-from graphattn.cli.graph.facts import diameter_bounds, farthest_path
+from graphattn.cli.graph.facts import diameter_bounds, farthest_path, fiedler_value
 from graphattn.cli.graph.kinds import KINDS, build, sizes_of
 
 
@@ -214,6 +214,38 @@ def test_a_long_graph_is_drawn_without_its_spectrum(tmp_path):
     result = run("window-path", "--tokens", 1500, "--html", html)
     assert result.exit_code == 0, result.output
     assert html.read_text(encoding="utf-8").count("data:image/png") == 2
+
+
+@pytest.mark.parametrize(
+    "graph",
+    [
+        ga.longformer_graph(40, 2, [0, 7]),
+        ga.bigbird_graph(40, 1, 2, [3], 1),
+        ga.longformer_graph(5, 1, range(5)),
+        ga.longformer_graph(6, 1, range(5)),
+        ga.from_edge_index(torch.tensor([[0, 0, 1, 2], [1, 2, 0, 0]]), 3),  # a star
+        ga.from_edge_index(torch.tensor([[0, 0], [1, 2]]), 3),  # seen by all, sees nobody
+        ga.block_window_graph(6, 3),
+    ],
+)
+def test_tokens_joined_to_all_add_one_each_to_the_fiedler_value(graph):
+    L = networkx.laplacian_matrix(
+        networkx.Graph([(j, i, {"weight": 1.0}) for j, i in graph.edge_index.T.tolist() if j < i])
+    )
+    A = graph.to_scipy().toarray()
+    np.fill_diagonal(A, 0)
+    W = (A + A.T) / 2
+    expected = np.linalg.eigvalsh(np.diag(W.sum(1)) - W)[1]
+    assert fiedler_value(graph) == pytest.approx(expected, abs=1e-12)
+    if np.array_equal(A, A.T):
+        assert np.linalg.eigvalsh(L.toarray())[1] == pytest.approx(expected, abs=1e-12)
+
+
+def test_beside_a_global_token_a_hundred_thousand_tokens_take_seconds():
+    """The rest is a path, whose value theory bounds (Remark 4.2); the hub adds 1."""
+    graph = ga.longformer_graph(100_000, 4, [0])
+    lower, upper = ga.spectral.path_fiedler_bounds(99_999, 4)
+    assert lower - 1e-15 <= fiedler_value(graph) - 1 <= upper + 1e-15  # beside 1, rounding counts
 
 
 def test_a_graph_with_too_many_edges_is_counted_and_not_listed(monkeypatch, tmp_path):

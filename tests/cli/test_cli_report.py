@@ -104,6 +104,23 @@ def test_whatever_characters_it_is_given_are_text(page, drawn):
     assert "49" not in re.sub(r"base64,[^\"]*", "", found.html)
 
 
+def test_a_table_wider_than_a_phone_scrolls_alone_and_says_that_there_is_more(page, drawn):
+    wide = Cells(
+        "wide", "", [f"a long header {n}" for n in range(12)], [["1.000"] * 12], [True] * 12
+    )
+    html = page(figures=[Figure("f", "", drawn)], tables=[TABLE, wide, TABLE]).html
+    assert '<meta name="viewport" content="width=device-width, initial-scale=1">' in html
+    # Every table lies in a container that can be scrolled, with the keyboard too.
+    assert len(re.findall(r'<div class="scroll"[^>]*tabindex="0">\s*<table>', html)) == 3
+    style = html.split("<style>")[1].split("</style>")[0]
+    scroll = re.search(r"\.scroll \{(.*?)\}", style, flags=re.DOTALL)[1]
+    assert "overflow-x: auto" in scroll
+    assert scroll.count("local") == scroll.count("scroll ") == 2  # shades at both edges
+    # Names of files without a blank break, so that no line is wider than the page.
+    assert re.search(r"body \{[^}]*overflow-wrap: anywhere", style)
+    assert "max-width: 100%" in re.search(r"figure img \{(.*?)\}", style, flags=re.DOTALL)[1]
+
+
 def test_the_footer_says_what_made_it(page):
     footer = page(facts={"seed": 17, "size": "small"}).html.split("<footer>")[1]
     for words in (ga.__version__, torch.__version__, date.today().isoformat(), "seed 17"):

@@ -249,7 +249,7 @@ def test_a_colour_bar_says_what_a_cell_is_where_it_is_more_than_a_pair():
     image = large.axes[0].images[0]
     rows, columns = image.sizes
     assert rows == columns > 1
-    assert f"in a cell of {rows} × {columns} pairs" in image.colorbar.ax.get_ylabel()
+    assert f"cells of {rows} × {columns} pairs" in image.colorbar.ax.get_ylabel()
     ticks = [tick.get_text() for tick in image.colorbar.ax.get_yticklabels()]
     assert ticks[-1] == "100 %"
 
@@ -281,7 +281,7 @@ def test_the_largest_weight_of_a_cell_is_what_a_large_picture_of_weights_shows()
     image = figure.axes[0].images[0]
     rows, columns = image.sizes
     assert rows > 1
-    assert f"largest in a cell of {rows} × {columns}" in image.colorbar.ax.get_ylabel()
+    assert f"largest of {rows} × {columns}" in image.colorbar.ax.get_ylabel()
 
 
 WORDS = [f"token{n}" * (1 + n % 3) for n in range(150)]
@@ -309,11 +309,13 @@ def test_labels_of_tokens_do_not_lie_on_one_another(tokens, letters, own_axes):
             assert after - low >= 0.7 * (high - low), (tokens, side)
         assert [t.get_text() for t in axis.get_ticklabels()][:1] == labels[:1]
     assert ax.images[0].colorbar.ax.get_ylabel() == "attention weight"
-    bounds = figure.bbox
-    for text in ax.get_xticklabels() + ax.get_yticklabels():
+    bar = ax.images[0].colorbar.ax
+    for text in (*ax.get_xticklabels(), *ax.get_yticklabels(), ax.yaxis.label, bar.yaxis.label):
         box = text.get_window_extent(renderer)
-        assert box.y0 >= bounds.y0 - 1
-        assert box.x0 >= bounds.x0 - 1
+        # Axes of others have the layout of others; some of it comes out a few pixels short.
+        slack = 1 if own_axes else 8
+        assert min(box.x0, box.y0) >= -slack, text
+        assert box.x1 <= figure.bbox.x1 + slack, text
     plt.close("all")
 
 

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 import graphattn as ga
+from graphattn.cli.tables import counted
 from graphattn.cli.verify.claims import Case, Claim, Size
 from graphattn.cli.verify.graphs import generator, weighted_graphs
 
@@ -154,7 +155,7 @@ def deviation_is_bounded(size: Size) -> Iterator[Case]:
             moved = np.linalg.matrix_power(H, steps) @ u - u.mean(0)
             bound = omega**steps * np.linalg.norm(u, axis=0)
             room = (bound - np.linalg.norm(moved, axis=0)) / np.linalg.norm(u, axis=0)
-            yield Case(f"{name}, {steps} steps", float(room.min()), 1e-12)
+            yield Case(f"{name}, {counted(steps, 'step')}", float(room.min()), 1e-12)
 
 
 def limit_is_mean(size: Size) -> Iterator[Case]:
