@@ -1,7 +1,8 @@
 """Attention over tiles: slices of neighbouring tokens, products, and no edge ever listed.
 
 Fused attention where it can be had. The logits of a few tiles at a time otherwise: for top-k, for
-tables of offsets, on other devices, and for the rows that see a NaN or an infinity.
+tables of offsets, on other devices, and for the rows that see a NaN or an infinity. These are taken
+by themselves, and nothing that a row does not see decides how the row is computed.
 """
 
 from __future__ import annotations
@@ -17,7 +18,12 @@ from graphattn.ops.attention.structured.recompute import (
     Gradients,
     Inputs,
     all_sound,
+    cleaned,
+    laid_out,
+    largest,
+    silent,
     sound,
+    sound_entries,
     zeros_like,
 )
 from graphattn.ops.attention.structured.tiles import Tiles
@@ -27,6 +33,8 @@ from graphattn.ops.inputs import ValidPair
 OPERANDS = 1 << 20  # numbers of a group's keys where no logits are stored: four megabytes
 LOGITS = 1 << 20  # numbers of a group's logits where they are: the same
 ROWS = 128  # targets of a tile whose logits are stored
+
+Pass = tuple[Group, Tensor | None, bool]  # a group, which of its rows, whether fused
 
 
 @dataclass
@@ -41,13 +49,14 @@ class TilePlan:
 
     def forward(self, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
         """Output, log-sums, and the log-sums of the operands, which the backward needs."""
-        query, key, value, _, _ = inputs
+        inputs = _laid_out(inputs)
+        query, _, value, _, _ = inputs
         out = query.new_empty((*query.shape[:-1], value.shape[-1]))
         lse, raw = query.new_empty(query.shape[:-1]), query.new_empty(query.shape[:-1])
         if self._has_empty_tiles:  # nobody else writes their rows
             out.zero_()
             lse.fill_(-torch.inf)
-        self.finite = all_sound(query, key, value)
+        self.finite = _all_sound(inputs)
         for group, rows, fused in self._passes(inputs, self.finite):
             group.put((out, lse, raw), group.fused() if fused else group.explicit(), rows)
         return out, lse, raw
@@ -56,94 +65,150 @@ class TilePlan:
         self, inputs: Inputs, out: Tensor, raw: Tensor, d_out: Tensor, d_lse: Tensor | None
     ) -> Gradients:
         """Gradients of the five inputs; every tile is computed again."""
-        sums = zeros_like(inputs, covered=not self._has_empty_tiles)
-        upstream = d_out.flatten(2), d_lse
-        known = all_sound(*inputs[:3]) if self.finite is None else self.finite
-        finite = known and all_sound(d_out, d_lse)
-        for group, rows, fused in self._passes(inputs, finite, upstream):
+        inputs = _laid_out(inputs)
+        out, raw, d_out = (laid_out(x) for x in (out, raw, d_out))
+        d_lse = None if d_lse is None else laid_out(d_lse)
+        limit = largest(inputs[3])
+        finite = _all_sound(inputs) if self.finite is None else self.finite
+        finite = finite and all_sound(limit, d_out, d_lse)
+        sums = zeros_like(inputs, covered=finite and not self._has_empty_tiles)
+        ordinary, quiet = (out, raw, d_out, d_lse), None
+        if finite:
+            passes = self._passes(inputs, True)
+        else:
+            special = self._special_rows(inputs) | ~sound(d_out, limit).flatten(2).all(-1)
+            if d_lse is not None:
+                special |= ~sound(d_lse, limit).all(-1)
+            quiet = silent(d_out, d_lse).all(-1)
+            passes = self._passes(inputs, False, special)
+            hidden = special[..., None]
+            ordinary = (
+                out.masked_fill(hidden[..., None], 0),
+                raw.masked_fill(hidden, 0),
+                d_out.masked_fill(hidden[..., None], 0),
+                None if d_lse is None else d_lse.masked_fill(hidden, 0),
+            )
+        for group, rows, fused in passes:
             if fused:
-                gradients = group.fused_gradients(out, raw, d_out, d_lse, rows)
+                gradients = group.fused_gradients(*ordinary, rows)
+            elif group.finite or quiet is None or rows is None:
+                gradients = group.explicit_gradients(*ordinary[2:], rows)
             else:
+                rows = rows & ~group.rows_of(quiet)
                 gradients = group.explicit_gradients(d_out, d_lse, rows)
             group.add(sums, gradients, rows)
         return sums
+
+    def plainly(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
+        """Output and log-sums in plain autograd."""
+        query, _, value, _, _ = inputs
+        out = query.new_zeros((*query.shape[:-1], value.shape[-1]))
+        lse = query.new_full(query.shape[:-1], -torch.inf)
+        for group, rows, _ in self._passes(inputs, _all_sound(inputs), fusable=False):
+            group.put((out, lse), group.explicit()[:2], rows)
+        return out, lse
 
     @property
     def _has_empty_tiles(self) -> bool:
         return any(tiles.columns == 0 for tiles in self.tiles)
 
-    def plainly(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
-        """Output and log-sums in plain autograd."""
-        outs, sums, places = [], [], []
-        for group in self._explicit_groups(inputs, all_sound(*inputs[:3])):
-            out, lse, _ = group.explicit()
-            outs.append(group.tokens(out))
-            sums.append(group.tokens(lse[..., None])[..., 0])
-            places.append(group.targets())
-        back = torch.cat(places).argsort()
-        return torch.cat(outs, dim=1)[:, back], torch.cat(sums, dim=1)[:, back]
-
     # Which way, and in which pieces.
 
     def _passes(
-        self, inputs: Inputs, finite: bool, upstream: tuple[Tensor | None, ...] = ()
-    ) -> Iterator[tuple[Group, Tensor | None, bool]]:
+        self,
+        inputs: Inputs,
+        finite: bool,
+        special: Tensor | None = None,
+        *,
+        fusable: bool = True,
+    ) -> Iterator[Pass]:
         """Groups, which of their rows to take from them (None: all), and whether fused.
 
-        Every row is taken once. Those that see NaN or infinity, or get it from `upstream`
-        [B, N, ...], go the explicit way, so the others can be fused with zeros in their place.
+        Every row is taken once. Those that see what is not sound, and other `special` ones
+        [B, N], come last and by differences. The others are computed with zeros in place of all
+        that, in the very way they would be without it: so it changes no bit of them.
         """
-        if not self._fusable(inputs):
-            for group in self._explicit_groups(inputs, finite):
-                yield from _with_care(group, group.careful_rows())
+        clean = inputs if finite else _cleaned(inputs)
+        if not finite and special is None:
+            special = self._special_rows(inputs)
+        yield from self._ordinary_passes(clean, special, fusable=fusable)
+        if special is None:
             return
-        special = None if finite else self._special_rows(inputs, upstream)
-        for group in self._fused_groups(inputs, finite):
-            ordinary = None if special is None else ~group.rows_of(special)
+        for group in self._explicit_groups(inputs, False):
+            rows = group.rows_of(special)
+            if bool(rows.any()):
+                yield group.by_differences(), rows, False
+
+    def _ordinary_passes(
+        self, inputs: Inputs, special: Tensor | None, *, fusable: bool = True
+    ) -> Iterator[Pass]:
+        """Those of rows that see what is sound: all but `special` ones."""
+        fused = fusable and self._fusable(inputs)
+        groups = self._fused_groups(inputs) if fused else self._explicit_groups(inputs, True)
+        for group in groups:
+            rows = None if special is None else ~group.rows_of(special)
             careful = group.careful_rows()
             if careful is None:
-                yield group, ordinary, True
+                yield group, rows, fused
                 continue
-            if ordinary is not None:
-                careful = careful & ordinary
-            others = ~careful if ordinary is None else ~careful & ordinary
+            if rows is not None:
+                careful = careful & rows
+            others = ~careful if rows is None else ~careful & rows
             if bool(others.any()):
-                yield group, others, True
+                yield group, others, fused
             if group.query.dtype != torch.float64:
                 wide = group.carefully()
                 extreme = wide.careful_rows(EXTREME)
+                mild = careful if extreme is None else careful & ~extreme
+                if bool(mild.any()):
+                    yield wide, mild, fused
                 if extreme is None:
-                    yield wide, careful, True
                     continue
-                yield wide, careful & ~extreme, True
                 careful = careful & extreme
             marked = torch.zeros(inputs[0].shape[:2], dtype=torch.bool, device=careful.device)
             group.mark(marked, careful)
             for small in self._explicit(group.tiles, group.inputs, True):
                 yield small.by_differences(), small.rows_of(marked), False
-        if special is not None:
-            for group in self._explicit_groups(inputs, False):
-                rows = group.rows_of(special)
-                if bool(rows.any()):
-                    yield group.by_differences(), rows, False
+
+    def _special_rows(self, inputs: Inputs) -> Tensor:
+        """Bool [B, N]: rows that see something that is not sound, or hold it themselves.
+
+        With top-k, a value is seen by the rows that keep it.
+        """
+        query, key, value, scale, table = inputs
+        limit = largest(scale)
+        of_query, of_key, of_value = (
+            ~sound(x, limit).flatten(2).all(-1) for x in (query, key, value)
+        )
+        if self.top_k is None:
+            of_key = of_key | of_value
+        clean = _cleaned(inputs)
+        special = of_query
+        for group in self._explicit_groups(clean, True):
+            group.mark(special, group.rows_that_see(of_key))
+            if table is not None:
+                group.mark(special, group.rows_that_read(~sound_entries(table, limit).all(-1)))
+        if self.top_k is not None and bool(of_value.any()):
+            for group, rows, _ in self._ordinary_passes(clean, special.clone()):
+                kept = group.rows_that_keep(of_value)
+                group.mark(special, kept if rows is None else kept & rows)
+        return special
 
     def _fusable(self, inputs: Inputs) -> bool:
         query, _, value, _, table = inputs
         plain = self.top_k is None and table is None
         return plain and query.device.type == "cpu" and 0 not in (*query.shape, *value.shape)
 
-    def _fused_groups(self, inputs: Inputs, finite: bool) -> Iterator[Group]:
-        """Groups of what is finite, zeros in place of the rest."""
-        query, key, value, scale, table = inputs
-        if not finite:
-            query, key, value = (x.masked_fill(~sound(x), 0) for x in (query, key, value))
+    def _fused_groups(self, inputs: Inputs) -> Iterator[Group]:
+        """Groups of what is sound."""
+        query, _, value, _, _ = inputs
         B, _, H, D = query.shape
         D = max(D, value.shape[-1])
         workspace = Workspace()
         for tiles in self.tiles:
             if tiles.columns:
                 for few in tiles.groups(OPERANDS // (B * H * D * tiles.columns)):
-                    yield Group(self, few, (query, key, value, scale, table), True, workspace)
+                    yield Group(self, few, inputs, True, workspace)
 
     def _explicit_groups(self, inputs: Inputs, finite: bool) -> Iterator[Group]:
         for tiles in self.tiles:
@@ -160,25 +225,23 @@ class TilePlan:
         for few in smaller:
             yield Group(self, few, inputs, finite)
 
-    def _special_rows(self, inputs: Inputs, upstream: tuple[Tensor | None, ...]) -> Tensor:
-        """Bool [B, N]: rows that see something that is not finite, or get it from upstream."""
-        special = torch.zeros(inputs[0].shape[:2], dtype=torch.bool, device=inputs[0].device)
-        for x in upstream:
-            if x is not None:
-                special |= ~sound(x).all(-1)
-        for group in self._explicit_groups(inputs, False):
-            group.mark(special, group.rows_that_see_bad())
-        return special
+
+def _laid_out(inputs: Inputs) -> Inputs:
+    query, key, value, scale, table = inputs
+    return laid_out(query), laid_out(key), laid_out(value), scale, table
 
 
-def _with_care(group: Group, careful: Tensor | None) -> Iterator[tuple[Group, Tensor | None, bool]]:
-    """A group with its logits stored, its careful rows in float64, extreme ones by differences."""
-    yield group, None if careful is None else ~careful, False
-    if careful is None:
-        return
-    wide = group.carefully()
-    extreme = careful if wide.differences else wide.careful_rows(EXTREME)
-    if extreme is not None:
-        yield group.by_differences(), careful & extreme, False
-        careful = careful & ~extreme
-    yield wide, careful, False
+def _all_sound(inputs: Inputs) -> bool:
+    *tensors, scale, table = inputs
+    limit = largest(scale)
+    return all_sound(limit, *tensors) and (table is None or bool(sound_entries(table, limit).all()))
+
+
+def _cleaned(inputs: Inputs) -> Inputs:
+    """Zeros in place of what is not sound."""
+    query, key, value, scale, table = inputs
+    limit = largest(scale)
+    query, key, value = (cleaned(x, limit) for x in (query, key, value))
+    if table is not None:
+        table = table.masked_fill(~sound_entries(table, limit), 0)
+    return query, key, value, scale, table

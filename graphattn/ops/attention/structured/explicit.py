@@ -1,7 +1,8 @@
 """The inside of a tile by products with the logits stored: top-k, tables, and what is not finite.
 
-A product touches every pair of a tile, edges or not, and 0 * NaN is NaN. So what is summed up holds
-zeros in place of NaN and infinity, and rows that see one are marked by a second product.
+A product touches every pair of a tile, edges or not, and 0 * NaN is NaN. So where not all is
+`finite`, what is summed up holds zeros in place of NaN and infinity, and rows that see one are
+marked by a second product.
 """
 
 from __future__ import annotations
@@ -11,35 +12,51 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from graphattn.ops.attention.structured.operands import Operands
+from graphattn.ops.attention.structured.operands import (
+    Differences,
+    Operands,
+    Pulled,
+    product,
+)
 
 ROWS_AT_A_TIME = 256  # whose logits are computed one by one
 
 
 class Exact(NamedTuple):
-    """Logits one by one, in which equal sources are equal."""
+    """Logits one by one, from q . k or q - k as they came, in which equal sources are equal."""
 
     operands: Operands
+    query: Tensor
+    key: Tensor
     bias: Tensor | None
 
     @property
     def rounding(self) -> Tensor:
-        """A bound of what products err by, [G, H, 1, 1]."""
+        """How far two of a row's logits by products may be from those here, [G, H, n, 1].
+
+        A bound and not an estimate, so that rows beyond it keep the same either way: what is not
+        seen may only widen it.
+        """
         query, key = (
-            torch.linalg.vector_norm(x.detach(), dim=-1).amax(-1)
+            torch.linalg.vector_norm(x.detach(), dim=-1, keepdim=True)
             for x in (self.operands.query, self.operands.key)
         )
-        scale = self.operands.scale[:, 0, 0].detach().abs()
-        largest = query * key * scale
+        scale = self.operands.scale.detach().abs()
+        key = key.amax(-2, keepdim=True)
+        largest = 2 * scale * query * key
         if self.operands.bias is not None:
-            largest = largest + scale * self.operands.bias.detach().abs().amax(-1)
+            largest = largest + scale * (key.square() + query.square() / 2)
         if self.bias is not None:
-            largest = largest + self.bias.detach().abs().amax((-1, -2))
-        return 4 * torch.finfo(largest.dtype).eps * largest[..., None, None]
+            bias = self.bias.detach().abs()
+            bias = bias.masked_fill(bias.isinf(), 0).amax((-1, -2))
+            largest = largest + 2 * bias[:, None, None]
+        features = self.query.shape[-1]
+        rounding = 2 * (features + 8) * torch.finfo(largest.dtype).eps * largest
+        return torch.where(rounding.isnan(), torch.inf, rounding)
 
     def rows(self, g: Tensor, h: Tensor, i: Tensor) -> Tensor:
         """Of row i of head h of tile g, [rows, m]."""
-        query, key = self.operands.query[g, h, i, None].detach(), self.operands.key[g, h].detach()
+        query, key = self.query[g, h, i, None].detach(), self.key[g, h].detach()
         scale = self.operands.scale[h, 0].detach()
         if self.operands.bias is not None:
             logits = scale / -2 * (query - key).square().sum(-1)
@@ -48,7 +65,7 @@ class Exact(NamedTuple):
         return logits if self.bias is None else logits + self.bias[h, i].detach()
 
 
-def logits_of(operands: Operands, bias: Tensor | None) -> Tensor:
+def logits_of(operands: Operands | Differences, bias: Tensor | None) -> Tensor:
     """[G, H, n, m], of edges and others; `bias` [H, n, m]."""
     return operands.logits if bias is None else operands.logits + bias
 
@@ -72,8 +89,7 @@ def keep_best(
         return allowed
     logits = logits.detach()
     if not finite:  # NaN counts as the largest, as in a sort
-        best = _first_of_sorted(logits, top_k)
-        return best if allowed is None else best & allowed
+        logits = logits.masked_fill(logits.isnan(), torch.inf)
     threshold = logits.topk(top_k, dim=-1, sorted=False).values.amin(-1, keepdim=True)
     threshold = threshold.clamp(min=torch.finfo(logits.dtype).min)  # -inf is never kept
     best = logits >= threshold
@@ -85,7 +101,9 @@ def keep_best(
         for few in zip(*(place.split(ROWS_AT_A_TIME) for place in places), strict=True):
             row = logits[few]
             if exact is not None:
-                row = exact.rows(*few).masked_fill(row == -torch.inf, -torch.inf)
+                forbidden = row == -torch.inf
+                row = exact.rows(*few)
+                row = row.masked_fill_(row.isnan(), torch.inf).masked_fill_(forbidden, -torch.inf)
             best[few] = _first_of_sorted(row, top_k) & (row > -torch.inf)
     return best
 
@@ -132,52 +150,40 @@ def softmax(
     return weights, lse, keep
 
 
-def product(weights: Tensor, x: Tensor, keep: Tensor | None, finite: bool) -> Tensor:
-    """weights @ x over the kept pairs: NaN in x reaches the rows that keep it and no other."""
-    if finite:
-        return weights @ x
-    bad = ~x.isfinite()
-    marked = torch.ones_like(weights) if keep is None else keep.expand_as(weights).to(x.dtype)
-    seen = marked @ bad.to(x.dtype) > 0
-    return (weights @ x.masked_fill(bad, 0)).masked_fill(seen, torch.nan)
-
-
 def forward(
-    operands: Operands,
+    operands: Operands | Differences,
     value: Tensor,
     allowed: Tensor | None,
     bias: Tensor | None,
     top_k: int | None,
     finite: bool,
+    exact: Exact | None,
 ) -> tuple[Tensor, Tensor]:
     """Output [G, H, n, Dv] and the log-sums of the operands' logits [G, H, n]."""
     logits = logits_of(operands, bias)
-    weights, lse, keep = softmax(logits, allowed, top_k, finite, Exact(operands, bias))
+    weights, lse, keep = softmax(logits, allowed, top_k, finite, exact)
     return product(weights, value, keep, finite), lse
 
 
 def backward(
-    operands: Operands,
+    operands: Operands | Differences,
     value: Tensor,
     allowed: Tensor | None,
     bias: Tensor | None,
     top_k: int | None,
     finite: bool,
+    exact: Exact | None,
     d_out: Tensor,
     d_lse: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of `scaled_query`, `key`, `value` and of the logits [G, H, n, m]."""
+) -> tuple[Pulled, Tensor, Tensor]:
+    """Gradients of query, key and scale, of the value, and of the logits [G, H, n, m]."""
     logits = logits_of(operands, bias)
-    weights, _, keep = softmax(logits, allowed, top_k, finite, Exact(operands, bias))
+    weights, _, keep = softmax(logits, allowed, top_k, finite, exact)
     hidden = None if finite or keep is None else ~keep
     if hidden is not None:
         weights.masked_fill_(hidden, 0)  # 0 / NaN
-    d_value = product(
-        weights.transpose(-1, -2),
-        d_out,
-        None if keep is None else keep.transpose(-1, -2),
-        finite,
-    )
+    back = None if keep is None else keep.transpose(-1, -2)
+    d_value = product(weights.transpose(-1, -2), d_out, back, finite)
     d_logits = d_out @ value.transpose(-1, -2)
     if hidden is not None:
         d_logits.masked_fill_(hidden, 0)
@@ -185,11 +191,4 @@ def backward(
     d_logits.sub_(mean if d_lse is None else mean - d_lse[..., None]).mul_(weights)
     if hidden is not None:
         d_logits.masked_fill_(hidden, 0)
-    d_query = product(d_logits, operands.key, keep, finite)
-    d_key = product(
-        d_logits.transpose(-1, -2),
-        operands.scaled_query,
-        None if keep is None else keep.transpose(-1, -2),
-        finite,
-    )
-    return d_query, d_key, d_value, d_logits
+    return operands.pulled(d_logits, keep, finite), d_value, d_logits

@@ -11,12 +11,18 @@ from torch import Tensor
 
 from graphattn.graphs.structure import Band
 from graphattn.ops.attention.structured import explicit, fused
-from graphattn.ops.attention.structured.operands import Operands, dot_operands, rbf_operands
-from graphattn.ops.attention.structured.recompute import Gradients, Inputs, sound
+from graphattn.ops.attention.structured.operands import (
+    Differences,
+    Operands,
+    dot_operands,
+    rbf_operands,
+)
+from graphattn.ops.attention.structured.recompute import Gradients, Inputs
 from graphattn.ops.attention.structured.tiles import Tiles
 from graphattn.ops.attention.structured.workspace import Workspace
 from graphattn.ops.inputs import ValidPair
 
+SEVERAL = 16  # sources whose mean is a centre
 EXTREME = 1e8  # of float32 numbers computed in float64
 # How large products may be, in units of logits, before rounding them costs more than 1e-5 (float32)
 # or 1e-12 (float64) of a weight.
@@ -98,14 +104,33 @@ class Group:
         invalid = ~self._rows(of_target[..., None, None])[..., 0]
         return invalid if empty is None else invalid | empty
 
-    def rows_that_see_bad(self) -> Tensor:
-        """Bool [G, 1, n]: rows with a NaN or an infinity of their own, or in a source."""
-        bad = ~(sound(self.key).all(-1) & sound(self.value).all(-1)).all(1, keepdim=True)
-        seen = bad[..., None, :].expand(-1, -1, self.tiles.rows, -1)
-        if self.allowed is not None:
-            seen = seen & self.allowed
-        own = ~sound(self.query).all(-1).all(1, keepdim=True)
-        return seen.any(-1) | own
+    def rows_that_see(self, marked: Tensor) -> Tensor:
+        """Bool [G, 1, n]: rows with an edge to a source of bool [B, M]."""
+        seen = self._columns_of(marked)
+        return (seen if self.allowed is None else seen & self.allowed).any(-1)
+
+    def rows_that_read(self, marked: Tensor) -> Tensor:
+        """Bool [G, 1, n]: rows with an edge whose entry of the table is in bool [offsets]."""
+        read = marked[self.tiles.offsets(self.query.device)]
+        read = read if self.allowed is None else read & self.allowed
+        return read.any(-1).expand(len(self.query), 1, -1)
+
+    def rows_that_keep(self, marked: Tensor) -> Tensor:
+        """Bool [G, 1, n]: rows where top-k keeps an edge to a source of bool [B, M]."""
+        scores, exact = self._scores(self.query)
+        keep = explicit.keep_best(
+            explicit.logits_of(scores, self._bias()),
+            self.allowed,
+            self.options.top_k,
+            self.finite,
+            exact,
+        )
+        seen = self._columns_of(marked)
+        return (seen if keep is None else (seen & keep).any(1, keepdim=True)).any(-1)
+
+    def _columns_of(self, marked: Tensor) -> Tensor:
+        """Bool [G, 1, n, m] of bool [B, M]."""
+        return self._columns(marked[..., None, None]).mT.expand(-1, -1, self.tiles.rows, -1)
 
     def rows_of(self, marked: Tensor) -> Tensor:
         """Bool [G, 1, n], this group's part of bool [B, N]."""
@@ -116,12 +141,19 @@ class Group:
     @cached_property
     def operands(self) -> Operands:
         """Of this group's queries and keys."""
-        return self._operands(self.query, self.key)
+        return self._products(self.query)
 
-    def _operands(self, query: Tensor, key: Tensor) -> Operands:
+    def _products(self, query: Tensor) -> Operands:
         if self.options.score == "dot":
-            return dot_operands(query, key, self.scale, self.workspace)
-        return rbf_operands(query, key, self.scale, self.center, self.differences, self.workspace)
+            return dot_operands(query, self.key, self.scale, self.workspace)
+        return rbf_operands(query, self.key, self.scale, self.center, self.workspace)
+
+    def _scores(self, query: Tensor) -> tuple[Operands | Differences, explicit.Exact | None]:
+        """What gives logits, and what judges near ties; differences do so themselves."""
+        if self.differences:
+            return Differences(query, self.key, self.scale[:, None, None]), None
+        operands = self.operands if query is self.query else self._products(query)
+        return operands, explicit.Exact(operands, self.query, self.key, self._bias())
 
     def careful_rows(self, limit: float | None = None) -> Tensor | None:
         """Bool [G, 1, n]: rows of which products would lose digits; None: no row.
@@ -149,45 +181,51 @@ class Group:
         return rows if bool(rows.any()) else None
 
     def carefully(self) -> Group:
-        """The same group in float64; if it is already, with logits from differences."""
+        """The same group in float64."""
+        group = self._in_float64()
+        if self.options.score == "rbf":
+            group.__dict__["center"] = self.center.double()
+        return group
+
+    def by_differences(self) -> Group:
+        """The same group in float64, with RBF logits from differences."""
+        group = self._in_float64()
+        group.differences = self.options.score == "rbf"
+        return group
+
+    def _in_float64(self) -> Group:
         group = copy(self)
         group.careful, group.workspace = True, None
-        group.__dict__.pop("operands", None)
-        if self.query.dtype == torch.float64:
-            group.differences = self.options.score == "rbf"
-            return group
-        for name in ("query", "key", "value", "scale", "center"):
+        for name in ("operands", "center"):
+            group.__dict__.pop(name, None)
+        for name in ("query", "key", "value", "scale"):
             group.__dict__[name] = getattr(self, name).double()
         group.table = None if self.table is None else self.table.double()
         return group
 
-    def by_differences(self) -> Group:
-        """The same group in float64, with logits from differences."""
-        group = self.carefully()
-        if self.query.dtype != torch.float64:
-            group = group.carefully()
-        return group
-
     @cached_property
     def center(self) -> Tensor:
-        """What RBF operands are measured from, [G, H, 1, D]; it lies in no row's future.
+        """What RBF operands are measured from, [G, H, 1, D].
 
-        The mean of sources that every row sees, or one of them where some are invalid. With top-k
-        always one: around it whole numbers stay whole, and what ties must tie. Invalid tokens and
-        what is not sound are passed over.
+        A source that every row sees, or the mean of several: what only some see would change bits
+        of the others. 0 where there is none; careful rows go to float64 then, as from any centre.
         """
+        usable = self.valid_columns
         if self.tiles.columns == 0:
             return self.key.new_zeros(())
-        usable = self.valid_columns
-        if not self.finite:
-            finite = sound(self.key).all(-1).all(1)[:, None, None]
-            usable = finite if usable is None else usable & finite
-        if isinstance(self.tiles.structure, Band) or self.options.top_k is not None:
-            anchor, several = self.tiles.anchor, self.tiles.common_columns
+        if isinstance(self.tiles.structure, Band):
             if usable is None:
-                last = anchor + (1 if self.options.top_k is not None else min(several, 16))
-                return self.key[..., anchor:last, :].detach().mean(-2, keepdim=True)
-            place = anchor + usable[..., anchor:].int().argmax(-1, keepdim=True)
+                first, count = self.tiles.common_columns
+                if count == 0:
+                    return torch.zeros_like(self.key[..., :1, :])
+                few = self.key[..., first : first + min(count, SEVERAL), :]
+                return few.detach().mean(-2, keepdim=True)
+            place = usable.int().argmax(-1, keepdim=True)
+            if not self.tiles.is_whole_causal:  # where the first that is valid is seen by all
+                assert self.allowed is not None
+                seen = self.allowed if self.dead is None else self.allowed | self.dead[..., None]
+                usable = seen.all(-2, keepdim=True)
+                place = usable.int().argmax(-1, keepdim=True)
             found = self.key.take_along_dim(place, dim=-2)
             return found.masked_fill(~usable.take_along_dim(place, dim=-1), 0).detach()
         if usable is None:
@@ -198,15 +236,19 @@ class Group:
 
     def fused(self) -> tuple[Tensor, Tensor, Tensor]:
         """Output [G, H, n, Dv], true log-sums [G, H, n], log-sums of the operands."""
-        return self._results(*fused.forward(self.operands, self.value, *self._fused_mask()))
+        out, raw = fused.forward(self.operands, self.value, *self._fused_mask())
+        return self._results(self.operands, out, raw)
 
     def explicit(self) -> tuple[Tensor, Tensor, Tensor]:
         """The same, with the logits stored."""
-        options = self.allowed, self._bias(), self.options.top_k, self.finite
-        return self._results(*explicit.forward(self.operands, self.value, *options))
+        scores, exact = self._scores(self.query)
+        options = self.allowed, self._bias(), self.options.top_k, self.finite, exact
+        return self._results(scores, *explicit.forward(scores, self.value, *options))
 
-    def _results(self, out: Tensor, raw: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        lse = self.operands.true_lse(raw)
+    def _results(
+        self, scores: Operands | Differences, out: Tensor, raw: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        lse = scores.true_lse(raw)
         if self.dead is None:
             return out, lse, raw
         out = out.masked_fill(self.dead[..., None], 0)
@@ -237,13 +279,16 @@ class Group:
         What comes in is that of all tokens, [B, N, ...]; only the marked `rows` [G, 1, n] count.
         """
         quiet = self._quiet(rows)
-        d_out, d_lse = self._upstream(d_out, d_lse, quiet)
+        d_out, d_lse = self._upstream(d_out, d_lse)
         if self.careful:  # the saved output is rounded, and its error would meet distant keys
             out, raw = fused.forward(self.operands, self.value, *self._fused_mask())
+            if self.dead is not None:
+                out = out.masked_fill(self.dead[..., None], 0)
         else:
             out, raw = self._rows(out), self._rows(raw[..., None])[..., 0]
-        if quiet is not None:  # exp(logit - inf) = 0
-            out, raw = out.masked_fill(quiet[..., None], 0), raw.masked_fill(quiet, torch.inf)
+        # exp(logit - inf) = 0: whatever else a quiet row holds adds zeros, and how numbers lie in
+        # memory, by which products round, does not depend on which rows are quiet.
+        raw = raw.contiguous() if quiet is None else raw.contiguous().masked_fill(quiet, torch.inf)
         d_query, d_key, d_value, *sums = fused.backward(
             self.operands, self.value, *self._fused_mask(), out, raw, d_out, d_lse
         )
@@ -254,27 +299,23 @@ class Group:
         self, d_out: Tensor, d_lse: Tensor | None, rows: Tensor | None = None
     ) -> Gradients:
         """The same with the logits stored."""
-        quiet, allowed = self._quiet(rows), self.allowed
-        query, key, value = self.query, self.key, self.value
+        quiet, allowed, query = self._quiet(rows), self.allowed, self.query
+        d_out, d_lse = self._upstream(d_out, d_lse)
         if quiet is not None:
             allowed = ~quiet[..., None] if allowed is None else allowed & ~quiet[..., None]
-            query = query.masked_fill(quiet[..., None], 0)
-        if not self.finite and allowed is not None:  # what no row sees is not read: 0 * NaN is NaN
-            unseen = ~allowed.any(-2)[..., None]
-            key, value = key.masked_fill(unseen, 0), value.masked_fill(unseen, 0)
-        d_out, d_lse = self._upstream(d_out, d_lse, quiet)
-        operands = self._operands(query, key)
-        d_query, d_key, d_value, d_logits = explicit.backward(
-            operands, value, allowed, self._bias(), self.options.top_k, self.finite, d_out, d_lse
-        )
+            if not self.finite:  # 0 * NaN is NaN
+                query = query.masked_fill(quiet[..., None], 0)
+                d_out = d_out.masked_fill(quiet[..., None], 0)
+                d_lse = None if d_lse is None else d_lse.masked_fill(quiet, 0)
+        scores, exact = self._scores(query)
+        options = allowed, self._bias(), self.options.top_k, self.finite, exact
+        pulled, d_value, d_logits = explicit.backward(scores, self.value, *options, d_out, d_lse)
         d_table = None
         if self.table is not None:
             places = self.tiles.offsets(self.query.device).flatten()
             per_pair = d_logits.sum(0).flatten(1).T.to(self.table.dtype)
             d_table = torch.zeros_like(self.table).index_add_(0, places, per_pair)
-        d_query, d_key, d_scale = operands.gradients(
-            d_query, d_key, d_logits.sum(-1), d_logits.sum(-2)
-        )
+        d_query, d_key, d_scale = pulled
         return d_query, d_key, d_value, d_scale, d_table
 
     def _quiet(self, rows: Tensor | None) -> Tensor | None:
@@ -283,16 +324,10 @@ class Group:
             return self.dead
         return ~rows if self.dead is None else ~rows | self.dead
 
-    def _upstream(
-        self, d_out: Tensor, d_lse: Tensor | None, quiet: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
-        """This group's part of the gradients that come in; nothing for quiet rows."""
+    def _upstream(self, d_out: Tensor, d_lse: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """This group's part of the gradients that come in."""
         d_out = self._rows(d_out).to(self.query)
-        d_lse = None if d_lse is None else self._rows(d_lse[..., None])[..., 0].to(self.query)
-        if quiet is not None:
-            d_out = d_out.masked_fill(quiet[..., None], 0)
-            d_lse = None if d_lse is None else d_lse.masked_fill(quiet, 0)
-        return d_out, d_lse
+        return d_out, None if d_lse is None else self._rows(d_lse[..., None])[..., 0].to(d_out)
 
     # Cutting out and putting back.
 

@@ -2,7 +2,7 @@
 
 RBF attention is softmax attention over ``q . k - ||k||^2 / 2``, because ``||q||^2`` is the same for
 a whole row. Both are taken around a centre, so that little cancels, and in float64 where even then
-too many digits would go.
+too many digits would go; where float64 would not do either, from ``q - k`` itself.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from graphattn.ops.attention.structured.workspace import Workspace
+
+Pulled = tuple[Tensor, Tensor, Tensor]  # gradients of query, key and scale [H]
 
 
 @dataclass
@@ -28,7 +30,6 @@ class Operands:
     scale: Tensor  # [H, 1, 1]
     bias: Tensor | None = None  # [G, H, m]; None: the dot product
     half_square: Tensor | None = None  # ||q||^2 / 2 [G, H, n] if there is a bias
-    differences: bool = False  # logits from q - k itself: slow, but nothing cancels
     workspace: Workspace | None = None
 
     @property
@@ -44,19 +45,12 @@ class Operands:
     @property
     def logits(self) -> Tensor:
         """[G, H, n, m], up to what :meth:`true_lse` puts right."""
-        if not self.differences:
-            products, bias = self.scaled_query @ self.key.transpose(-1, -2), self.scaled_bias
-            return products if bias is None else products.add_(bias)
-        if torch.is_grad_enabled():  # cdist knows only one derivative
-            squared = (self.query[..., :, None, :] - self.key[..., None, :, :]).square().sum(-1)
-        else:
-            mode = "donot_use_mm_for_euclid_dist"
-            squared = torch.cdist(self.query, self.key, compute_mode=mode).square()
-        return self.scale / -2 * squared
+        products, bias = self.scaled_query @ self.key.transpose(-1, -2), self.scaled_bias
+        return products if bias is None else products.add_(bias)
 
     def true_lse(self, lse: Tensor) -> Tensor:
         """Log-sums [G, H, n] of the true logits."""
-        if self.half_square is None or self.differences:
+        if self.half_square is None:
             return lse
         return lse - self.scale[..., 0] * self.half_square
 
@@ -67,6 +61,13 @@ class Operands:
         assert self.half_square is not None
         scale = self.scale[..., 0]
         return (scale * self.half_square).detach(), -(scale * self.bias).detach()
+
+    def pulled(self, d_logits: Tensor, keep: Tensor | None, finite: bool) -> Pulled:
+        """Gradients of q, k and scale [H] from those of the logits [G, H, n, m], 0 if not kept."""
+        back = None if keep is None else keep.transpose(-1, -2)
+        d_query = product(d_logits, self.key, keep, finite)
+        d_key = product(d_logits.transpose(-1, -2), self.scaled_query, back, finite)
+        return self.gradients(d_query, d_key, d_logits.sum(-1), d_logits.sum(-2))
 
     def gradients(
         self, d_query: Tensor, d_key: Tensor, row_sums: Tensor | None, column_sums: Tensor | None
@@ -90,6 +91,61 @@ class Operands:
         return d_query, d_key, d_scale
 
 
+@dataclass
+class Differences:
+    """The same for RBF attention from q - k itself: slow, but there is nothing to cancel.
+
+    Not even a centre is subtracted: beside a number of 1e15 it would cost every other its digits.
+    """
+
+    query: Tensor
+    key: Tensor
+    scale: Tensor  # [H, 1, 1]
+
+    @property
+    def logits(self) -> Tensor:
+        """[G, H, n, m], the true ones."""
+        return self.scale * self._affinity
+
+    @property
+    def _affinity(self) -> Tensor:
+        """-||q - k||^2 / 2 of every pair."""
+        if torch.is_grad_enabled():  # cdist knows only one derivative
+            squared = (self.query[..., :, None, :] - self.key[..., None, :, :]).square().sum(-1)
+        else:
+            mode = "donot_use_mm_for_euclid_dist"
+            squared = torch.cdist(self.query, self.key, compute_mode=mode).square()
+        return squared / -2
+
+    def true_lse(self, lse: Tensor) -> Tensor:
+        return lse
+
+    def pulled(self, d_logits: Tensor, keep: Tensor | None, finite: bool) -> Pulled:
+        """See :meth:`Operands.pulled`; feature by feature, in memory of the logits."""
+        d_query, d_key = torch.zeros_like(self.query), torch.zeros_like(self.key)
+        hidden = None if finite or keep is None else ~keep
+        pull = self.scale * d_logits
+        for f in range(self.query.shape[-1]):
+            parts = pull * (self.key[..., None, :, f] - self.query[..., :, None, f])
+            if hidden is not None:  # 0 * NaN is NaN
+                parts.masked_fill_(hidden, 0)
+            d_query[..., f], d_key[..., f] = parts.sum(-1), -parts.sum(-2)
+        per_pair = d_logits * self._affinity
+        if hidden is not None:
+            per_pair.masked_fill_(hidden, 0)
+        return d_query, d_key, per_pair.sum((0, 2, 3))
+
+
+def product(weights: Tensor, x: Tensor, keep: Tensor | None, finite: bool) -> Tensor:
+    """weights @ x over the kept pairs: NaN in x reaches the rows that keep it and no other."""
+    if finite:
+        return weights @ x
+    bad = ~x.isfinite()
+    marked = torch.ones_like(weights) if keep is None else keep.expand_as(weights).to(x.dtype)
+    seen = marked @ bad.to(x.dtype) > 0
+    return (weights @ x.masked_fill(bad, 0)).masked_fill(seen, torch.nan)
+
+
 def dot_operands(
     query: Tensor, key: Tensor, scale: Tensor, workspace: Workspace | None = None
 ) -> Operands:
@@ -102,14 +158,13 @@ def rbf_operands(
     key: Tensor,
     scale: Tensor,
     center: Tensor,
-    differences: bool = False,
     workspace: Workspace | None = None,
 ) -> Operands:
     """For -scale * ||q - k||^2 / 2, around `center` [G, H, 1, D]."""
     query = torch.sub(query, center, out=_room(workspace, "query", query))
     key = torch.sub(key, center, out=_room(workspace, "key", key))
     bias, half_square = -_half_square(key, workspace), _half_square(query, workspace)
-    return Operands(query, key, scale[:, None, None], bias, half_square, differences, workspace)
+    return Operands(query, key, scale[:, None, None], bias, half_square, workspace)
 
 
 def _half_square(x: Tensor, workspace: Workspace | None) -> Tensor:

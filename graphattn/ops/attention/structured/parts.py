@@ -8,7 +8,13 @@ import torch
 from torch import Tensor
 
 from graphattn.ops.attention.structured import explicit
-from graphattn.ops.attention.structured.recompute import Gradients, Inputs, Plan, zeros_like
+from graphattn.ops.attention.structured.recompute import (
+    Gradients,
+    Inputs,
+    Plan,
+    silent,
+    zeros_like,
+)
 
 Result = tuple[Tensor, Tensor]
 
@@ -79,12 +85,13 @@ class GlobalTokensPlan:
         _add(sums[1:], d_own[1:])
         d_out = d_out.index_fill(1, tokens, 0)
         lse = saved.masked_fill(saved == -torch.inf, 0)
+        quiet = silent(d_out, d_lse)
         for plan, seen in ((self.near, inputs), (self.far, self._seen_far(inputs))):
             part, part_lse, part_saved = plan.forward(seen)
-            share = (part_lse - lse).exp()
+            share = (part_lse - lse).exp().masked_fill(quiet, 0)
             d_part = (d_out * (part - out)).sum(-1)
             d_part = share * (d_part if d_lse is None else d_part + d_lse)
-            d_part = d_part.index_fill(1, tokens, 0)
+            d_part = d_part.index_fill(1, tokens, 0).masked_fill(quiet, 0)
             gradients = plan.backward(seen, part, part_saved, share[..., None] * d_out, d_part)
             if plan is self.near:
                 _add(sums, gradients)

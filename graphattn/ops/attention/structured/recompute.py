@@ -9,6 +9,7 @@ from torch import Tensor
 
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]
+CACHE_LINE = 64  # bytes
 
 
 class Plan(Protocol):
@@ -94,23 +95,52 @@ def zeros_like(inputs: Inputs, covered: bool = False) -> Gradients:
     )
 
 
-def sound(x: Tensor) -> Tensor:
-    """Bool: numbers, and not so large that a product of two of them could overflow."""
-    return x.abs() <= _largest(x.dtype)
+def laid_out(x: Tensor) -> Tensor:
+    """x contiguous and aligned, copied where it is not: products round by how numbers lie.
+
+    So whoever puts zeros in place of some numbers, which is a copy, changes no bit elsewhere.
+    """
+    x = x.contiguous()
+    return x.clone() if x.data_ptr() % CACHE_LINE else x
 
 
-def all_sound(*tensors: Tensor | None) -> bool:
+def largest(scale: Tensor) -> Tensor:
+    """Up to which size numbers are sound: products of two of them, scaled, cannot overflow."""
+    if scale.numel() == 0:
+        return scale.new_ones(())
+    room = torch.finfo(scale.dtype).max / scale.detach().abs().amax().clamp(min=1)
+    return room.sqrt() / 1e3
+
+
+def sound(x: Tensor, largest: Tensor) -> Tensor:
+    """Bool: numbers, and no larger than that."""
+    return x.detach().abs() <= largest
+
+
+def sound_entries(bias: Tensor, largest: Tensor) -> Tensor:
+    """Bool: those of a table that are sound; -inf, which says that nobody is seen there, is."""
+    return sound(bias, largest) | (bias == -torch.inf)
+
+
+def all_sound(largest: Tensor, *tensors: Tensor | None) -> bool:
     """Whether that holds of all; elsewhere than on a CPU nobody waits to know: False."""
     for x in tensors:
         if x is None or x.numel() == 0:
             continue
         if x.device.type != "cpu":
             return False
-        x, largest = x.detach(), _largest(x.dtype)
+        x = x.detach()
         if not bool((x.amax() <= largest) & (x.amin() >= -largest)):  # NaN is neither
             return False
     return True
 
 
-def _largest(dtype: torch.dtype) -> float:
-    return float(torch.finfo(dtype).max ** 0.5 / 1e3)
+def cleaned(x: Tensor, largest: Tensor) -> Tensor:
+    """x with zeros in place of what is not sound."""
+    return x.masked_fill(~sound(x, largest), 0)
+
+
+def silent(d_out: Tensor, d_lse: Tensor | None) -> Tensor:
+    """Bool [..., H]: rows whose results nobody asks for; whatever they saw, they give nothing."""
+    quiet = (d_out == 0).all(-1)
+    return quiet if d_lse is None else quiet & (d_lse == 0)

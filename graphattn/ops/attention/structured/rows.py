@@ -15,7 +15,14 @@ import torch
 from torch import Tensor
 
 from graphattn.ops.attention.structured import explicit
-from graphattn.ops.attention.structured.recompute import Gradients, Inputs, all_sound, zeros_like
+from graphattn.ops.attention.structured.recompute import (
+    Gradients,
+    Inputs,
+    all_sound,
+    largest,
+    silent,
+    zeros_like,
+)
 from graphattn.ops.inputs import ValidPair, repeat_heads
 
 CHUNK = 1 << 18  # numbers of a chunk's gathered keys: a megabyte of float32
@@ -54,7 +61,7 @@ class RowPlan:
         query, _, value, _, _ = inputs
         out = query.new_zeros((*query.shape[:-1], value.shape[-1]))
         lse = query.new_full(query.shape[:-1], -torch.inf)
-        finite = all_sound(*inputs[:3])
+        finite = all_sound(largest(inputs[3]), *inputs[:3])
         for chunk in self._chunks(inputs):
             rows = _Rows(self, chunk, inputs, finite)
             out[:, chunk.targets], lse[:, chunk.targets] = rows.attend()
@@ -65,7 +72,7 @@ class RowPlan:
     ) -> Gradients:
         """Gradients of the five inputs; every chunk is computed again."""
         sums = zeros_like(inputs)
-        finite = all_sound(*inputs[:3], d_out, d_lse)
+        finite = all_sound(largest(inputs[3]), *inputs[:3], d_out, d_lse)
         for chunk in self._chunks(inputs):
             rows = _Rows(self, chunk, inputs, finite)
             part = None if d_lse is None else d_lse[:, chunk.targets]
@@ -74,7 +81,7 @@ class RowPlan:
 
     def plainly(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
         """Output and log-sums in plain autograd."""
-        finite = all_sound(*inputs[:3])
+        finite = all_sound(largest(inputs[3]), *inputs[:3])
         pieces = [_Rows(self, c, inputs, finite).attend() for c in self._chunks(inputs, empty=True)]
         back = self.order.argsort()
         outs, sums = (torch.cat(x, dim=1).index_select(1, back) for x in zip(*pieces, strict=True))
@@ -185,6 +192,7 @@ class _Rows:
         """Adds what this chunk gives back to the gradients of the inputs."""
         weights, lse, keep = self.softmax()
         if not self.finite:
+            keep = keep & ~silent(d_out, d_lse)[..., None]
             weights = weights.masked_fill(~keep, 0)  # 0 / NaN
         value = self._seen(self.value, keep)
         d_weights = (d_out[:, :, None] * value).sum(-1).transpose(-1, -2)

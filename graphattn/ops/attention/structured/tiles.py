@@ -58,22 +58,21 @@ class Tiles:
         return self.structure.offset_index(i[:, None], j).clamp(0, last)
 
     @property
-    def anchor(self) -> int:
-        """A column that every row sees (but its own, without self-loops), in no row's future.
+    def common_columns(self) -> tuple[int, int]:
+        """The first of a run of columns that every row sees, and how many they are.
 
         Where a band's tiles are no longer than its window, all rows see from the last one's first
-        source to the first one's last.
+        source to the first one's last. Without self-loops none sees its own: the rows' own columns
+        split that run, and the longer piece is taken.
         """
         if not isinstance(self.structure, Band):
-            return 0
-        return max(0, self.i + self.rows - 1 - self.structure.before - self.j)
-
-    @property
-    def common_columns(self) -> int:
-        """How many columns from the anchor on all rows see, and are in no row's future."""
-        if not isinstance(self.structure, Band):
-            return self.columns
-        return max(1, min(self.i + self.structure.after - self.j + 1, self.columns) - self.anchor)
+            return 0, self.columns
+        i, before, after = self.i - self.j, self.structure.before, self.structure.after
+        first, end = max(0, i + self.rows - 1 - before), min(i + after + 1, self.columns)
+        if not self.structure.self_loops:
+            pieces = (first, min(end, i)), (max(first, i + self.rows), end)
+            first, end = max(pieces, key=lambda piece: piece[1] - piece[0])
+        return first, max(end - first, 0)
 
     @property
     def is_whole_causal(self) -> bool:
