@@ -303,8 +303,12 @@ class GraphAttention(StreamingLayer):
         # A value that is not kept must not be read: 0 * NaN is NaN. (Elsewhere than on a CPU,
         # looking whether there is one would wait for the device.)
         if worse is not None and (out.device.type != "cpu" or not math.isfinite(out.sum())):
+            bad = ~value.isfinite()
             kept = value[:, None].masked_fill(worse[..., None], 0)
-            out = (weights[..., None, :] @ kept).squeeze(-2)
+            spoilt = (weights[..., None, :] @ kept).squeeze(-2)
+            seen = torch.bmm((~worse).to(value.dtype), bad.to(value.dtype)) > 0
+            # By the very product of before, so that other texts keep their bits.
+            out = torch.where(seen, spoilt, torch.bmm(weights, torch.where(bad, 0, value)))
         if self.eps > 0:
             out = out * share_beside_eps(logits.logsumexp(dim=-1), self.eps)[..., None]
         return out

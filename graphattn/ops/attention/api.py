@@ -131,7 +131,7 @@ def rbf_attention(
     eps = as_float("eps", eps, positive=False)
     out, lse = _attend(query, key, value, graph, "rbf", strength, top_k, edge_bias, valid, backend)
     if eps > 0:
-        out = out * share_beside_eps(lse, eps)[..., None]
+        out = _beside_eps(out, lse, eps)
     out = out.to(query.dtype)
     return (out, lse) if return_lse else out
 
@@ -263,6 +263,13 @@ def attention_weights(
             valid=pair,
         )
     return weights.to(query.dtype)
+
+
+def _beside_eps(out: Tensor, lse: Tensor, eps: float) -> Tensor:
+    """out * sum / (eps + sum); rows that nobody asks for send back 0, whatever they hold."""
+    share = share_beside_eps(lse.masked_fill(lse.isnan(), torch.inf), eps)[..., None]
+    bad = ~out.isfinite()  # 0 * NaN is NaN
+    return torch.where(bad, out * share.detach(), out.masked_fill(bad, 0) * share)
 
 
 def _attend(
