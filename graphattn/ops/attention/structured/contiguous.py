@@ -13,12 +13,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from graphattn.ops.attention.structured.group import EXTREME, Group
+from graphattn.ops.attention.structured.group import EXTREME, STEEP, Group
 from graphattn.ops.attention.structured.recompute import (
     Gradients,
     Inputs,
     all_sound,
     cleaned,
+    extent,
     laid_out,
     largest,
     silent,
@@ -46,6 +47,7 @@ class TilePlan:
     top_k: int | None
     valid: ValidPair  # [B, N] and [B, M], or None
     finite: bool | None = None  # whether all inputs of the forward were
+    tame: bool | None = None  # whether no product of queries and keys can be large
 
     def forward(self, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
         """Output, log-sums, and the log-sums of the operands, which the backward needs."""
@@ -56,8 +58,8 @@ class TilePlan:
         if self._has_empty_tiles:  # nobody else writes their rows
             out.zero_()
             lse.fill_(-torch.inf)
-        self.finite = _all_sound(inputs)
-        for group, rows, fused in self._passes(inputs, self.finite):
+        self._look_at(inputs)
+        for group, rows, fused in self._passes(inputs, bool(self.finite)):
             group.put((out, lse, raw), group.fused() if fused else group.explicit(), rows)
         return out, lse, raw
 
@@ -68,9 +70,10 @@ class TilePlan:
         inputs = _laid_out(inputs)
         out, raw, d_out = (laid_out(x) for x in (out, raw, d_out))
         d_lse = None if d_lse is None else laid_out(d_lse)
+        if self.finite is None:
+            self._look_at(inputs)
         limit = largest(inputs[3])
-        finite = _all_sound(inputs) if self.finite is None else self.finite
-        finite = finite and all_sound(limit, d_out, d_lse)
+        finite = bool(self.finite) and all_sound(limit, d_out, d_lse)
         sums = zeros_like(inputs, covered=finite and not self._has_empty_tiles)
         ordinary, quiet = (out, raw, d_out, d_lse), None
         if finite:
@@ -104,13 +107,27 @@ class TilePlan:
         query, _, value, _, _ = inputs
         out = query.new_zeros((*query.shape[:-1], value.shape[-1]))
         lse = query.new_full(query.shape[:-1], -torch.inf)
-        for group, rows, _ in self._passes(inputs, _all_sound(inputs), fusable=False):
+        self._look_at(inputs)
+        for group, rows, _ in self._passes(inputs, bool(self.finite), fusable=False):
             group.put((out, lse), group.explicit()[:2], rows)
         return out, lse
 
     @property
     def _has_empty_tiles(self) -> bool:
         return any(tiles.columns == 0 for tiles in self.tiles)
+
+    def _look_at(self, inputs: Inputs) -> None:
+        """What there is in the inputs, so that the usual case need not look at every tile."""
+        *tensors, scale, table = inputs
+        limit = largest(scale)
+        of_query, of_key, of_value = (extent(x) for x in tensors)
+        self.finite = all(bool(x <= limit) for x in (of_query, of_key, of_value))
+        if table is not None:
+            self.finite = self.finite and bool(sound_entries(table, limit).all())
+        self.tame = False
+        if self.finite and self.score == "dot" and scale.numel():
+            products = of_query * of_key * tensors[0].shape[-1] * scale.detach().abs().amax()
+            self.tame = bool(products <= STEEP[scale.dtype])
 
     # Which way, and in which pieces.
 
@@ -143,11 +160,11 @@ class TilePlan:
         self, inputs: Inputs, special: Tensor | None, *, fusable: bool = True
     ) -> Iterator[Pass]:
         """Those of rows that see what is sound: all but `special` ones."""
-        fused = fusable and self._fusable(inputs)
+        fused, rbf = fusable and self._fusable(inputs), self.score == "rbf"
         groups = self._fused_groups(inputs) if fused else self._explicit_groups(inputs, True)
         for group in groups:
             rows = None if special is None else ~group.rows_of(special)
-            careful = group.careful_rows()
+            careful = None if self.tame or not (fused or rbf) else group.careful_rows()
             if careful is None:
                 yield group, rows, fused
                 continue
@@ -156,7 +173,7 @@ class TilePlan:
             others = ~careful if rows is None else ~careful & rows
             if bool(others.any()):
                 yield group, others, fused
-            if group.query.dtype != torch.float64:
+            if rbf and group.query.dtype != torch.float64:
                 wide = group.carefully()
                 extreme = wide.careful_rows(EXTREME)
                 mild = careful if extreme is None else careful & ~extreme
@@ -229,12 +246,6 @@ class TilePlan:
 def _laid_out(inputs: Inputs) -> Inputs:
     query, key, value, scale, table = inputs
     return laid_out(query), laid_out(key), laid_out(value), scale, table
-
-
-def _all_sound(inputs: Inputs) -> bool:
-    *tensors, scale, table = inputs
-    limit = largest(scale)
-    return all_sound(limit, *tensors) and (table is None or bool(sound_entries(table, limit).all()))
 
 
 def _cleaned(inputs: Inputs) -> Inputs:

@@ -27,6 +27,9 @@ EXTREME = 1e8  # of float32 numbers computed in float64
 # How large products may be, in units of logits, before rounding them costs more than 1e-5 (float32)
 # or 1e-12 (float64) of a weight.
 SPREAD = {torch.float32: 64.0, torch.float64: 4096.0}
+# And when they are what a dot product is: rounding them costs the forward the same, but a backward
+# that computes them again, in another order, must not find other weights.
+STEEP = {torch.float32: 1e4, torch.float64: 1e12}
 
 
 class Options(Protocol):
@@ -155,15 +158,21 @@ class Group:
         operands = self.operands if query is self.query else self._products(query)
         return operands, explicit.Exact(operands, self.query, self.key, self._bias())
 
+    @property
+    def limits(self) -> dict[torch.dtype, float]:
+        """How large products may be."""
+        return STEEP if self.options.score == "dot" else SPREAD
+
     def careful_rows(self, limit: float | None = None) -> Tensor | None:
         """Bool [G, 1, n]: rows of which products would lose digits; None: no row.
 
-        Those with a query and a source so far from the centre, in units of sigma, that rounding
-        their product changes weights. What a row does not see does not count.
+        Those with a query and a source so large, for RBF measured from the centre in units of
+        sigma, that rounding their product changes weights. What a row does not see does not count.
         """
-        if self.options.score == "dot" or 0 in (*self.query.shape, *self.key.shape):
+        if 0 in (*self.query.shape, *self.key.shape):
             return None
-        limit = SPREAD[self.query.dtype] if limit is None else limit
+        if limit is None:
+            limit = self.limits[self.query.dtype]
         of_query, of_key = (x.amax(1, keepdim=True) for x in self.operands.sizes)
         if bool(2 * (of_query.amax(-1) * of_key.amax(-1)).sqrt().max() <= limit):
             return None

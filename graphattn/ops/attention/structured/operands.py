@@ -56,11 +56,16 @@ class Operands:
 
     @property
     def sizes(self) -> tuple[Tensor, Tensor]:
-        """scale * ||q||^2 / 2 [G, H, n] and scale * ||k||^2 / 2 [G, H, m], around the centre."""
-        assert self.bias is not None
-        assert self.half_square is not None
-        scale = self.scale[..., 0]
-        return (scale * self.half_square).detach(), -(scale * self.bias).detach()
+        """|scale| * ||q||^2 / 2 [G, H, n] and |scale| * ||k||^2 / 2 [G, H, m], around the centre.
+
+        Their geometric mean, doubled, bounds the products that logits are made of.
+        """
+        scale = self.scale[..., 0].detach().abs()
+        if self.bias is None or self.half_square is None:
+            of_query, of_key = (_half_square(x.detach(), None) for x in (self.query, self.key))
+        else:
+            of_query, of_key = self.half_square.detach(), -self.bias.detach()
+        return scale * of_query, scale * of_key
 
     def pulled(self, d_logits: Tensor, keep: Tensor | None, finite: bool) -> Pulled:
         """Gradients of q, k and scale [H] from those of the logits [G, H, n, m], 0 if not kept."""

@@ -122,17 +122,19 @@ def sound_entries(bias: Tensor, largest: Tensor) -> Tensor:
     return sound(bias, largest) | (bias == -torch.inf)
 
 
+def extent(x: Tensor | None) -> Tensor | float:
+    """The largest size of its numbers, NaN if one is; infinite where looking would mean waiting."""
+    if x is None or x.numel() == 0:
+        return 0.0
+    if x.device.type != "cpu":
+        return torch.inf
+    x = x.detach()
+    return torch.maximum(x.amax(), -x.amin())
+
+
 def all_sound(largest: Tensor, *tensors: Tensor | None) -> bool:
-    """Whether that holds of all; elsewhere than on a CPU nobody waits to know: False."""
-    for x in tensors:
-        if x is None or x.numel() == 0:
-            continue
-        if x.device.type != "cpu":
-            return False
-        x = x.detach()
-        if not bool((x.amax() <= largest) & (x.amin() >= -largest)):  # NaN is neither
-            return False
-    return True
+    """Whether all numbers are; elsewhere than on a CPU nobody waits to know: False."""
+    return all(bool(extent(x) <= largest) for x in tensors)
 
 
 def cleaned(x: Tensor, largest: Tensor) -> Tensor:

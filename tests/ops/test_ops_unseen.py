@@ -1,0 +1,238 @@
+"""What decides how a row is computed is only what the row sees; and by differences means q - k."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+
+import pytest
+import torch
+from cases_ops import random
+from torch import Tensor
+
+import graphattn as ga
+
+UNSEEN = [torch.nan, torch.inf, 1e20, 300.0]
+FLOATS = [torch.float32, torch.float64]
+
+
+def with_content(x: Tensor, place: int, content: float) -> Tensor:
+    return x.index_fill(0, torch.tensor([place]), content)
+
+
+@pytest.mark.parametrize("bad", UNSEEN)
+@pytest.mark.parametrize("name", ["packed", "causal", "blocks", "path"])
+def test_what_a_row_does_not_see_breaks_no_tie_of_top_k(name: str, bad: float) -> None:
+    """Repeated keys under a common offset: products round them apart, and only q - k knows."""
+    graph = {
+        "packed": lambda: ga.batch([ga.complete_graph(7), ga.complete_graph(1)]),
+        "causal": lambda: ga.causal_graph(8),
+        "blocks": lambda: ga.block_window_graph(8, 7),
+        "path": lambda: ga.window_path_graph(8, 5, self_loops=True),
+    }[name]()
+    blind = ~graph.to_mask()[:, 7]
+    for seed in range(6):
+        two = random(2, 16, seed=seed, dtype=torch.float32) * 3 + 100
+        kind = torch.randint(2, (8,), generator=torch.Generator().manual_seed(seed))
+        key, query = two[kind].view(8, 1, 16), random(8, 1, 16, seed=seed + 9).float() * 3 + 100
+        value = random(8, 1, 1, seed=seed + 99, dtype=torch.float32)
+        clean = ga.rbf_attention(query, key, value, graph, 1.3, top_k=2)
+        for q, k, v in ((query, key, with_content(value, 7, bad)),
+                        (query, with_content(key, 7, bad), value)):  # fmt: skip
+            after = ga.rbf_attention(q, k, v, graph, 1.3, top_k=2)
+            assert torch.equal(after[blind], clean[blind])
+
+
+@pytest.mark.parametrize("bad", UNSEEN)
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize(
+    "graph",
+    [ga.causal_window_graph(60, 40), ga.window_path_graph(60, 30, self_loops=True)],
+    ids=str,
+)
+def test_an_unseen_number_moves_no_centre_beside_a_table(
+    graph: ga.TokenGraph, dtype: torch.dtype, bad: float
+) -> None:
+    query, key, value = (random(60, 2, 8, seed=s, dtype=dtype) for s in range(3))
+    table = random(graph.structure.num_offsets, 2, seed=3, dtype=dtype)
+    clean = ga.rbf_attention(query, key, value, graph, 1.3, edge_bias=table)
+    for place in (0, 31, 59):
+        blind = ~graph.to_mask()[:, place]
+        spoilt = with_content(key, place, bad)
+        after = ga.rbf_attention(query, spoilt, value, graph, 1.3, edge_bias=table)
+        assert torch.equal(after[blind], clean[blind])
+
+
+@pytest.mark.parametrize("bad", UNSEEN)
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize(
+    "graph", [ga.window_path_graph(40, 3), ga.complete_graph(40, self_loops=False)], ids=str
+)
+def test_without_self_loops_a_token_does_not_see_its_own_key(
+    graph: ga.TokenGraph, dtype: torch.dtype, bad: float
+) -> None:
+    query, key, value = (random(40, 1, 4, seed=s, dtype=dtype) for s in range(3))
+    clean = ga.rbf_attention(query, key, value, graph, 1.0)
+    for place in range(40):
+        after = ga.rbf_attention(query, with_content(key, place, bad), value, graph, 1.0)
+        assert torch.equal(after[place], clean[place])
+
+
+@pytest.mark.parametrize("bad", UNSEEN)
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_no_later_token_stands_in_for_padding(dtype: torch.dtype, bad: float) -> None:
+    """Where what all rows of a tile see is padding, the next valid token is some row's future."""
+    graph = ga.causal_window_graph(40, 8)
+    query, key, value = (random(40, 1, 4, seed=s, dtype=dtype) + 9 for s in range(3))
+    for hole in range(40):
+        valid = torch.ones(40, dtype=torch.bool)
+        valid[hole] = False
+        clean = ga.rbf_attention(query, key, value, graph, 1.0, valid=valid)
+        for place in range(hole, min(hole + 4, 40)):
+            spoilt = with_content(key, place, bad)
+            after = ga.rbf_attention(query, spoilt, value, graph, 1.0, valid=valid)
+            assert torch.equal(after[:place], clean[:place])
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_an_entry_of_a_table_reaches_only_the_rows_that_read_it(bad: float) -> None:
+    graph = ga.window_path_graph(40, 2, self_loops=True)
+    query, key, value = (random(40, 1, 4, seed=s) for s in range(3))
+    table = random(5, 1, seed=3)
+    clean = ga.rbf_attention(query, key, value, graph, 1.0, edge_bias=table)
+    for entry in range(5):
+        other = with_content(table, entry, bad)
+        leaves = [x.clone().requires_grad_() for x in (query, key, value)]
+        after = ga.rbf_attention(*leaves, graph, 1.0, edge_bias=other)
+        places = torch.arange(40) + entry - 2
+        reads = (places >= 0) & (places < 40)
+        assert torch.equal(after[~reads], clean[~reads])
+        assert after[reads].isnan().all()
+        for gradient in torch.autograd.grad(after[~reads].sum(), leaves):
+            assert gradient.isfinite().all()
+
+
+def test_an_entry_of_minus_infinity_says_that_nobody_is_seen_there() -> None:
+    graph = ga.window_path_graph(40, 2, self_loops=True)
+    query, key, value = (random(40, 1, 4, seed=s) for s in range(3))
+    table = with_content(random(5, 1, seed=3), 4, -torch.inf)
+    narrower = ga.from_mask(graph.to_mask() & (torch.arange(40) <= torch.arange(40)[:, None] + 1))
+    per_edge = table[narrower.edge_index[0] - narrower.edge_index[1] + 2]
+    for options in ({}, {"top_k": 2}):
+        mine = ga.rbf_attention(query, key, value, graph, 1.0, edge_bias=table, **options)
+        plain = ga.rbf_attention(query, key, value, narrower, 1.0, edge_bias=per_edge,
+                                 backend="reference", **options)  # fmt: skip
+        torch.testing.assert_close(mine, plain, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("operation", ["rbf", "dot"])
+def test_an_unseen_number_overflows_nobody_elses_scores(operation: str) -> None:
+    """Sound by itself, but not times the scale."""
+    graph = ga.causal_window_graph(40, 4)
+    query, key, value = (random(40, 1, 4, seed=s, dtype=torch.float32) for s in range(3))
+
+    def attend(key: Tensor) -> Tensor:
+        if operation == "rbf":
+            return ga.rbf_attention(query, key, value, graph, 1e-15)
+        return ga.dot_product_attention(query, key, value, graph, scale=1e30)
+
+    clean, blind = attend(key), ~graph.to_mask()[:, 20]
+    after = attend(with_content(key, 20, 1e15))
+    assert clean.isfinite().all()
+    assert torch.equal(after[blind], clean[blind])
+
+
+def exactly(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+    """Attention with sigma 1, one head: distances as fractions, which round nothing."""
+    rows = []
+    for i, q in enumerate(query[:, 0].tolist()):
+        sources = mask[i].nonzero().flatten().tolist()
+        squares = [
+            sum(
+                (Fraction(a) - Fraction(b)) ** 2 for a, b in zip(q, key[j, 0].tolist(), strict=True)
+            )
+            for j in sources
+        ]
+        nearest = min(squares)
+        weights = [math.exp(float((nearest - square) / 2)) for square in squares]
+        total = math.fsum(weights)
+        rows.append(
+            [
+                math.fsum(w * value[j, 0, f].item() for w, j in zip(weights, sources, strict=True))
+                / total
+                for f in range(value.shape[-1])
+            ]
+        )
+    return torch.tensor(rows, dtype=torch.float64)[:, None]
+
+
+@pytest.mark.parametrize("size", [1e12, 1e15])
+@pytest.mark.parametrize(
+    "graph",
+    [
+        ga.complete_graph(24),
+        ga.complete_graph(24, self_loops=False),
+        ga.causal_graph(24),
+        ga.block_window_graph(24, 8),
+        ga.window_path_graph(24, 3),
+        ga.window_path_graph(24, 3, self_loops=True),
+    ],
+    ids=str,
+)
+def test_one_enormous_key_costs_float64_no_digit(graph: ga.TokenGraph, size: float) -> None:
+    mask = graph.to_mask()
+    for place in (0, 5, 23):
+        query, key, value = (random(24, 1, 3, seed=s) for s in range(3))
+        key = with_content(key, place, size)
+        leaves = [x.requires_grad_() for x in (query, key, value)]
+        out = ga.rbf_attention(*leaves, graph, 1.0, backend="structured")
+        exact = exactly(query, key, value, mask)
+        torch.testing.assert_close(out, exact, rtol=0, atol=2e-15)
+        upstream = random(24, 1, 3, seed=7)
+        plain = ga.rbf_attention(*leaves, graph, 1.0, backend="reference")
+        for mine, theirs in zip(
+            torch.autograd.grad(out, leaves, upstream),
+            torch.autograd.grad(plain, leaves, upstream),
+            strict=True,
+        ):
+            torch.testing.assert_close(mine, theirs, rtol=1e-13, atol=1e-13)
+
+
+def test_two_crowds_far_from_zero_and_from_each_other_keep_their_gradients() -> None:
+    """By differences nothing is subtracted but q and k: 1e9 and -1e9 cost nobody a digit."""
+    graph = ga.complete_graph(20)
+    x, value, upstream = (random(20, 1, 3, seed=s) for s in range(3))
+    x[::2] += 1e9
+    x[1::2] -= 1e9
+    leaves = [x.clone().requires_grad_(), x.clone().requires_grad_(), value.requires_grad_()]
+    for mine, theirs in zip(
+        *(
+            torch.autograd.grad(
+                ga.rbf_attention(*leaves, graph, 1.0, backend=backend), leaves, upstream
+            )
+            for backend in ("structured", "reference")
+        ),
+        strict=True,
+    ):
+        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(("dtype", "size"), [(torch.float32, 3e3), (torch.float64, 1e10)])
+@pytest.mark.parametrize(
+    "graph", [ga.complete_graph(60), ga.causal_graph(60), ga.causal_window_graph(60, 8)], ids=str
+)
+def test_steep_dot_products_have_the_gradients_of_their_weights(
+    graph: ga.TokenGraph, dtype: torch.dtype, size: float
+) -> None:
+    """Weights of exactly 0 and 1 pass nothing on to queries and keys.
+
+    A backward that computes products again, and rounds them differently, would find e^1000.
+    """
+    torch.manual_seed(0)
+    leaves = [size * random(60, 2, 8, seed=s, dtype=dtype) for s in range(2)]
+    leaves = [x.requires_grad_() for x in (*leaves, random(60, 2, 8, seed=2, dtype=dtype))]
+    out = ga.dot_product_attention(*leaves, graph, backend="structured")
+    d_query, d_key, d_value = torch.autograd.grad(out, leaves, torch.ones_like(out))
+    assert (d_query == 0).all()
+    assert (d_key == 0).all()
+    assert d_value.sum() == out.numel()
