@@ -379,6 +379,7 @@ def test_the_energy_update_refuses_causal_graphs(seeds):
 
 
 @how_many
+@pytest.mark.filterwarnings("ignore:.*backward")
 def test_the_automatic_energy_step_never_oscillates(seeds):
     """The step is linear in the state: no eigenvalue of its matrix is below 0 or above 1."""
     for seed in seeds[: max(len(seeds) // 4, 1)]:
