@@ -22,9 +22,10 @@ import graphattn as ga
 from graphattn.cli.demo.pieces import MaskedBatch, Piece, cut, drawn, evaluation, hide
 from graphattn.cli.demo.sample import Sample
 from graphattn.cli.demo.split import SHARE, families, split
+from graphattn.models.encoder import Mixer
 
 DIM, DEPTH, HEADS, EDGE_HIDDEN = 64, 2, 4, 32
-MODELS = {"attention (SA)": "dot", "attention, consensus (MIX)": "mix"}
+MODELS: dict[str, Mixer] = {"attention (SA)": "dot", "attention, consensus (MIX)": "mix"}
 LEARNING_RATE, WARM_UP = 3e-3, 20  # its peak, and the steps until then
 FEWEST_TOKENS = 32
 CHOOSING_TOKENS, JUDGING_TOKENS = 12_288, 32_768  # of an evaluation
@@ -168,7 +169,7 @@ def log_frequency(pieces: Sequence[Piece], vocab_size: int) -> Tensor:
     return (counts / counts.sum()).log()
 
 
-def start(mixer: str, log_share: Tensor) -> ga.models.SequenceEncoder:
+def start(mixer: Mixer, log_share: Tensor) -> ga.models.SequenceEncoder:
     """A model whose guesses start near the tokens' frequencies: it only has to learn the rest."""
     model = ga.models.SequenceEncoder(
         len(log_share) + 1, DIM, DEPTH, HEADS, mixer=mixer, edge_hidden=EDGE_HIDDEN
