@@ -154,3 +154,11 @@ def test_a_subclass_of_one_s_own_keeps_its_arguments():
         Scaled(DIM, num_heads=HEADS)
     with pytest.raises(TypeError, match="valid=~key_padding_mask"):
         layer(X, GRAPH, key_padding_mask=None)
+
+
+def test_a_warning_of_a_call_points_to_the_line_that_calls():
+    layer = nn.SelfConsensus(DIM, HEADS, edge_hidden=8)
+    backward = torch.tensor([[0, 1], [1, 2]])  # every edge points to a later token
+    with pytest.warns(UserWarning, match="target") as caught:
+        layer(torch.randn(9, DIM), backward)
+    assert [warning.filename for warning in caught] == [__file__]
