@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from copy import deepcopy
 from itertools import pairwise
 from typing import Any
 
 import torch
+from threadpoolctl import ThreadpoolController
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
@@ -33,6 +35,28 @@ def certify_module(
     module: nn.Module, x: Any, graph: Any, valid: Tensor | None, positions: Tensor | None
 ) -> Certificate:
     """See :func:`graphattn.spectral.certify`."""
+    with _one_thread():
+        return _certify_module(module, x, graph, valid, positions)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Thousands of products of small blocks, in which threads mostly wait for each other.
+
+    Beside other work, two threads took more than ten times as long as one.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with ThreadpoolController().limit(limits=1, user_api="blas"):
+            yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _certify_module(
+    module: nn.Module, x: Any, graph: Any, valid: Tensor | None, positions: Tensor | None
+) -> Certificate:
     if isinstance(module, CrossConsensus):
         raise ValueError(f"graph_or_layer must mix one set of tokens, got {TWO_TRACKS}")
     takes = inspect.signature(module.forward).parameters

@@ -5,11 +5,13 @@ import time
 
 import pytest
 import scipy.sparse.linalg
+import threadpoolctl
 import torch
 from torch import nn
 
 import graphattn as ga
 from graphattn.spectral import certify, eigenvalues, facts, frozen_steps, spectrum_ends
+from graphattn.spectral.block_laplacian import BlockLaplacian
 
 
 def drawn(*shape, seed=0):
@@ -85,6 +87,27 @@ def test_a_layer_of_twelve_heads_of_64_takes_seconds():
     certificate = certify(layer, drawn(128, 768), graph=graph)
     assert time.process_time() - start < 10
     assert certificate["rate"].numbers["error bound"] < 1e-9
+
+
+def test_threads_wait_for_nobody_and_are_given_back(monkeypatch):
+    """One thread while a layer is certified: beside other work, two take many times as long."""
+    seen, before = [], torch.get_num_threads()
+    torch.set_num_threads(2)
+    own = BlockLaplacian.apply
+
+    def watched(self, u):
+        pools = threadpoolctl.ThreadpoolController().info()
+        blas = [pool["num_threads"] for pool in pools if pool["user_api"] == "blas"]
+        seen.append((torch.get_num_threads(), *blas))
+        return own(self, u)
+
+    monkeypatch.setattr(BlockLaplacian, "apply", watched)
+    try:
+        certify(consensus(), drawn(9, 12), graph=ga.window_path_graph(9, 2))
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+    assert {count for counts in seen for count in counts} == {1}
 
 
 def test_a_graph_is_solved_once(monkeypatch):
