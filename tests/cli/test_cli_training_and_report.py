@@ -154,6 +154,7 @@ def test_a_structure_is_trained_on_its_neighbours_in_space_and_claims_nothing_he
     assert "attention, consensus (MIX)" in said
     assert "Both see the 16 nearest C-alpha atoms" in said
     assert "Nothing is held out: there is only this chain" in said
+    assert "Attention weights among neighbours in space" in (tmp_path / "report.html").read_text()
     page = " ".join(Page((tmp_path / "report.html").read_text(encoding="utf-8")).text.split())
     assert not re.search(r"[Hh]eld[- ]out", page.replace("Nothing is held out", ""))
 

@@ -11,6 +11,7 @@ import torch
 import graphattn as ga
 from graphattn.cli.demo.graphs import graphs_that_fit
 from graphattn.cli.demo.pieces import NEAREST as NEAREST_IN_SPACE
+from graphattn.cli.demo.pieces import neighbors_in_space
 from graphattn.cli.demo.sample import Sample
 from graphattn.cli.demo.training import Training
 from graphattn.cli.demo.verdict import verdict
@@ -100,7 +101,13 @@ def _attention(sample: Sample, training: Training | None, path: Path, seed: int)
         torch.manual_seed(seed)
         model, origin = ga.models.SequenceEncoder(sample.vocab_size + 1, 64, 4, 4), "random weights"
     block: Any = model.blocks[0]
-    graph = ga.window_path_graph(len(tokens), WINDOW, self_loops=True)
+    if sample.ca_positions is None:
+        graph = ga.window_path_graph(len(tokens), WINDOW, self_loops=True)
+        where, sees = "in one window", f"every token looking {WINDOW} to each side"
+    else:
+        graph = neighbors_in_space(sample.ca_positions[: len(tokens)])
+        where = "among neighbours in space"
+        sees = f"each of {len(tokens)} residues looking at its {NEAREST_IN_SPACE} nearest of them"
     x = block.mixer_norm(model.embedding(tokens))
     query, key, _ = block.mixer.project(x, x, graph, None)
     sigma = query.shape[-1] ** 0.5
@@ -130,10 +137,9 @@ def _attention(sample: Sample, training: Training | None, path: Path, seed: int)
     figure.savefig(path)
     return Picture(
         path,
-        "Attention weights in one window",
-        f"Head {head} of {origin}: the same queries and keys under three mechanisms, every token "
-        f"looking {WINDOW} to each side. Row i is how token i divides its attention; grey is no "
-        "edge, white an edge of weight 0.",
+        f"Attention weights {where}",
+        f"Head {head} of {origin}: the same queries and keys under three mechanisms, {sees}. "
+        "Row i is how token i divides its attention; grey is no edge, white an edge of weight 0.",
     )
 
 
