@@ -167,9 +167,10 @@ def keops(x: AttentionInputs) -> Tensor:
     q, k, v = (t.transpose(-3, -2).contiguous() for t in (x.query, x.key, x.value))
     difference = LazyTensor(q[..., :, None, :]) - LazyTensor(k[..., None, :, :])
     logits = -difference.square().sum(-1) / (2 * x.sigma**2)
-    return logits.sumsoftmaxweight(LazyTensor(v[..., None, :, :]), axis=logits.ndim - 1).transpose(
-        -3, -2
-    )
+    # A symbolic [*, H, N, M, D] is reduced over its sources; its own ndim is D.
+    of_sources = q.dim() - 1
+    out = logits.sumsoftmaxweight(LazyTensor(v[..., None, :, :]), axis=of_sources)
+    return out.transpose(-3, -2)
 
 
 def installed(name: str) -> Any:
