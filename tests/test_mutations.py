@@ -82,6 +82,7 @@ FILES = "tests/data/test_data_files.py"
 DEMO = "tests/cli/test_cli_demo_training.py"
 PIXELS = "tests/plot/test_plot_pixels.py"
 CLUSTERS = "tests/cli/test_cli_clusters.py"
+BENCH = "tests/cli/test_cli_bench"
 
 MUTATIONS = [
     Mutation(
@@ -964,6 +965,46 @@ MUTATIONS = [
             "tests/cli/test_cli_report.py::"
             "test_a_table_wider_than_a_phone_scrolls_alone_and_says_that_there_is_more",
         ),
+        "the benchmark reduces KeOps' symbolic tensor along a batch",
+        "graphattn/cli/bench/contenders.py",
+        "axis=of_sources)",
+        "axis=logits.ndim - 1)",
+        (f"{BENCH}_keops.py::test_the_call_is_one_that_keops_takes",),
+    ),
+    Mutation(
+        "the benchmark times a contender right after another one",
+        "graphattn/cli/bench/host_clock.py",
+        "            self._pass()\n        return self._mean()",
+        "            pass\n        return self._mean()",
+        (f"{BENCH}_clock.py::test_the_time_of_a_contender_does_not_depend_on_its_company",),
+    ),
+    Mutation(
+        "the benchmark runs every contender with all threads",
+        "graphattn/cli/bench/host_clock.py",
+        "best = min(best, alone, key=lambda clock: clock.seconds)",
+        "pass",
+        (f"{BENCH}_clock.py::test_a_contender_runs_with_the_number_of_threads_that_is_fastest",),
+    ),
+    Mutation(
+        "an edge of the benchmark's tables is one of another row",
+        "graphattn/cli/bench/gathered.py",
+        "is_edge = column < degree[members, None]",
+        "is_edge = column <= degree[members, None]",
+        (f"{BENCH}_gathered.py::test_every_edge_stands_in_one_place_of_a_table",),
+    ),
+    Mutation(
+        "the benchmark does not check a forward pass without a backward pass",
+        "graphattn/cli/bench/runner.py",
+        "return self.right(truth.forward_error_of(run)), None",
+        "return truth.forward_error_of(run), None",
+        (f"{BENCH}_flex.py::test_its_forward_pass_is_checked_like_any_other",),
+    ),
+    Mutation(
+        "blocks of FlexAttention are taken for full that are not",
+        "graphattn/cli/bench/flex.py",
+        "full = counts == size * size",
+        "full = counts > size",
+        (f"{BENCH}_flex.py::test_the_blocks_that_hold_edges_are_those_that_all_pairs_give",),
     ),
 ]
 

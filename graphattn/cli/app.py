@@ -92,8 +92,7 @@ def bench(
             "graphs: knn-graph, bipartite, grid, longformer, crossover, or irregular for all five "
             "and knn. Vision transformers: gka-tiny, gka-small, gka-base, or models for all three. "
             "Other operations: consensus, consensus-layer, knn, edges, fiedler, streaming, "
-            "streaming-krause. Growth with the number of tokens: doubling, scaling. Default: all "
-            "of them.",
+            "streaming-krause. Growth with the number of tokens: scaling. Default: all of them.",
             show_default=False,
         ),
     ] = None,
@@ -101,7 +100,7 @@ def bench(
     size: Annotated[
         str,
         typer.Option(
-            help="small (two minutes), paper (half an hour, on a GPU minutes: what the targets "
+            help="small (minutes), paper (half an hour, on a GPU minutes: what the targets "
             "are stated for), or long."
         ),
     ] = "small",

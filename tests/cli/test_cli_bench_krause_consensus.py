@@ -13,6 +13,7 @@ from graphattn.cli.bench import (
     cases,
     consensus_contenders,
     contenders,
+    flex,
     fused_attention,
     gate,
     inputs,
@@ -37,10 +38,11 @@ def inputs_of(name: str, size: dict[str, int], dtype: torch.dtype = torch.float3
 
 @pytest.fixture
 def flex_on_a_cpu(monkeypatch):
-    """Uncompiled, which torch refuses on a CPU."""
-    flex = pytest.importorskip("torch.nn.attention.flex_attention")
-    monkeypatch.setattr(fused_attention, "on_gpu", lambda x, attend: attend)
-    monkeypatch.setattr(flex, "_validate_device", lambda *_: None)
+    """Uncompiled and with gradients, which torch refuses on a CPU."""
+    attention = pytest.importorskip("torch.nn.attention.flex_attention")
+    monkeypatch.setattr(flex, "compiled", lambda function: function)
+    monkeypatch.setattr(flex, "operands", fused_attention.by_head)
+    monkeypatch.setattr(attention, "_validate_device", lambda *_: None)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that it is not compiled
         yield
@@ -61,7 +63,7 @@ def test_what_is_chosen_before_are_the_sources_with_a_weight(name):
     source, target = x.graph.edge_index
     expected[:, target, source] = (weights > 0).T
 
-    kept = fused_attention.kept_in_window(x)[0]
+    kept = flex.kept_in_window(x)[0]
     found = torch.zeros_like(expected)
     head, i, place = kept.nonzero().T
     found[head, i, i + place - x.graph.structure.before] = True
@@ -72,7 +74,7 @@ def test_what_is_chosen_before_are_the_sources_with_a_weight(name):
 def test_of_equally_near_sources_the_first_are_chosen_before():
     x = inputs_of("krause", KRAUSE)
     same = [torch.ones_like(t) for t in (x.query, x.key)]
-    kept = fused_attention.kept_in_window(replace(x, query=same[0], key=same[1]))
+    kept = flex.kept_in_window(replace(x, query=same[0], key=same[1]))
     assert bool(kept[0, :, -1, :12].all())
     assert not bool(kept[0, :, -1, 12:].any())
     assert bool(kept[0, :, 0, -1].all())  # a token without a past sees itself
@@ -88,10 +90,10 @@ def test_flex_attention_over_what_was_chosen_before_is_krause_attention(
     x = inputs_of("krause", size, dtype)
     truth = gate.truth_of(x, backward=True)
     limit = 1e-5 if dtype == torch.float32 else gate.ALLOWED[dtype]
-    assert max(truth.errors_of(fused_attention.flex_kept)) < limit
-    assert max(truth.errors_of(fused_attention.flex_rbf)) > gate.ALLOWED[dtype]  # no top-k
+    assert max(truth.errors_of(flex.flex_kept)) < limit
+    assert max(truth.errors_of(flex.flex_rbf)) > gate.ALLOWED[dtype]  # no top-k
     mask = x.prepared["kept_mask"]
-    fused_attention.flex_kept(x)
+    flex.flex_kept(x)
     assert x.prepared["kept_mask"] is mask  # made once
 
 
@@ -99,7 +101,7 @@ def test_what_is_chosen_before_is_looked_for_in_windows_only():
     x = replace(inputs_of("krause", KRAUSE), graph=ga.causal_graph(300).to_pyg())
     for graph in (ga.dilated_window_graph(300, 4, 2), ga.knn_graph(torch.randn(300, 3), 4)):
         with pytest.raises(inputs.MissingError, match="in windows only"):
-            fused_attention.kept_in_window(replace(x, graph=graph))
+            flex.kept_in_window(replace(x, graph=graph))
 
 
 def test_masked_dense_chooses_by_distances_in_float32():

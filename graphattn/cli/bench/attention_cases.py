@@ -9,9 +9,9 @@ from torch.nn.attention import SDPBackend
 
 import graphattn as ga
 from graphattn.cli.bench import contenders as other
+from graphattn.cli.bench import flex, gathered, ours, work
 from graphattn.cli.bench import fused_attention as fused
-from graphattn.cli.bench import ours, work
-from graphattn.cli.bench.case import BOTH, FORWARD, Case, tokens_label
+from graphattn.cli.bench.case import BOTH, FORWARD, TWICE, Case
 from graphattn.cli.bench.inputs import AttentionInputs, attention_inputs
 from graphattn.cli.bench.record import OURS
 from graphattn.cli.bench.targets import Target
@@ -72,8 +72,10 @@ THOUSANDS = {
 GATHER_SCATTER: dict[str, other.Run] = {
     "index_add": other.index_add,
     "torch-scatter": other.torch_scatter,
-    "compiled": other.compiled,
+    "compiled": gathered.compiled,
+    "compiled, atomic adds": other.compiled,
 }
+COMPILED = ("compiled", "compiled, atomic adds")
 OUR_DOT = f"{OURS} (dot product)"
 FLASH, CUDNN = "SDPA flash (dot product)", "SDPA cuDNN (dot product)"
 DENSE: dict[str, other.Run] = {
@@ -91,7 +93,7 @@ FLEX_KEPT = "FlexAttention, chosen before"
 FLASH_WINDOW = "flash-attention (dot product)"
 WINDOWED_DOTS: dict[str, other.Run] = {
     OUR_DOT: ours.dot_product,
-    FLEX_DOT: fused.flex_dot,
+    FLEX_DOT: flex.flex_dot,
     FLASH_WINDOW: fused.flash_window,
 }
 
@@ -125,7 +127,7 @@ ATTENTION = [
         attention_over(everything),
         {
             OURS: ours.rbf,
-            FLEX: fused.flex_rbf,
+            FLEX: flex.flex_rbf,
             "masked dense": other.masked_dense,
             "KeOps": other.keops,
         },
@@ -146,7 +148,7 @@ ATTENTION = [
             "long": {"batch": 1, "tokens": 16384, **HEADS},
         },
         attention_over(everything, shared=True),
-        {OURS: ours.rbf, FLEX: fused.flex_rbf, "masked dense": other.masked_dense},
+        {OURS: ours.rbf, FLEX: flex.flex_rbf, "masked dense": other.masked_dense},
         {**DENSE, FLASH_WINDOW: fused.flash_window},
         targets=(
             *(
@@ -172,7 +174,7 @@ ATTENTION = [
         attention_over(causal_window),
         {
             OURS: ours.rbf,
-            FLEX: fused.flex_rbf,
+            FLEX: flex.flex_rbf,
             "index_add": other.index_add,
             "masked dense": other.masked_dense,
         },
@@ -184,10 +186,12 @@ ATTENTION = [
                 for own in (OURS, OUR_DOT)
                 for passes in (FORWARD, BOTH)
             ),
+            Target("time", (OURS,), at_most=2.2, of=TWICE),
             *on_gpu((FLEX, OURS, 1.3), (FLEX_DOT, OUR_DOT, 1.3)),
             *on_gpu((FLASH_WINDOW, OURS, 0.9), (FLASH_WINDOW, OUR_DOT, 0.9)),
             *most_of_the_bound(),
         ),
+        twice=True,
         work=work.attention(in_window),
         cuda={"paper": {"tokens": 65536, "window": 256, **HEADS}},
     ),
@@ -200,13 +204,13 @@ ATTENTION = [
             "long": {"tokens": 131072, "window": 17, **HEADS},
         },
         attention_over(centred_window),
-        {OURS: ours.rbf, FLEX: fused.flex_rbf, **GATHER_SCATTER},
+        {OURS: ours.rbf, FLEX: flex.flex_rbf, **GATHER_SCATTER},
         WINDOWED_DOTS,
         targets=(
             *(
                 target
                 for passes in (FORWARD, BOTH)
-                for rival in (("index_add", "torch-scatter"), ("compiled",))
+                for rival in (("index_add", "torch-scatter"), COMPILED)
                 for target in (
                     Target("time", rival, at_least=10, passes=passes),
                     Target("memory", rival, at_most=1 / 5, passes=passes),
@@ -226,7 +230,7 @@ ATTENTION = [
             "long": {"tokens": 65536, "window": 256, "top_k": 192, **HEADS},
         },
         attention_over(causal_window),
-        {OURS: ours.rbf, FLEX_KEPT: fused.flex_kept, "masked dense": other.masked_dense},
+        {OURS: ours.rbf, FLEX_KEPT: flex.flex_kept, "masked dense": other.masked_dense},
         yardsticks={"without top-k": ours.rbf_without_top_k},
         targets=(
             Target("time", ("masked dense",), at_least=30),
@@ -248,23 +252,6 @@ ATTENTION = [
         attention_over(causal_window),
         {OURS: ours.rbf, "index_add": other.index_add},
         targets=(Target("memory", at_most=3e9, passes=BOTH),),
-        work=work.attention(in_window),
-    ),
-    Case(
-        "doubling",
-        "RBF attention, causal window, twice as long",
-        {
-            "small": {"window": 64, **HEADS},
-            "paper": {"window": 256, **HEADS},
-            "long": {"window": 256, **HEADS},
-        },
-        attention_over(causal_window),
-        {OURS: ours.rbf},
-        targets=(
-            Target("time", (tokens_label(16384),), at_most=2.2, of=tokens_label(32768)),
-        ),
-        lengths={"small": (1024, 2048), "paper": (16384, 32768), "long": (65536, 131072)},
-        backward=False,
         work=work.attention(in_window),
     ),
     Case(

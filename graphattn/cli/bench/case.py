@@ -15,6 +15,7 @@ from graphattn.cli.bench.targets import Target
 from graphattn.cli.bench.work import Size
 
 FORWARD, BOTH = "forward", "forward + backward"
+TWICE = f"{OURS}, twice the tokens"
 
 
 class Entry(NamedTuple):
@@ -31,7 +32,8 @@ class Case:
     """One workload; every contender computes the same from the same inputs.
 
     With `lengths`, a number of tokens takes a contender's place: graphattn alone, at every length.
-    With `degrees`, all contenders run once for every number of edges per target.
+    With `degrees`, all contenders run once for every number of edges per target. With `twice`,
+    graphattn runs over twice the tokens too, in the same rounds.
     """
 
     name: str
@@ -44,6 +46,7 @@ class Case:
     targets: tuple[Target, ...] = ()
     lengths: dict[str, tuple[int, ...]] = field(default_factory=dict)
     degrees: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    twice: bool = False
     backward: bool = True
     memory: bool = True  # whether the peak is measured, from inputs made anew
     work: work.Count = work.unknown
@@ -78,7 +81,11 @@ class Case:
                 for n in self.degrees[size_name]
                 for name, run in self.runs().items()
             }
-        return {name: Entry(name, run, size) for name, run in self.runs().items()}
+        found = {name: Entry(name, run, size) for name, run in self.runs().items()}
+        if self.twice:
+            longer = {**size, "tokens": 2 * size["tokens"]}
+            found[TWICE] = Entry(OURS, self.contenders[OURS], longer)
+        return found
 
 
 def tokens_label(tokens: int) -> str:

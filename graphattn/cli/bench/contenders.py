@@ -62,6 +62,12 @@ def afford_edge_networks(x: ConsensusInputs | ConsensusLayerInputs) -> None:
     afford(edges * x.network.shear_bias.numel(), "its edge networks", x.network.shear)
 
 
+def needs_compiler(device: torch.device) -> None:
+    """Refuse to compile where nothing can."""
+    if device.type == "cpu" and shutil.which("c++") is None:
+        raise MissingError("torch.compile needs a C++ compiler on a CPU")
+
+
 # Attention.
 
 
@@ -140,9 +146,6 @@ def torch_scatter(x: AttentionInputs) -> Tensor:
 
 @cache
 def _compiled_gather_scatter() -> Callable[..., Tensor]:
-    if shutil.which("c++") is None and not torch.cuda.is_available():
-        raise MissingError("torch.compile needs a C++ compiler on a CPU")
-
     def messages(
         query: Tensor, key: Tensor, value: Tensor, sigma: float, edge_index: Tensor, n: int
     ) -> Tensor:
@@ -155,7 +158,9 @@ def _compiled_gather_scatter() -> Callable[..., Tensor]:
 
 
 def compiled(x: AttentionInputs) -> Tensor:
-    """Gather and scatter, compiled."""
+    """Gather and scatter, compiled as it stands: its sums are atomic adds."""
+    if x.query.device.type == "cpu":
+        raise MissingError("on a CPU atomic adds only slow down what gathers, compiled")
     afford_edges(x)
     run = _compiled_gather_scatter()
     return run(x.query, x.key, x.value, x.sigma, x.graph.edge_index, x.graph.num_targets)

@@ -7,9 +7,10 @@ from torch.nn.attention import SDPBackend
 
 import graphattn as ga
 from graphattn.cli.bench import contenders as other
+from graphattn.cli.bench import flex, ours, work
 from graphattn.cli.bench import fused_attention as fused
-from graphattn.cli.bench import ours, work
 from graphattn.cli.bench.attention_cases import (
+    COMPILED,
     FLEX,
     FLEX_DOT,
     GATHER_SCATTER,
@@ -97,7 +98,7 @@ OVER_EDGES = [
         {OURS: ours.rbf, **GATHER_SCATTER},
         targets=(
             *times_as_fast_and_small(("index_add", "torch-scatter"), 10, 10),
-            *times_as_fast_and_small(("compiled",), 4, 10),
+            *times_as_fast_and_small(COMPILED, 4, 10),
         ),
         work=work.attention(knn_edges, listed=True),
         cuda={"paper": {"tokens": 65536, "k": 16, **HEADS}},
@@ -126,7 +127,7 @@ OVER_EDGES = [
         attention_over(image),
         {
             OURS: ours.rbf,
-            FLEX: fused.flex_rbf,
+            FLEX: flex.flex_rbf,
             **GATHER_SCATTER,
             "masked dense": other.masked_dense,
         },
@@ -142,8 +143,8 @@ OVER_EDGES = [
             "long": {"tokens": 65536, "window": 256, "global_tokens": 4, **HEADS},
         },
         attention_over(longformer),
-        {OURS: ours.rbf, FLEX: fused.flex_rbf, "masked dense": other.masked_dense},
-        {OUR_DOT: ours.dot_product, FLEX_DOT: fused.flex_dot},
+        {OURS: ours.rbf, FLEX: flex.flex_rbf, "masked dense": other.masked_dense},
+        {OUR_DOT: ours.dot_product, FLEX_DOT: flex.flex_dot},
         work=work.attention(lambda size: longformer(size).num_edges),
         cuda={"paper": {"tokens": 65536, "window": 256, "global_tokens": 4, **HEADS}},
     ),
@@ -159,7 +160,7 @@ OVER_EDGES = [
         {},
         {
             OURS: ours.dot_product,
-            FLEX: fused.flex_dot,
+            FLEX: flex.flex_dot,
             "SDPA, masked": fused.masked_sdpa(SDPBackend.EFFICIENT_ATTENTION),
             "SDPA cuDNN, masked": fused.masked_sdpa(SDPBackend.CUDNN_ATTENTION),
         },

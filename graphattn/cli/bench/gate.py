@@ -109,7 +109,7 @@ class OperationTruth:
 
     def errors_of(self, run: Run) -> tuple[float, float]:
         """Of the output and of the gradients."""
-        out = run(self.inputs)[self.last][..., self.rows, :, :]
+        out = self.rows_of(run)
         gradients: list[Tensor] = []
         if self.gradients:
             loss = (out * self.loss.to(out.dtype)).sum()
@@ -117,6 +117,15 @@ class OperationTruth:
             gradients = [gradient[self.last] for gradient in found]
         pairs = zip(gradients, self.gradients, strict=True)
         return relative_error(out, self.out), worst(relative_error(g, t) for g, t in pairs)
+
+    def forward_error_of(self, run: Run) -> float:
+        """Of the output of a contender that has no backward pass."""
+        with torch.no_grad():
+            return relative_error(self.rows_of(run), self.out)
+
+    def rows_of(self, run: Run) -> Tensor:
+        """What a contender gives for the sampled rows."""
+        return run(self.inputs)[self.last][..., self.rows, :, :]
 
 
 def edges_at(rows: Tensor, graph: ga.TokenGraph, *, both_ends: bool) -> ga.TokenGraph:

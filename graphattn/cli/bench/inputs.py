@@ -17,6 +17,10 @@ class MissingError(Exception):
     """Why a contender, or a whole case, cannot run here."""
 
 
+class ForwardOnlyError(MissingError):
+    """Why a contender has no backward pass here. Its forward pass, without gradients, may run."""
+
+
 @dataclass(frozen=True)
 class AttentionInputs:
     """Attention: head-split tensors [*, N, H, D], the same one three times or not, and a graph."""

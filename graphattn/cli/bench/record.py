@@ -35,6 +35,8 @@ class Row:
     share_of_bound: float | None
     error: float | None
     captured: bool | None = None  # on a GPU: replayed, or launched anew, which the host may slow
+    threads: int | None = None  # on a CPU: with which it is fastest
+    speed: float | None = None  # on a CPU: of the machine then, as a share of its best
 
     def number(self, quantity: Quantity) -> float | None:
         """The row's median time, peak memory, error or share of the bound."""

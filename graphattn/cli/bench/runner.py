@@ -11,8 +11,10 @@ import torch
 from rich.console import Console
 
 from graphattn.cli.bench.case import BOTH, FORWARD, Case, Entry
-from graphattn.cli.bench.gate import ALLOWED, Truth, truth_of
-from graphattn.cli.bench.inputs import MissingError
+from graphattn.cli.bench.contenders import Run
+from graphattn.cli.bench.gate import ALLOWED, OperationTruth, Truth, truth_of
+from graphattn.cli.bench.host_clock import HostClock, Watch
+from graphattn.cli.bench.inputs import ForwardOnlyError, MissingError
 from graphattn.cli.bench.measure import (
     Clock,
     Timing,
@@ -26,9 +28,11 @@ from graphattn.cli.bench.memory import Peak, cuda_peak
 from graphattn.cli.bench.record import Quantity, Record, Row, Slope
 
 # Of timing, per case and pass; on a GPU, where a round takes milliseconds, less will do.
-SECONDS = {"small": 0.5, "paper": 20.0, "long": 30.0}
+SECONDS = {"small": 0.5, "paper": 6.0, "long": 30.0}
 SECONDS_ON_GPU = {"small": 0.5, "paper": 2.0, "long": 5.0}
-Errors = dict[str, tuple[float, float] | None]  # of output and gradients; None for yardsticks
+# Of output and gradients, None for those of a contender that has no backward pass; None for
+# yardsticks.
+Errors = dict[str, tuple[float, float | None] | None]
 
 
 class Runner:
@@ -45,23 +49,26 @@ class Runner:
         self.seconds = (SECONDS if on_cpu else SECONDS_ON_GPU)[size]
         self.machine = measure_machine(device, self.dtype)
         self.peak = Peak() if on_cpu else None
+        self.watch = Watch() if on_cpu else None
 
     def measure(self, case: Case) -> list[Row]:
         """The rows of one case, which are added to the record together with their verdicts."""
         first = len(self.record.rows)
-        if self.device.type == "cuda":
-            torch.compiler.reset()  # of one function, no more than 8 variants are compiled
+        torch.compiler.reset()  # of one function, no more than 8 variants are compiled
         entries = case.entries(self.size, self.device.type)
         with self.console.status(f"{case.title}: checking"):
             inputs, errors = self.check(case, entries)
         for passes in (FORWARD, BOTH) if case.backward else (FORWARD,):
             with self.console.status(f"{case.title}, {passes}: timing"):
-                clocks, peaks = self.warm(case, passes, entries, inputs)
+                clocks, peaks = self.warm(case, passes, entries, inputs, errors)
+                speeds = [] if self.watch is None else [self.watch.speed()]
                 timings = time_interleaved(clocks, seconds=self.seconds)
+                if self.watch is not None:
+                    speeds.append(self.watch.speed())
                 rows = {
                     name: self.row(
                         case, passes, name, entries[name], clocks[name], peaks[name], errors[name],
-                        timings,
+                        timings, min(speeds, default=None),
                     )
                     for name in clocks
                 }  # fmt: skip
@@ -113,23 +120,41 @@ class Runner:
                     else:
                         is_dot = contender in case.dot_products
                         own_truth = of_dot_product if is_dot and of_dot_product else truth
-                        errors[name] = self.right(own_truth.errors_of(run))
+                        errors[name] = self.errors_of(own_truth, run)
                     inputs[name] = own
                 except Exception as failure:
                     self.note(f"{case.name}, {name}: {reason_of(failure)}")
                 self.release()
         return inputs, errors
 
+    def errors_of(self, truth: Truth, run: Run) -> tuple[float, float | None]:
+        """Of a result that is right, of the output alone where there are no gradients."""
+        try:
+            error, worst = truth.errors_of(run)
+        except ForwardOnlyError:
+            if not isinstance(truth, OperationTruth):
+                raise
+            return self.right(truth.forward_error_of(run)), None
+        self.right(error, worst)
+        return error, worst
+
     def warm(
-        self, case: Case, passes: str, entries: Mapping[str, Entry], inputs: Mapping[str, Any]
+        self,
+        case: Case,
+        passes: str,
+        entries: Mapping[str, Entry],
+        inputs: Mapping[str, Any],
+        errors: Errors,
     ) -> tuple[dict[str, Clock], dict[str, float | None]]:
         """Clocks of all that were right, warm, and peaks of memory; failures are noted."""
         clocks: dict[str, Clock] = {}
         peaks: dict[str, float | None] = {}
         backward = passes == BOTH
         for name, own in inputs.items():
-            entry = entries[name]
+            entry, error = entries[name], errors[name]
             try:
+                if backward and error is not None and error[1] is None:
+                    one_pass(entry.run, own, backward=True)  # says why it cannot
                 peak = None
                 if case.memory and self.peak is None:
                     peak = cuda_peak(entry.run, own, backward=backward)
@@ -142,12 +167,12 @@ class Runner:
                 self.release()
         return clocks, peaks
 
-    def right(self, errors: tuple[float, float]) -> tuple[float, float]:
-        """The same, unless one is too large."""
+    def right(self, *errors: float) -> float:
+        """The first of them, unless one is too large."""
         if not all(error <= ALLOWED[self.dtype] for error in errors):  # NaN is too large
             shown = ", ".join(f"{error:.1e}" for error in errors)
             raise MissingError(f"no time for a wrong result (errors {shown})")
-        return errors
+        return errors[0]
 
     def note(self, line: str) -> None:
         """What was not measured, and why."""
@@ -161,8 +186,9 @@ class Runner:
         entry: Entry,
         own_clock: Clock,
         peak: float | None,
-        error: tuple[float, float] | None,
+        errors: tuple[float, float | None] | None,
         timings: Mapping[str, Timing],
+        speed: float | None,
     ) -> Row:
         """All numbers of one contender."""
         timing, backward = timings[name], passes == BOTH
@@ -179,8 +205,10 @@ class Runner:
             ratio=None if beside is None else ratio_of_rounds(timing, beside)[0],
             peak=peak,
             share_of_bound=bound / timing.median if bound > 0 else None,
-            error=None if error is None else max(error) if backward else error[0],
+            error=None if errors is None else max(errors[0], errors[1] or 0 if backward else 0),
             captured=own_clock.is_captured,
+            threads=own_clock.threads if isinstance(own_clock, HostClock) else None,
+            speed=speed,
         )
 
 

@@ -12,6 +12,7 @@ from graphattn.cli.bench.record import Quantity, Record, Row, Slope, Verdict
 from graphattn.cli.tables import plain_table, short
 
 MEGABYTE = 1e6
+BUSY = 0.8  # of the speed of the machine; below, a line under a table says so
 ROW_HEADER = ("time", "spread", "ratio", "memory", "of bound", "error")
 TARGET_HEADER = ("measured", "spread", "target", "")
 
@@ -46,8 +47,24 @@ def notes(rows: list[Row]) -> Iterable[str]:
         )
         yield f"{passes}, images/s: {', '.join(speeds)}"
     yield from crossings(rows)
+    yield from threads_and_speed(rows)
     if slow := dict.fromkeys(row.contender for row in rows if row.captured is False):
         yield f"Launched one by one, so with the time of the host: {', '.join(slow)}"
+
+
+def threads_and_speed(rows: list[Row]) -> Iterable[str]:
+    """On a CPU: whom other threads only slow down, and when others used the machine."""
+    has_more = any((row.threads or 1) > 1 for row in rows)
+    for passes in dict.fromkeys(row.passes for row in rows):
+        own = [row for row in rows if row.passes == passes]
+        if has_more and (alone := [row.contender for row in own if row.threads == 1]):
+            yield f"{passes}: fastest with one thread: {', '.join(alone)}"
+        speed = min((row.speed for row in own if row.speed is not None), default=1.0)
+        if speed < BUSY:
+            yield (
+                f"{passes}: the machine was busy (a product of matrices at {speed:.0%} of its "
+                "best speed): read ratios, not times"
+            )
 
 
 def crossings(rows: list[Row]) -> Iterable[str]:
