@@ -51,8 +51,17 @@ def encode(graph: TokenGraph) -> Tensor:
     facts = [graph.num_targets, graph.num_sources, graph.is_causal, graph.has_causal_part]
     facts.append(graph.neighbors is not None)
     sizes = [size for pair in graph.sizes for size in pair]
-    own = [] if graph.structure is None else _numbers(graph.structure)
-    return torch.tensor([*facts, len(graph.sizes), *sizes, *own], dtype=torch.int64)
+    traced = torch.compiler.is_compiling()  # sizes may be left open then: no key of a cache
+    of_structure = _numbers if traced else _kept_numbers
+    own = [] if graph.structure is None else of_structure(graph.structure)
+    return _as_tensor([*facts, len(graph.sizes), *sizes, *own])
+
+
+def _as_tensor(numbers: list[int]) -> Tensor:
+    if any(isinstance(number, torch.SymInt) for number in numbers):  # torch.export, non-strict
+        one_by_one = [torch.scalar_tensor(number, dtype=torch.int64) for number in numbers]
+        return torch.stack(one_by_one)
+    return torch.tensor(numbers, dtype=torch.int64)
 
 
 def decode(code: Tensor, edge_index: Tensor | None, device: torch.device) -> TokenGraph:
@@ -104,9 +113,14 @@ def _facts(code: list[int]) -> dict[str, Any]:
     }
 
 
-@lru_cache(maxsize=1024)
 def _numbers(own: Structure) -> tuple[int, ...]:
     """The kind of a structure, then its fields in their order; lists begin with their length."""
+    if type(own) not in KINDS:
+        raise TypeError(
+            f"structure {type(own).__name__} is not known to operators, which take a graph as "
+            "numbers: build the graph with from_edge_index(structure.edges(), ...), or add the "
+            f"class to graphattn.graphs.encoding.KINDS ({', '.join(k.__name__ for k in KINDS)})"
+        )
     found = [KINDS.index(type(own))]
     for field in fields(cast(Any, own)):
         value = getattr(own, field.name)
@@ -116,8 +130,17 @@ def _numbers(own: Structure) -> tuple[int, ...]:
             if isinstance(item, Structure):
                 found.extend(_numbers(item))
             else:
-                found.append(WORDS.index(item) if isinstance(item, str) else int(item))
+                found.append(_number(item))
     return tuple(found)
+
+
+def _number(item: Any) -> int:
+    if isinstance(item, torch.SymInt):
+        return item
+    return WORDS.index(item) if isinstance(item, str) else int(item)
+
+
+_kept_numbers = lru_cache(maxsize=1024)(_numbers)
 
 
 def _structure(numbers: Iterator[int]) -> Structure:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -104,7 +106,7 @@ def check_valid(
 def flat_masks(valid: ValidPair, batch: torch.Size) -> ValidPair:
     """Masks [B, tokens] with one batch dimension; one tensor stays one."""
     of_target, of_source = (
-        None if mask is None else mask.expand(*batch, -1).reshape(batch.numel(), mask.shape[-1])
+        None if mask is None else mask.expand(*batch, -1).reshape(math.prod(batch), mask.shape[-1])
         for mask in valid
     )
     return of_target, of_target if valid[0] is valid[1] else of_source
@@ -135,6 +137,8 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def full_precision(device: torch.device) -> torch.autocast:
+def full_precision(device: torch.device) -> AbstractContextManager[object]:
     """Autocast switched off: an operation computes in :func:`compute_dtype` wherever it runs."""
+    if device.type == "meta":  # there is none to switch off
+        return nullcontext()
     return torch.autocast(device.type, enabled=False)

@@ -309,7 +309,7 @@ def _attend(
         tensors = query.to(dtype), key.to(dtype), value.to(dtype)
         if chosen == "structured":
             options |= {"bias": bias, "per_offset": per_offset}
-            if torch.compiler.is_compiling():
+            if torch.compiler.is_compiling() or query.device.type == "meta":
                 return operators.attend(*tensors, graph, backend=chosen, **options)
             return structured.attend(*tensors, graph, **options)
         return reference.attend(*tensors, graph, edge_bias=_per_edge(bias, graph), **options)

@@ -123,7 +123,7 @@ def consensus_update(
     )
     update_by: Callable[..., Tensor] = operators.consensus_update
     if chosen != "triton":
-        traced = torch.compiler.is_compiling()
+        traced = torch.compiler.is_compiling() or state.device.type == "meta"
         module = (compiled if traced else structured) if chosen == "structured" else reference
         update_by = module.consensus_update
         formed = (x.hidden() if isinstance(x, FirstLayer) else x for x in hidden)
@@ -203,7 +203,8 @@ def check_energy_graph(graph: TokenGraph, stacklevel: int = 3) -> None:
             "moves i only"
         )
     traced = torch.compiler.is_compiling()  # warnings, and facts of edges, are for eager calls
-    asked = graph.neighbors is None  # of a table of neighbours it would wait for the device
+    # A table of neighbours would wait for its device, and meta tensors hold nothing.
+    asked = graph.neighbors is None and graph.device.type != "meta"
     if not traced and asked and graph.points_backward and not graph.warned_backward:
         graph.warned_backward = True
         warnings.warn(

@@ -6,6 +6,7 @@ structured consensus; of a compiled function nobody can take second ones.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -53,8 +54,8 @@ def consensus_update(
     batch = state.shape[:-3]
     layers = [_as_layer(hidden, state.dtype) for hidden in (target_hidden, source_hidden)]
     for layer in layers:
-        layer[0] = _flat(layer[0], batch.numel())
-    compared = [_flat(x, batch.numel()) for x in disagreement]
+        layer[0] = _flat(layer[0], math.prod(batch))
+    compared = [_flat(x, math.prod(batch)) for x in disagreement]
     options = graph.code, graph.listed, update == "energy", step_size is None, u is v
     gradient, degree = torch.ops.graphattn.consensus(
         *layers[0], *layers[1], *compared, *network, *flat_masks(valid, batch), *options

@@ -7,6 +7,7 @@ Same rules as reference.py, which it is tested against.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -253,7 +254,7 @@ def consensus_update(
 ) -> Tensor:
     """u' = u - step * g; `step_size` broadcastable to [*, N, H], None for the automatic one."""
     keep_freed_memory()
-    entries = state.shape[:-3].numel()
+    entries = math.prod(state.shape[:-3])
     hidden = (x.reshape(entries, *x.shape[-3:]) for x in (target_hidden, source_hidden))
     compared = (x.reshape(entries, *x.shape[-3:]) for x in disagreement)
     tensors = (*hidden, *compared, *network)

@@ -1,0 +1,22 @@
+"""A structure that operators cannot read as numbers says so."""
+
+import re
+
+import pytest
+
+import graphattn as ga
+from graphattn.graphs.encoding import decode, encode
+from graphattn.graphs.structure import Band
+
+
+class Unlisted(Band):
+    """A structure of somebody else."""
+
+
+def test_a_structure_that_is_not_listed_says_what_to_do():
+    said = re.escape("structure Unlisted is not known to operators") + ".*from_edge_index.*KINDS"
+    with pytest.raises(TypeError, match=said):
+        ga.TokenGraph(structure=Unlisted(9, 1, 1))
+    edges = Unlisted(9, 1, 1).edges()
+    graph = ga.from_edge_index(edges, 9)
+    assert decode(encode(graph), edges, graph.device) == graph
