@@ -134,7 +134,7 @@ def _numbers(own: Structure) -> tuple[int, ...]:
     return tuple(found)
 
 
-def _number(item: Any) -> int:
+def _number(item: Any) -> Any:
     if isinstance(item, torch.SymInt):
         return item
     return WORDS.index(item) if isinstance(item, str) else int(item)
