@@ -34,8 +34,8 @@ class Exact(NamedTuple):
     def rounding(self) -> Tensor:
         """How far two of a row's logits by products may be from those here, [G, H, n, 1].
 
-        A bound and not an estimate, so that rows beyond it keep the same either way: what is not
-        seen may only widen it.
+        Many times what rounding does, so that rows beyond it keep the same either way: what is
+        not seen may only widen it.
         """
         query, key = (
             torch.linalg.vector_norm(x.detach(), dim=-1, keepdim=True)
@@ -51,7 +51,7 @@ class Exact(NamedTuple):
             bias = bias.masked_fill(bias.isinf(), 0).amax((-1, -2))
             largest = largest + 2 * bias[:, None, None]
         features = self.query.shape[-1]
-        rounding = 2 * (features + 8) * torch.finfo(largest.dtype).eps * largest
+        rounding = 2 * (features**0.5 + 4) * torch.finfo(largest.dtype).eps * largest
         return torch.where(rounding.isnan(), torch.inf, rounding)
 
     def rows(self, g: Tensor, h: Tensor, i: Tensor) -> Tensor:
