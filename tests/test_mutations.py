@@ -52,15 +52,10 @@ THEOREMS = "tests/ops/test_ops_consensus_theorems.py"
 TOP_K = "tests/ops/test_ops_top_k.py"
 SDPA = "tests/ops/test_ops_sdpa.py"
 STRUCTURED = "tests/ops/test_ops_structured.py"
-UNSEEN = "tests/ops/test_ops_unseen.py"
-HOLDS = "tests/ops/test_ops_what_holds.py"
-LAYERS_UNSEEN = "tests/nn/test_nn_unseen.py"
 CHUNKED = "tests/ops/test_ops_consensus_structured.py"
 MESSAGES = "tests/nn/test_nn_message_passing.py"
 GUARANTEES = "tests/nn/test_nn_consensus_guarantees.py"
 ROTARY = "tests/nn/test_nn_rotary.py"
-ENDS = "tests/spectral/test_spectral_block_laplacian.py"
-MODELS = "tests/spectral/test_spectral_model_certificates.py"
 KERNELS = "tests/kernels/test_kernels_attention.py"
 GAUSSIAN = "tests/kernels/test_kernels_gaussian.py"
 BANDS = "tests/kernels/test_kernels_nan.py"
@@ -74,17 +69,22 @@ FUSED = "tests/kernels/test_kernels_consensus.py"
 PIECES = "tests/kernels/test_kernels_consensus_pieces.py"
 FUSED_NAN = "tests/kernels/test_kernels_consensus_nan.py"
 STEP = "tests/kernels/test_kernels_window_step.py"
+UNSEEN = "tests/ops/test_ops_unseen.py"
+HOLDS = "tests/ops/test_ops_what_holds.py"
+LAYERS_UNSEEN = "tests/nn/test_nn_unseen.py"
+CHECKPOINTING = "tests/nn/test_nn_checkpointing.py"
+OVERRIDES = "tests/nn/test_nn_overrides.py"
 CONFIG = "tests/nn/test_nn_config.py"
 NAMES = "tests/nn/test_nn_argument_names.py"
 FILES = "tests/models/test_models_files.py"
-CHECKPOINTING = "tests/nn/test_nn_checkpointing.py"
-OVERRIDES = "tests/nn/test_nn_overrides.py"
-EDGE_VALUES = "tests/graphs/test_graphs_edge_values.py"
-SAVING = "tests/graphs/test_graphs_saving.py"
-FILES = "tests/data/test_data_files.py"
-DEMO = "tests/cli/test_cli_demo_training.py"
+ENDS = "tests/spectral/test_spectral_block_laplacian.py"
+MODELS = "tests/spectral/test_spectral_model_certificates.py"
 PIXELS = "tests/plot/test_plot_pixels.py"
 CLUSTERS = "tests/cli/test_cli_clusters.py"
+EDGE_VALUES = "tests/graphs/test_graphs_edge_values.py"
+SAVING = "tests/graphs/test_graphs_saving.py"
+READERS = "tests/data/test_data_files.py"
+DEMO = "tests/cli/test_cli_demo_training.py"
 BENCH = "tests/cli/test_cli_bench"
 
 MUTATIONS = [
@@ -167,76 +167,6 @@ MUTATIONS = [
         (f"{STRUCTURED}::test_a_bad_token_changes_no_bit_before_it_and_none_beyond_its_window",),
     ),
     Mutation(
-        "zeros do not stand in place of what is not sound",
-        "graphattn/ops/attention/structured/contiguous.py",
-        "clean = inputs if finite else _cleaned(inputs)\n        if not",
-        "clean = inputs\n        if not",
-        (f"{UNSEEN}::test_what_a_row_does_not_see_breaks_no_tie_of_top_k",),
-    ),
-    Mutation(
-        "rows that nobody asks for send back what they saw",
-        "graphattn/ops/attention/structured/contiguous.py",
-        "quiet = silent(d_out, d_lse).all(-1)",
-        "quiet = torch.zeros_like(special)",
-        (f"{HOLDS}::test_what_a_row_does_not_see_changes_no_bit_of_it_or_its_gradients",),
-    ),
-    Mutation(
-        "without self-loops a token's own key may be the centre",
-        "graphattn/ops/attention/structured/tiles.py",
-        "        if not self.structure.self_loops:\n            pieces",
-        "        if False:\n            pieces",
-        (f"{UNSEEN}::test_without_self_loops_a_token_does_not_see_its_own_key",),
-    ),
-    Mutation(
-        "beside padding any valid source may be the centre",
-        "graphattn/ops/attention/structured/group.py",
-        "            if not self.tiles.is_whole_causal:  # where",
-        "            if False:  # where",
-        (f"{UNSEEN}::test_no_unseen_token_stands_in_for_padding",),
-    ),
-    Mutation(
-        "differences are taken from a centre",
-        "graphattn/ops/attention/structured/group.py",
-        "return Differences(query, self.key, self.scale",
-        "return Differences(query - self.center, self.key - self.center, self.scale",
-        (f"{UNSEEN}::test_one_enormous_key_costs_float64_no_digit",),
-    ),
-    Mutation(
-        "near ties are judged by products",
-        "graphattn/ops/attention/structured/explicit.py",
-        "            if exact is not None:\n",
-        "            if False:\n",
-        (f"{STRUCTURED}::test_equal_keys_tie_wherever_they_stand_in_a_tile",),
-    ),
-    Mutation(
-        "steep products are computed twice and rounded differently",
-        "graphattn/ops/attention/structured/group.py",
-        "STEEP = {torch.float32: 1e4, torch.float64: 1e12}",
-        "STEEP = {torch.float32: 1e34, torch.float64: 1e304}",
-        (f"{UNSEEN}::test_steep_dot_products_have_the_gradients_of_their_weights",),
-    ),
-    Mutation(
-        "what is sound does not depend on the scale",
-        "graphattn/ops/attention/structured/recompute.py",
-        "scale.detach().abs().amax().clamp(min=1)",
-        "scale.detach().abs().amax().clamp(min=1, max=1)",
-        (f"{UNSEEN}::test_an_unseen_number_overflows_nobody_elses_scores",),
-    ),
-    Mutation(
-        "a bad entry of a table passes for 0",
-        "graphattn/ops/attention/structured/contiguous.py",
-        "            if table is not None:\n                group.mark(",
-        "            if False:\n                group.mark(",
-        (f"{UNSEEN}::test_an_entry_of_a_table_reaches_only_the_rows_that_read_it",),
-    ),
-    Mutation(
-        "eps hands NaN back to rows that nobody asks for",
-        "graphattn/ops/attention/api.py",
-        "share_beside_eps(lse.masked_fill(lse.isnan(), torch.inf), eps)",
-        "share_beside_eps(lse, eps)",
-        (f"{LAYERS_UNSEEN}::test_what_a_token_does_not_see_changes_no_bit_of_a_layer",),
-    ),
-    Mutation(
         "of equal logits in a tile the later source is kept",
         "graphattn/ops/attention/structured/explicit.py",
         "    order = logits.argsort(dim=-1, descending=True, stable=True)\n",
@@ -257,48 +187,6 @@ MUTATIONS = [
         "return total, total if self.plan.energy else None",
         "return total, None",
         (f"{THEOREMS}::test_energy_is_exactly_a_gradient_step_of_the_energy",),
-    ),
-    Mutation(
-        "consensus reads what it saved twice",
-        "graphattn/ops/consensus/structured.py",
-        "find(tensors, needed, ctx.plan, d_sums)",
-        "find(ctx.saved_tensors, needed, ctx.plan, d_sums)",
-        (f"{CHECKPOINTING}::test_a_layer_gives_the_same_bits_however_activations_are_kept",),
-    ),
-    Mutation(
-        "an automatic step moves what is padding as a target",
-        "graphattn/ops/consensus/api.py",
-        "if pair[0] is not None and step is None:",
-        "if False:",
-        ("tests/ops/test_ops_consensus_roles.py::test_an_invalid_target_keeps_its_state",),
-    ),
-    Mutation(
-        "lengths that a compiler left open are asked for their dtype",
-        "graphattn/graphs/arguments.py",
-        "if type(value) is not int and not isinstance(value, torch.SymInt):",
-        "if True:",
-        ("tests/models/test_models_compile.py::test_graphs_can_be_built_inside_what_is_compiled",),
-    ),
-    Mutation(
-        "autocast is switched off on a device that has none",
-        "graphattn/ops/inputs.py",
-        'if device.type == "meta":',
-        "if False:",
-        ("tests/nn/test_nn_meta.py::test_a_layer_gives_the_shapes_of_its_output_and_gradients",),
-    ),
-    Mutation(
-        "the message of a subclass is ignored",
-        "graphattn/nn/graph_layer.py",
-        "        return bool(replaced)\n",
-        "        return False\n",
-        (f"{OVERRIDES}::test_the_message_of_a_subclass_is_the_layer",),
-    ),
-    Mutation(
-        "steps ignore the bandwidths of a subclass",
-        "graphattn/nn/overrides.py",
-        '"fused", "mix", "move", "sigma")',
-        '"fused", "mix", "move")',
-        (f"{OVERRIDES}::test_steps_give_what_forward_gives",),
     ),
     Mutation(
         "padding counts as an edge of a chunk of consensus",
@@ -494,68 +382,6 @@ MUTATIONS = [
         (
             "tests/spectral/test_spectral_certificates.py"
             "::test_what_no_theorem_speaks_of_is_not_applicable_and_measured",
-        ),
-    ),
-    Mutation(
-        "certificates take the best head for the worst",
-        "graphattn/spectral/spectrum_ends.py",
-        "    value, residual = max(found)\n",
-        "    value, residual = min(found)\n",
-        (f"{ENDS}::test_both_ends_are_those_of_a_dense_solver",),
-    ),
-    Mutation(
-        "a count of eigenvalues is not looked at",
-        "graphattn/spectral/spectrum_ends.py",
-        "            return answer\n",
-        "            return True\n",
-        (f"{ENDS}::test_what_iterations_miss_the_counts_find",),
-    ),
-    Mutation(
-        "a frozen step's transpose is not rotated back",
-        "graphattn/spectral/frozen_steps.py",
-        "self._summed(d, self._differences), back=True)",
-        "self._summed(d, self._differences))",
-        (
-            "tests/spectral/test_spectral_certificates.py"
-            "::test_what_no_theorem_speaks_of_is_not_applicable_and_measured",
-        ),
-    ),
-    Mutation(
-        "a certificate believes that every step is Algorithm 1's",
-        "graphattn/spectral/frozen_steps.py",
-        "                return False\n",
-        "                return True\n",
-        (f"{MODELS}::test_a_layer_with_its_own_step_claims_no_theorem",),
-    ),
-    Mutation(
-        "the certificate of a batch is that of its best sequence",
-        "graphattn/spectral/facts.py",
-        "    where = max(found, key",
-        "    where = min(found, key",
-        (f"{MODELS}::test_a_batch_is_certified_per_sequence_and_by_its_worst",),
-    ),
-    Mutation(
-        "padding is certified too",
-        "graphattn/spectral/module_certificates.py",
-        "            if kept is not None and not bool(kept[here].all()):\n",
-        "            if False:\n",
-        (f"{MODELS}::test_padding_is_no_part_of_a_sequence_and_positions_are_those_given",),
-    ),
-    Mutation(
-        "a certificate's table is not escaped",
-        "graphattn/spectral/facts.py",
-        "        says = escape(fact.statement)\n",
-        "        says = fact.statement\n",
-        (f"{MODELS}::test_a_certificate_is_a_table_in_a_notebook_and_escapes_what_it_shows",),
-    ),
-    Mutation(
-        "the picture of a graph is transposed",
-        "graphattn/graphs/notebook.py",
-        'f"M{j} {i}h1v1h-1z"',
-        'f"M{i} {j}h1v1h-1z"',
-        (
-            "tests/graphs/test_graphs_notebook.py"
-            "::test_the_picture_has_a_cell_where_the_mask_is_true",
         ),
     ),
     Mutation(
@@ -812,6 +638,118 @@ MUTATIONS = [
         (f"{STEP}::test_of_equally_near_tokens_the_older_is_kept",),
     ),
     Mutation(
+        "zeros do not stand in place of what is not sound",
+        "graphattn/ops/attention/structured/contiguous.py",
+        "clean = inputs if finite else _cleaned(inputs)\n        if not",
+        "clean = inputs\n        if not",
+        (f"{UNSEEN}::test_what_a_row_does_not_see_breaks_no_tie_of_top_k",),
+    ),
+    Mutation(
+        "rows that nobody asks for send back what they saw",
+        "graphattn/ops/attention/structured/contiguous.py",
+        "quiet = silent(d_out, d_lse).all(-1)",
+        "quiet = torch.zeros_like(special)",
+        (f"{HOLDS}::test_what_a_row_does_not_see_changes_no_bit_of_it_or_its_gradients",),
+    ),
+    Mutation(
+        "without self-loops a token's own key may be the centre",
+        "graphattn/ops/attention/structured/tiles.py",
+        "        if not self.structure.self_loops:\n            pieces",
+        "        if False:\n            pieces",
+        (f"{UNSEEN}::test_without_self_loops_a_token_does_not_see_its_own_key",),
+    ),
+    Mutation(
+        "beside padding any valid source may be the centre",
+        "graphattn/ops/attention/structured/group.py",
+        "            if not self.tiles.is_whole_causal:  # where",
+        "            if False:  # where",
+        (f"{UNSEEN}::test_no_unseen_token_stands_in_for_padding",),
+    ),
+    Mutation(
+        "differences are taken from a centre",
+        "graphattn/ops/attention/structured/group.py",
+        "return Differences(query, self.key, self.scale",
+        "return Differences(query - self.center, self.key - self.center, self.scale",
+        (f"{UNSEEN}::test_one_enormous_key_costs_float64_no_digit",),
+    ),
+    Mutation(
+        "near ties are judged by products",
+        "graphattn/ops/attention/structured/explicit.py",
+        "            if exact is not None:\n",
+        "            if False:\n",
+        (f"{STRUCTURED}::test_equal_keys_tie_wherever_they_stand_in_a_tile",),
+    ),
+    Mutation(
+        "steep products are computed twice and rounded differently",
+        "graphattn/ops/attention/structured/group.py",
+        "STEEP = {torch.float32: 1e4, torch.float64: 1e12}",
+        "STEEP = {torch.float32: 1e34, torch.float64: 1e304}",
+        (f"{UNSEEN}::test_steep_dot_products_have_the_gradients_of_their_weights",),
+    ),
+    Mutation(
+        "what is sound does not depend on the scale",
+        "graphattn/ops/attention/structured/recompute.py",
+        "scale.detach().abs().amax().clamp(min=1)",
+        "scale.detach().abs().amax().clamp(min=1, max=1)",
+        (f"{UNSEEN}::test_an_unseen_number_overflows_nobody_elses_scores",),
+    ),
+    Mutation(
+        "a bad entry of a table passes for 0",
+        "graphattn/ops/attention/structured/contiguous.py",
+        "            if table is not None:\n                group.mark(",
+        "            if False:\n                group.mark(",
+        (f"{UNSEEN}::test_an_entry_of_a_table_reaches_only_the_rows_that_read_it",),
+    ),
+    Mutation(
+        "eps hands NaN back to rows that nobody asks for",
+        "graphattn/ops/attention/api.py",
+        "share_beside_eps(lse.masked_fill(lse.isnan(), torch.inf), eps)",
+        "share_beside_eps(lse, eps)",
+        (f"{LAYERS_UNSEEN}::test_what_a_token_does_not_see_changes_no_bit_of_a_layer",),
+    ),
+    Mutation(
+        "consensus reads what it saved twice",
+        "graphattn/ops/consensus/structured.py",
+        "find(tensors, needed, ctx.plan, d_sums)",
+        "find(ctx.saved_tensors, needed, ctx.plan, d_sums)",
+        (f"{CHECKPOINTING}::test_a_layer_gives_the_same_bits_however_activations_are_kept",),
+    ),
+    Mutation(
+        "an automatic step moves what is padding as a target",
+        "graphattn/ops/consensus/api.py",
+        "if pair[0] is not None and step is None:",
+        "if False:",
+        ("tests/ops/test_ops_consensus_roles.py::test_an_invalid_target_keeps_its_state",),
+    ),
+    Mutation(
+        "lengths that a compiler left open are asked for their dtype",
+        "graphattn/graphs/arguments.py",
+        "if type(value) is not int and not isinstance(value, torch.SymInt):",
+        "if True:",
+        ("tests/models/test_models_compile.py::test_graphs_can_be_built_inside_what_is_compiled",),
+    ),
+    Mutation(
+        "autocast is switched off on a device that has none",
+        "graphattn/ops/inputs.py",
+        'if device.type == "meta":',
+        "if False:",
+        ("tests/nn/test_nn_meta.py::test_a_layer_gives_the_shapes_of_its_output_and_gradients",),
+    ),
+    Mutation(
+        "the message of a subclass is ignored",
+        "graphattn/nn/graph_layer.py",
+        "        return bool(replaced)\n",
+        "        return False\n",
+        (f"{OVERRIDES}::test_the_message_of_a_subclass_is_the_layer",),
+    ),
+    Mutation(
+        "steps ignore the bandwidths of a subclass",
+        "graphattn/nn/overrides.py",
+        '"fused", "mix", "move", "sigma")',
+        '"fused", "mix", "move")',
+        (f"{OVERRIDES}::test_steps_give_what_forward_gives",),
+    ),
+    Mutation(
         "the options of a file are not compared with those of the layer",
         "graphattn/nn/config.py",
         "there, here = theirs.get(name), ours.get(name)",
@@ -866,102 +804,70 @@ MUTATIONS = [
         "valid=~{name} (",
         "valid={name} (",
         (f"{NAMES}::test_a_call_answers_foreign_names",),
-        "weights of networkx stay in its order of edges",
-        "graphattn/graphs/convert.py",
-        "return result, weights[permutation]",
-        "return result, weights",
-        (f"{EDGE_VALUES}::test_weights_of_networkx_stand_where_its_own_matrix_has_them",),
     ),
     Mutation(
-        "the way back of an undirected edge has the weight of another",
-        "graphattn/graphs/convert.py",
-        "values = one_way + [one_way[e] for e in way_back]",
-        "values = one_way + one_way[: len(way_back)]",
-        (f"{EDGE_VALUES}::test_weights_of_networkx_stand_where_its_own_matrix_has_them",),
+        "certificates take the best head for the worst",
+        "graphattn/spectral/spectrum_ends.py",
+        "    value, residual = max(found)\n",
+        "    value, residual = min(found)\n",
+        (f"{ENDS}::test_both_ends_are_those_of_a_dense_solver",),
     ),
     Mutation(
-        "from_networkx drops weights in silence",
-        "graphattn/graphs/convert.py",
-        'if not all(_number(data.get("weight", 1)) == 1 for _, _, data in edges):',
-        "if False:",
-        (f"{EDGE_VALUES}::test_weights_that_nobody_asks_for_are_announced",),
+        "a count of eigenvalues is not looked at",
+        "graphattn/spectral/spectrum_ends.py",
+        "            return answer\n",
+        "            return True\n",
+        (f"{ENDS}::test_what_iterations_miss_the_counts_find",),
     ),
     Mutation(
-        "edge_attr of PyG stays in its order of edges",
-        "graphattn/graphs/convert_pyg.py",
-        "return value[permutation.to(value.device)]",
-        "return value",
-        (f"{EDGE_VALUES}::test_edge_attr_and_weight_of_pyg_tell_the_edges_they_stand_beside",),
+        "a frozen step's transpose is not rotated back",
+        "graphattn/spectral/frozen_steps.py",
+        "self._summed(d, self._differences), back=True)",
+        "self._summed(d, self._differences))",
+        (
+            "tests/spectral/test_spectral_certificates.py"
+            "::test_what_no_theorem_speaks_of_is_not_applicable_and_measured",
+        ),
     ),
     Mutation(
-        "from_pyg drops edge_attr in silence",
-        "graphattn/graphs/convert_pyg.py",
-        "elif value is not None and not return_permutation:",
-        "elif False:",
-        (f"{EDGE_VALUES}::test_what_pyg_holds_and_nobody_asks_for_is_named",),
+        "a certificate believes that every step is Algorithm 1's",
+        "graphattn/spectral/frozen_steps.py",
+        "                return False\n",
+        "                return True\n",
+        (f"{MODELS}::test_a_layer_with_its_own_step_claims_no_theorem",),
     ),
     Mutation(
-        "torch.load with weights_only does not know a graph",
-        "graphattn/graphs/token_graph.py",
-        "torch.serialization.add_safe_globals([TokenGraph, *KINDS])",
-        "",
-        (f"{SAVING}::test_a_fresh_process_reads_every_graph_with_weights_only",),
+        "the certificate of a batch is that of its best sequence",
+        "graphattn/spectral/facts.py",
+        "    where = max(found, key",
+        "    where = min(found, key",
+        (f"{MODELS}::test_a_batch_is_certified_per_sequence_and_by_its_worst",),
     ),
     Mutation(
-        "a graph keeps the device it was saved on",
-        "graphattn/graphs/token_graph.py",
-        'state["_device"] = torch.empty(0, device=self._device)',
-        'state["_device"] = self._device',
-        (f"{SAVING}::test_map_location_moves_a_graph_with_what_it_will_list",),
+        "padding is certified too",
+        "graphattn/spectral/module_certificates.py",
+        "            if kept is not None and not bool(kept[here].all()):\n",
+        "            if False:\n",
+        (f"{MODELS}::test_padding_is_no_part_of_a_sequence_and_positions_are_those_given",),
     ),
     Mutation(
-        "a gzip file is unpacked whole before its size is looked at",
-        "graphattn/data/files.py",
-        'data = _read(packed, name, "unpacks to", max_bytes)',
-        "data = packed.read()",
-        (f"{FILES}::test_a_gzip_bomb_is_refused_long_before_it_fills_the_memory",),
+        "a certificate's table is not escaped",
+        "graphattn/spectral/facts.py",
+        "        says = escape(fact.statement)\n",
+        "        says = fact.statement\n",
+        (f"{MODELS}::test_a_certificate_is_a_table_in_a_notebook_and_escapes_what_it_shows",),
     ),
     Mutation(
-        "a large file is read before it is refused",
-        "graphattn/data/files.py",
-        "if max_bytes is not None and status.st_size > max_bytes:",
-        "if False:",
-        (f"{FILES}::test_a_large_file_is_refused_unread",),
+        "the picture of a graph is transposed",
+        "graphattn/graphs/notebook.py",
+        'f"M{j} {i}h1v1h-1z"',
+        'f"M{i} {j}h1v1h-1z"',
+        (
+            "tests/graphs/test_graphs_notebook.py"
+            "::test_the_picture_has_a_cell_where_the_mask_is_true",
+        ),
     ),
     Mutation(
-        "the demo judges by what it learnt from",
-        "graphattn/cli/demo/split.py",
-        "return Split(training, choosing, held_out)",
-        "return Split(training + held_out, choosing, held_out)",
-        (f"{DEMO}::test_records_that_are_copies_stand_on_one_side",),
-    ),
-    Mutation(
-        "the demo does not see that two records are relatives",
-        "graphattn/cli/demo/split.py",
-        "least = (SHARED_WORDS * torch.minimum(num_words[a], num_words[b])).clamp(min=2)",
-        "least = torch.minimum(num_words[a], num_words[b])",
-        (f"{DEMO}::test_copies_fragments_and_near_relatives_are_found_and_unrelated_ones_are_not",),
-    ),
-    Mutation(
-        "the demo trains on a structure without its graph",
-        "graphattn/cli/demo/training.py",
-        "pieces = cut(sample.sequences, sample.trace)",
-        "pieces = cut(sample.sequences)",
-        (f"{DEMO}::test_models_see_the_nearest_atoms_and_nothing_else",),
-    ),
-    Mutation(
-        "the demo's error takes every guess for independent",
-        "graphattn/cli/demo/training.py",
-        "names, group = group.unique(return_inverse=True)",
-        "names = group = torch.arange(len(group))",
-        (f"{DEMO}::test_the_standard_error_is_what_means_of_fresh_data_scatter_by",),
-    ),
-    Mutation(
-        "the demo says that it beats guessing whatever its error",
-        "graphattn/cli/demo/verdict.py",
-        "if run.gain > CERTAIN * run.error:",
-        "if run.gain > 0:",
-        (f"{DEMO}::test_what_is_said_of_a_model_follows_from_its_gain_and_its_error",),
         "cells of a picture are smaller than its pixels",
         "graphattn/plot/pixels.py",
         "LEAST_PIXELS, LEAST_POINTS = 1.2, 1.0",
@@ -1045,6 +951,106 @@ MUTATIONS = [
             "tests/cli/test_cli_report.py::"
             "test_a_table_wider_than_a_phone_scrolls_alone_and_says_that_there_is_more",
         ),
+    ),
+    Mutation(
+        "weights of networkx stay in its order of edges",
+        "graphattn/graphs/convert.py",
+        "return result, weights[permutation]",
+        "return result, weights",
+        (f"{EDGE_VALUES}::test_weights_of_networkx_stand_where_its_own_matrix_has_them",),
+    ),
+    Mutation(
+        "the way back of an undirected edge has the weight of another",
+        "graphattn/graphs/convert.py",
+        "values = one_way + [one_way[e] for e in way_back]",
+        "values = one_way + one_way[: len(way_back)]",
+        (f"{EDGE_VALUES}::test_weights_of_networkx_stand_where_its_own_matrix_has_them",),
+    ),
+    Mutation(
+        "from_networkx drops weights in silence",
+        "graphattn/graphs/convert.py",
+        'if not all(_number(data.get("weight", 1)) == 1 for _, _, data in edges):',
+        "if False:",
+        (f"{EDGE_VALUES}::test_weights_that_nobody_asks_for_are_announced",),
+    ),
+    Mutation(
+        "edge_attr of PyG stays in its order of edges",
+        "graphattn/graphs/convert_pyg.py",
+        "return value[permutation.to(value.device)]",
+        "return value",
+        (f"{EDGE_VALUES}::test_edge_attr_and_weight_of_pyg_tell_the_edges_they_stand_beside",),
+    ),
+    Mutation(
+        "from_pyg drops edge_attr in silence",
+        "graphattn/graphs/convert_pyg.py",
+        "elif value is not None and not return_permutation:",
+        "elif False:",
+        (f"{EDGE_VALUES}::test_what_pyg_holds_and_nobody_asks_for_is_named",),
+    ),
+    Mutation(
+        "torch.load with weights_only does not know a graph",
+        "graphattn/graphs/token_graph.py",
+        "torch.serialization.add_safe_globals([TokenGraph, *KINDS])",
+        "",
+        (f"{SAVING}::test_a_fresh_process_reads_every_graph_with_weights_only",),
+    ),
+    Mutation(
+        "a graph keeps the device it was saved on",
+        "graphattn/graphs/token_graph.py",
+        'state["_device"] = torch.empty(0, device=self._device)',
+        'state["_device"] = self._device',
+        (f"{SAVING}::test_map_location_moves_a_graph_with_what_it_will_list",),
+    ),
+    Mutation(
+        "a gzip file is unpacked whole before its size is looked at",
+        "graphattn/data/files.py",
+        'data = _read(packed, name, "unpacks to", max_bytes)',
+        "data = packed.read()",
+        (f"{READERS}::test_a_gzip_bomb_is_refused_long_before_it_fills_the_memory",),
+    ),
+    Mutation(
+        "a large file is read before it is refused",
+        "graphattn/data/files.py",
+        "if max_bytes is not None and status.st_size > max_bytes:",
+        "if False:",
+        (f"{READERS}::test_a_large_file_is_refused_unread",),
+    ),
+    Mutation(
+        "the demo judges by what it learnt from",
+        "graphattn/cli/demo/split.py",
+        "return Split(training, choosing, held_out)",
+        "return Split(training + held_out, choosing, held_out)",
+        (f"{DEMO}::test_records_that_are_copies_stand_on_one_side",),
+    ),
+    Mutation(
+        "the demo does not see that two records are relatives",
+        "graphattn/cli/demo/split.py",
+        "least = (SHARED_WORDS * torch.minimum(num_words[a], num_words[b])).clamp(min=2)",
+        "least = torch.minimum(num_words[a], num_words[b])",
+        (f"{DEMO}::test_copies_fragments_and_near_relatives_are_found_and_unrelated_ones_are_not",),
+    ),
+    Mutation(
+        "the demo trains on a structure without its graph",
+        "graphattn/cli/demo/training.py",
+        "pieces = cut(sample.sequences, sample.trace)",
+        "pieces = cut(sample.sequences)",
+        (f"{DEMO}::test_models_see_the_nearest_atoms_and_nothing_else",),
+    ),
+    Mutation(
+        "the demo's error takes every guess for independent",
+        "graphattn/cli/demo/training.py",
+        "names, group = group.unique(return_inverse=True)",
+        "names = group = torch.arange(len(group))",
+        (f"{DEMO}::test_the_standard_error_is_what_means_of_fresh_data_scatter_by",),
+    ),
+    Mutation(
+        "the demo says that it beats guessing whatever its error",
+        "graphattn/cli/demo/verdict.py",
+        "if run.gain > CERTAIN * run.error:",
+        "if run.gain > 0:",
+        (f"{DEMO}::test_what_is_said_of_a_model_follows_from_its_gain_and_its_error",),
+    ),
+    Mutation(
         "the benchmark reduces KeOps' symbolic tensor along a batch",
         "graphattn/cli/bench/contenders.py",
         "axis=of_sources)",
