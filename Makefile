@@ -20,7 +20,7 @@ demo: $(VENV)/.installed  ## real text through every graph and layer
 
 # Two processes of one thread each take half the time of one with two threads.
 test: $(VENV)/.installed  ## unit tests, docstring examples, README
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(PROCESSES)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(PROCESSES) --dist worksteal
 
 slow: $(VENV)/.installed  ## long sweeps: does every bug put in by hand fail a test?
 	$(BIN)/python -m pytest -q -m slow
