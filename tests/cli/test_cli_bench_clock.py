@@ -109,6 +109,16 @@ def test_who_needs_seconds_takes_part_in_two_rounds(monkeypatch):
     assert measure.ratio_of_rounds(timings["slow"], timings["a"])[0] == 10.0
 
 
+def test_who_needs_half_a_minute_runs_once_before_and_once_in_the_rounds(monkeypatch):
+    machine = Machine(monkeypatch, lambda name, *_: 30.0 if name == "slow" else 1.0)
+    clocks = {n: host_clock.fastest(machine.contender(n)) for n in ("slow", "a")}
+    assert machine.order.count("slow") == 1
+    timings = measure.time_interleaved(clocks, seconds=0.0)
+    assert timings["slow"].times == [30.0]
+    assert len(timings["a"].times) == 3
+    assert measure.ratio_of_rounds(timings["slow"], timings["a"])[0] == 30.0
+
+
 def test_a_machine_that_is_busy_for_a_while_shows_in_the_spread_and_not_in_the_time():
     quiet, busy = [1.0, 1.01, 0.99], [3.0, 3.1, 2.9]
     timing = measure.Timing(busy * 2 + quiet)

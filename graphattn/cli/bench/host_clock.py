@@ -17,6 +17,7 @@ import torch
 LONG_ENOUGH = 1e-3  # seconds of one sample
 MOST_REPEATS = 100
 COLD_MATTERS = 0.25  # seconds of a pass beyond which it no longer matters who came before
+ONE_WILL_DO = 20.0  # seconds of a pass that runs once beforehand, and takes part in one round
 SLOW = 5.0  # seconds of a pass beyond which other numbers of threads are not tried
 WATCHED = 1024  # the side of the matrices whose product tells how fast the machine is now
 
@@ -39,8 +40,9 @@ class HostClock:
 
     def __init__(self, work: Callable[[], object], threads: int) -> None:
         self.work, self.threads, self.repeats = work, threads, 1
-        self._pass()  # loads code, or compiles it for this number of threads
-        self.seconds = self._mean()
+        self.seconds = self._mean()  # loads code, or compiles it for this number of threads
+        if self.seconds < ONE_WILL_DO:
+            self.seconds = self._mean()
         if self.seconds < COLD_MATTERS:
             self.seconds = min(self.seconds, *(self._mean() for _ in range(2)))
         self.repeats = min(MOST_REPEATS, max(1, math.ceil(LONG_ENOUGH / self.seconds)))
