@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import math
 import time
 from collections.abc import Callable, Mapping
 from itertools import pairwise
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from graphattn.cli.bench.contenders import Run
 from graphattn.cli.bench.gpu_clock import GpuClock
-from graphattn.cli.bench.host_clock import ONE_WILL_DO, HostClock, fastest
+from graphattn.cli.bench.host_clock import HostClock, fastest
 from graphattn.cli.bench.vision import VisionRun
 
 GIGABYTE = 2**30
@@ -105,26 +104,19 @@ def time_interleaved(clocks: Mapping[str, Clock], *, seconds: float) -> dict[str
     """Every contender in turn, round after round, for so many seconds in all.
 
     A busy machine is then slow for all of them, and ratios hold. Three rounds at least and a
-    hundred at most; two for whoever needs seconds for a pass, and one who needs many, beside which
-    the clock of the others stands still.
+    hundred at most; two for whoever needs seconds for a pass, beside which the clock of the others
+    stands still.
     """
     times: dict[str, list[float]] = {name: [] for name in clocks}
     started, rounds = time.perf_counter(), 0
     while rounds < 3 or (rounds < 100 and time.perf_counter() - started < seconds):
         for name, own in clocks.items():
-            if rounds < _rounds_of(times[name]):
+            if rounds < 2 or times[name][0] < TWO_WILL_DO:
                 times[name].append(own.sample())
         rounds += 1
         if rounds == 2 and any(values[0] >= TWO_WILL_DO for values in times.values()):
             started = time.perf_counter()
     return {name: Timing(values) for name, values in times.items()}
-
-
-def _rounds_of(times: list[float]) -> float:
-    """In how many rounds a contender takes part, by the time of its first."""
-    if not times or times[0] < TWO_WILL_DO:
-        return math.inf
-    return 2 if times[0] < ONE_WILL_DO else 1
 
 
 # The bound.
