@@ -16,7 +16,7 @@ import torch
 
 LONG_ENOUGH = 1e-3  # seconds of one sample
 MOST_REPEATS = 100
-COLD_MATTERS = 0.25  # seconds of a pass beyond which it no longer matters who came before
+COLD_MATTERS = 2.5  # seconds of a pass beyond which it no longer matters who came before
 ENDLESS = 20.0  # seconds of a pass so long that the run before the rounds counts as the first round
 SLOW = 5.0  # seconds of a pass beyond which other numbers of threads are not tried
 WATCHED = 1024  # the side of the matrices whose product tells how fast the machine is now
