@@ -100,7 +100,7 @@ def bench(
     size: Annotated[
         str,
         typer.Option(
-            help="small (minutes), paper (half an hour, on a GPU minutes: what the targets "
+            help="small (minutes), paper (about an hour, on a GPU minutes: what the targets "
             "are stated for), or long."
         ),
     ] = "small",
