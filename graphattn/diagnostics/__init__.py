@@ -1,4 +1,4 @@
-"""Looking into a model: where it attends, how its layers differ, how large a step it bears.
+"""Looking into a model: where it attends, how its layers differ, what step it bears, what it costs.
 
 ::
 
@@ -7,6 +7,7 @@
     ga.diagnostics.sink_share(layers[0].weights, layers[0].graph)  # attention on token 0
     ga.diagnostics.bandwidths(model)                               # learned sigma per head
     ga.diagnostics.max_stable_lr(model, loss_fn, optimizer, batches)
+    ga.diagnostics.flops(model, tokens)                            # operations of a forward pass
 """
 
 from graphattn.diagnostics.attention_statistics import (
@@ -15,6 +16,7 @@ from graphattn.diagnostics.attention_statistics import (
     sink_share,
 )
 from graphattn.diagnostics.bandwidths import bandwidths
+from graphattn.diagnostics.cost import activation_memory, flops
 from graphattn.diagnostics.effective_rank import effective_rank, effective_rank_per_layer
 from graphattn.diagnostics.per_layer import PerLayer
 from graphattn.diagnostics.record import AttentionRecord, record_attention, sinks_per_layer
@@ -25,10 +27,12 @@ __all__ = [
     "AttentionRecord",
     "PerLayer",
     "StableLearningRate",
+    "activation_memory",
     "attention_entropy",
     "bandwidths",
     "effective_rank",
     "effective_rank_per_layer",
+    "flops",
     "head_diversity",
     "max_stable_lr",
     "record_attention",

@@ -19,6 +19,7 @@ from graphattn.nn.overrides import (
 )
 from graphattn.nn.rotary import Rotation, as_rotary, check_positions
 from graphattn.ops.backends import check_backend, wanted_backend
+from graphattn.ops.counting import note_uncounted
 from graphattn.ops.inputs import Valid, ValidPair, check_graph, check_valid
 
 Positions = Tensor | tuple[Tensor | None, Tensor | None] | None
@@ -58,6 +59,7 @@ class GraphLayer(Configured, MessagePassing):
         """
         wanted = wanted_backend(self.backend)
         if wanted == "reference":
+            note_uncounted(f"{type(self).__name__} with backend='reference'")
             return True
         replaced = overridden_edges(self)
         if replaced and wanted != "auto":
@@ -67,6 +69,8 @@ class GraphLayer(Configured, MessagePassing):
                 "Use backend='auto' or 'reference', which run it through propagate(), or override "
                 "fused(), too"
             )
+        if replaced:
+            note_uncounted(f"{type(self).__name__} with its own {names_of(replaced)}")
         return bool(replaced)
 
     def check_message_masks(self, valid: ValidPair) -> None:

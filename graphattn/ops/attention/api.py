@@ -20,6 +20,7 @@ from graphattn.graphs.token_graph import TokenGraph
 from graphattn.ops.attention import operators, reference, structured, triton
 from graphattn.ops.attention.reference import Score
 from graphattn.ops.backends import check_backend, choose_backend
+from graphattn.ops.counting import is_watched, note_uncounted
 from graphattn.ops.inputs import (
     Valid,
     check_graph,
@@ -309,9 +310,10 @@ def _attend(
         tensors = query.to(dtype), key.to(dtype), value.to(dtype)
         if chosen == "structured":
             options |= {"bias": bias, "per_offset": per_offset}
-            if torch.compiler.is_compiling() or query.device.type == "meta":
+            if is_watched(query):
                 return operators.attend(*tensors, graph, backend=chosen, **options)
             return structured.attend(*tensors, graph, **options)
+        note_uncounted("rbf_attention or dot_product_attention with backend='reference'")
         return reference.attend(*tensors, graph, edge_bias=_per_edge(bias, graph), **options)
 
 

@@ -16,6 +16,7 @@ from graphattn.graphs.token_graph import TokenGraph
 from graphattn.ops.backends import choose_backend
 from graphattn.ops.consensus import compiled, operators, reference, structured, triton
 from graphattn.ops.consensus.parameters import EdgeNetworkParameters, FirstLayer
+from graphattn.ops.counting import is_watched, note_uncounted
 from graphattn.ops.inputs import (
     Valid,
     check_graph,
@@ -123,8 +124,11 @@ def consensus_update(
     )
     update_by: Callable[..., Tensor] = operators.consensus_update
     if chosen != "triton":
-        traced = torch.compiler.is_compiling() or state.device.type == "meta"
-        module = (compiled if traced else structured) if chosen == "structured" else reference
+        module: Any = reference
+        if chosen == "structured":
+            module = compiled if is_watched(state) else structured
+        else:
+            note_uncounted("consensus_update with backend='reference'")
         update_by = module.consensus_update
         formed = (x.hidden() if isinstance(x, FirstLayer) else x for x in hidden)
         hidden = tuple(x.to(dtype) for x in formed)

@@ -1,7 +1,8 @@
 """The sums of a consensus step as one operator of torch.library, which torch.compile keeps whole.
 
 The graph travels as tensors (:mod:`graphattn.graphs.encoding`), so one compilation serves all
-windows and lengths. Gradients are there once: of a compiled function nobody can take second ones.
+windows and lengths. Eager second derivatives go through plain autograd; of a compiled function
+nobody can take second ones.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import Tensor
 from graphattn.graphs.encoding import decode
 from graphattn.graphs.token_graph import TokenGraph
 from graphattn.ops.consensus import structured
-from graphattn.ops.inputs import ValidPair
+from graphattn.ops.inputs import ValidPair, full_precision
 
 NAMES = (
     "target_hidden", "source_hidden", "u", "v",
@@ -103,8 +104,20 @@ def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) 
 
 
 def _backward(ctx: Any, d_gradient: Tensor, d_degree: Tensor) -> tuple[Tensor | None, ...]:
+    saved = ctx.saved_tensors
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        # create_graph=True: somebody differentiates this again.
+        tensors, options = saved[:COUNT], (*saved[COUNT:], ctx.energy, ctx.degrees)
+        graph, valid = _understood(options, tensors[0].device)
+        plan = structured.plan_of(graph, tensors, valid, energy=ctx.energy, degrees=ctx.degrees)
+        d_sums = d_gradient, d_degree if ctx.degrees else None
+        with full_precision(tensors[0].device):
+            plainly = structured.gradients_plainly(
+                tensors, ctx.needs_input_grad[:COUNT], plan, d_sums
+            )
+        return (*plainly, *[None] * 6)
     gradients = torch.ops.graphattn.consensus_sums_backward(
-        *ctx.saved_tensors, ctx.energy, ctx.degrees, d_gradient, d_degree
+        *saved, ctx.energy, ctx.degrees, d_gradient, d_degree
     )
     return (*gradients, *[None] * 6)
 

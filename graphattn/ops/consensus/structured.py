@@ -133,7 +133,7 @@ class _Sums(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *d_sums: Tensor | None) -> tuple[Tensor | None, ...]:
         # With create_graph=True somebody differentiates this again.
-        find = _gradients_plainly if torch.is_grad_enabled() else gradients_of_sums
+        find = gradients_plainly if torch.is_grad_enabled() else gradients_of_sums
         needed = ctx.needs_input_grad[1:]
         tensors = ctx.saved_tensors  # once: checkpointing computes them again for a single reading
         with full_precision(tensors[0].device):
@@ -198,7 +198,7 @@ def _sums_plainly(inputs: _Inputs, plan: _Plan) -> tuple[Tensor, Tensor | None]:
     return gradient, degree
 
 
-def _gradients_plainly(
+def gradients_plainly(
     tensors: tuple[Tensor, ...],
     needed: tuple[bool, ...],
     plan: _Plan,

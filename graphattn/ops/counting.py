@@ -1,0 +1,202 @@
+"""Operations per call, for torch's FlopCounterMode: from the edges of the graph, and exact.
+
+A multiply-add is two operations. Elementwise work (exponentials, GELU, sums at the ends of edges)
+is not counted, as nowhere in FlopCounterMode. Distances cost what products cost: |q - k|^2 is a
+product and two norms. A backward pass has two products for every one of the forward, and forms
+again what is not kept: the logits of attention, and all of an edge's matrix but what it is applied
+to. Padding counts, as it does for torch's own operations: it is what the shapes say.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from graphattn.graphs.encoding import decode
+from graphattn.graphs.token_graph import TokenGraph
+
+Formula = Callable[..., int]
+COUNTER = "torch.utils.flop_counter"  # imported by those who count: it imports triton
+
+_uncounted: ContextVar[dict[str, None] | None] = ContextVar("graphattn_uncounted", default=None)
+
+
+def is_watched(like: Tensor) -> bool:
+    """Whether a call must be a single operator: it is compiled, has no numbers, or is counted.
+
+    Modes of torch's dispatcher (FlopCounterMode, selective checkpointing) see operators, never what
+    happens inside of them.
+    """
+    if torch.compiler.is_compiling():
+        return True
+    if torch._C._len_torch_dispatch_stack() == 0:
+        return like.device.type == "meta"
+    _register()
+    return True
+
+
+@contextmanager
+def uncounted_calls() -> Iterator[dict[str, None]]:
+    """Within the block, the names of what ran by elementwise operations, which nobody counts."""
+    seen: dict[str, None] = {}
+    token = _uncounted.set(seen)
+    try:
+        yield seen
+    finally:
+        _uncounted.reset(token)
+
+
+def note_uncounted(name: str) -> None:
+    """Remember `name` for :func:`uncounted_calls`."""
+    if not torch.compiler.is_compiling() and (seen := _uncounted.get()) is not None:
+        seen[name] = None
+
+
+def attention_operations(
+    graph: TokenGraph,
+    entries: int,
+    heads: int,
+    features: int,
+    value_features: int,
+    *,
+    top_k: int | None = None,
+    backward: bool = False,
+) -> int:
+    """Those of attention over a graph, RBF or dot product, for a batch of so many entries.
+
+    Example:
+        >>> import graphattn as ga
+        >>> from graphattn.ops.counting import attention_operations
+        >>> attention_operations(ga.complete_graph(10), 1, 2, 8, 8)  # 2 * 2 * 10 * 10 * 16
+        6400
+    """
+    scored = graph.num_edges
+    kept = scored if top_k is None else int(graph.in_degree().clamp(max=top_k).sum())
+    both = features + value_features
+    if backward:
+        products = scored * features + 2 * kept * both
+    else:
+        products = scored * features + kept * value_features
+    return 2 * entries * heads * products
+
+
+def consensus_operations(
+    graph: TokenGraph,
+    entries: int,
+    heads: int,
+    features: int,
+    *,
+    rank: int,
+    edge_hidden: int,
+    backward: bool = False,
+) -> int:
+    """Those of a consensus step behind the edge network's first layer.
+
+    Per edge and head alpha, beta and Lambda from xi hidden numbers, and Lambda and its transpose
+    applied to a difference: 2 (xi (r D + 2) + 2 r D), the O(N d w r (xi + 1)) of Table 1 of the
+    consensus paper with its constants.
+
+    Example:
+        >>> import graphattn as ga
+        >>> from graphattn.ops.counting import consensus_operations
+        >>> graph = ga.window_path_graph(100, window=2)  # 394 edges
+        >>> consensus_operations(graph, 1, 1, features=8, rank=4, edge_hidden=16)
+        479104
+    """
+    rows = rank * features
+    network, applied = edge_hidden * (rows + 2), 2 * rows
+    products = 3 * network + 5 * rows if backward else network + applied
+    return 2 * entries * heads * graph.num_edges * products
+
+
+# What the operators are given, and so FlopCounterMode.
+
+
+def _named(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    names = [argument.name for argument in operator.default._schema.arguments]
+    return dict(zip(names, args, strict=False)) | kwargs
+
+
+def _graph(given: dict[str, Any]) -> TokenGraph:
+    listed = given["listed"]
+    return decode(given["code"], listed, torch.device("cpu") if listed is None else listed.device)
+
+
+def _of_attention(operator: Any, *, backward: bool) -> Formula:
+    def operations(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
+        given = _named(operator, args, kwargs)
+        *batch, _, heads, features = given["query"].shape
+        return attention_operations(
+            _graph(given),
+            torch.Size(batch).numel(),
+            heads,
+            features,
+            given["value"].shape[-1],
+            top_k=given["top_k"],
+            backward=backward,
+        )
+
+    return operations
+
+
+def _of_consensus(operator: Any, *, backward: bool) -> Formula:
+    def operations(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
+        given = _named(operator, args, kwargs)
+        entries, _, heads, features = given["u"].shape
+        _, rank, _, edge_hidden = given["shear"].shape
+        total = consensus_operations(
+            _graph(given),
+            entries,
+            heads,
+            features,
+            rank=rank,
+            edge_hidden=edge_hidden,
+            backward=backward,
+        )
+        for side in ("target", "source"):  # first layers that the operator itself applies
+            weight = given.get(f"{side}_weight")
+            if weight is not None:
+                tokens = given[f"{side}_tokens"]
+                total += (3 if backward else 1) * 2 * tokens.numel() * weight.shape[1]
+        return total
+
+    return operations
+
+
+def _formulas() -> dict[Any, Formula]:
+    library = torch.ops.graphattn
+    return {
+        library.attention: _of_attention(library.attention, backward=False),
+        library.attention_backward: _of_attention(library.attention_backward, backward=True),
+        library.consensus: _of_consensus(library.consensus, backward=False),
+        library.consensus_backward: _of_consensus(library.consensus_backward, backward=True),
+        library.consensus_sums: _of_consensus(library.consensus_sums, backward=False),
+        library.consensus_sums_backward: _of_consensus(
+            library.consensus_sums_backward, backward=True
+        ),
+    }
+
+
+def _register() -> None:
+    """Give the formulas to whoever counts: to modes to come, and to those that count already."""
+    module = sys.modules.get(COUNTER)
+    if module is None:
+        return
+    registries = [module.flop_registry]
+    for mode in _get_current_dispatch_mode_stack():
+        registry = getattr(getattr(mode, "counter", None), "flop_registry", None)
+        if isinstance(registry, dict):
+            registries.append(registry)
+    missing = [registry for registry in registries if torch.ops.graphattn.attention not in registry]
+    if missing:
+        formulas = _formulas()
+        for registry in missing:
+            for operator, formula in formulas.items():
+                registry.setdefault(operator, formula)
