@@ -23,9 +23,9 @@ def flops(model: nn.Module, *inputs: Any, **kwargs: Any) -> int:
     which this is made of; not what is done element by element (norms, GELU, softmax). With D
     features per head, attention over E edges costs :math:`2 E (D + D_v)` per head, whether it
     weighs products or distances; with `top_k` values are averaged over the kept edges alone. A
-    consensus step costs :math:`2 E (\xi (r D + 2) + 2 r D)` per head behind the edge network's first layer
-    (Stabilizing Transformer Training Through Consensus, Table 1, with constants). The numbers are
-    those of the mathematics, the same on every backend; padding counts like a token.
+    consensus step costs :math:`2 E (\xi (r D + 2) + 2 r D)` per head behind the edge network's
+    first layer (Stabilizing Transformer Training Through Consensus, Table 1, with constants). The
+    numbers are those of the mathematics, the same on every backend; padding counts like a token.
 
     Under ``torch.utils.flop_counter.FlopCounterMode`` layers count themselves too, by module,
     forward and backward (but for ``backend="reference"``, which works element by element; here its
@@ -126,7 +126,7 @@ def activation_memory(model: nn.Module, *inputs: Any, **kwargs: Any) -> int:
 @contextmanager
 def _countable(model: nn.Module) -> Iterator[None]:
     """Layers that work element by element run as operators do, torch's encoder step by step."""
-    layers = [m for m in model.modules() if getattr(m, "backend", None) == "reference"]
+    layers: list[Any] = [m for m in model.modules() if getattr(m, "backend", None) == "reference"]
     layers = [layer for layer in layers if hasattr(layer, "uses_propagate")]
     fast = torch.backends.mha.get_fastpath_enabled()
     try:
