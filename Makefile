@@ -4,9 +4,10 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 VENV ?= .venv
 PROCESSES ?= 2
+CASES ?= 4
 BIN := $(VENV)/bin
 
-.PHONY: demo test slow scatter bench kernels-check kernels-check-all lint docs format clean
+.PHONY: demo test test-all slow scatter bench kernels-check kernels-check-all lint docs format clean
 
 # torch goes first and alone: a looser requirement would be resolved to the newest CUDA build.
 $(VENV)/.installed: pyproject.toml Makefile
@@ -19,8 +20,11 @@ demo: $(VENV)/.installed  ## real text through every graph and layer
 	$(BIN)/graphattn demo
 
 # Two processes of one thread each take half the time of one with two threads.
-test: $(VENV)/.installed  ## unit tests, docstring examples, README
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(PROCESSES) --dist worksteal
+test: $(VENV)/.installed  ## unit tests (a sample of long sweeps), docstring examples, README
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(PROCESSES) --dist worksteal --cases $(CASES)
+
+test-all:  ## the same, every case of every sweep
+	$(MAKE) test CASES=1000000
 
 slow: $(VENV)/.installed  ## long sweeps: does every bug put in by hand fail a test?
 	$(BIN)/python -m pytest -q -m slow

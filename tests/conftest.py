@@ -13,6 +13,31 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         choices=("cpu", "cuda"),
         help="where tests/kernels run: in Triton's interpreter (cpu), or on a GPU",
     )
+    parser.addoption(
+        "--cases",
+        type=int,
+        metavar="N",
+        help="run at most N cases of every parametrized test, spread evenly; all if not given",
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """`--cases N` samples long sweeps; tests that are cheap and must be whole are marked so."""
+    most = config.getoption("--cases")
+    if most is None:
+        return
+    by_function: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if not item.get_closest_marker("every_case"):
+            by_function.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    left_out = set()
+    for cases in by_function.values():
+        kept = {round(k * (len(cases) - 1) / max(most - 1, 1)) for k in range(most)}
+        if len(cases) > most:
+            left_out.update(case for k, case in enumerate(cases) if k not in kept)
+    if left_out:
+        config.hook.pytest_deselected(items=list(left_out))
+        items[:] = [item for item in items if item not in left_out]
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -9,6 +9,8 @@ import pytest
 
 import graphattn as ga
 
+pytestmark = pytest.mark.every_case
+
 ROOT = Path(ga.__file__).resolve().parent
 KERNELS = ROOT.parent / "kernels"
 

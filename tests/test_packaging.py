@@ -13,6 +13,8 @@ import pytest
 
 import graphattn as ga
 
+pytestmark = pytest.mark.every_case
+
 TOP = Path(ga.__file__).resolve().parents[1]
 PYPROJECT = TOP / "pyproject.toml"
 if not PYPROJECT.exists():
