@@ -169,7 +169,7 @@ def is_edge(o_target, o_source, n_before, n_after, i_loops, HOLES: tl.constexpr)
     o_hop = o_source - o_target
     m_edge = (o_hop + n_before).to(tl.uint32) <= (n_before + n_after).to(tl.uint32)
     if HOLES:
-        m_edge = m_edge & (2 * o_hop + i_loops != 0)  # loops or not is 1 or 0
+        m_edge = m_edge & (2 * o_hop + i_loops != 0)  # 1: no hop is left out
     return m_edge
 
 

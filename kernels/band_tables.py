@@ -15,10 +15,11 @@ class BandTables:
 
     Args:
         sequences: [S, 8], int64, on the CPU: first target, number of targets, first source, number
-            of sources, step, before, after, and 1 where tokens see themselves. Target i of a
-            sequence sees its sources from i - before to i + after.
+            of sources, step, before, after, and 1. Target i of a sequence sees its sources from
+            i - before to i + after; either may be negative. In the place of the 1 stands -2 times a
+            hop that is left out, source - target: 0 where tokens do not see themselves.
         device: where the kernels run; "meta" to look at launches without a device.
-        origin: the row of a table of offsets that a token reads for itself.
+        origin: the row of a table of offsets that target i reads for source i.
 
     Example:
         >>> import torch

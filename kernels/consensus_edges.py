@@ -49,7 +49,7 @@ class ConsensusEdges:
     """A graph of N targets and M sources: either `moves` or `edge_index` is given.
 
     Args:
-        num_targets, num_sources: N and M, equal with `moves`.
+        num_targets, num_sources: N and M.
         moves: source minus target of the edges of every token, in ascending order.
         sequence: int32 [N], the sequence of a batch that each token is in; None: all are in one.
         edge_index: [2, E], int64: sources and targets, sorted by target; a source of -1 is none.

@@ -113,8 +113,8 @@ MUTATIONS = [
     Mutation(
         "tiles begin a token late",
         "graphattn/ops/attention/structured/tiles.py",
-        "low, high = max(start - before, 0)",
-        "low, high = max(start - before + 1, 0)",
+        "low = min(max(start - before, sources[0])",
+        "low = min(max(start - before + 1, sources[0])",
         (f"{STRUCTURED}::test_values_and_gradients_are_those_of_the_reference",),
     ),
     Mutation(
@@ -177,8 +177,8 @@ MUTATIONS = [
     Mutation(
         "global tokens count twice",
         "graphattn/ops/attention/structured/plans.py",
-        "other[:, g] = False",
-        "other[:, g[:0]] = False",
+        "other[:, tokens] = False",
+        "other[:, tokens[:0]] = False",
         (f"{STRUCTURED}::test_values_and_gradients_are_those_of_the_reference",),
     ),
     Mutation(
@@ -304,8 +304,8 @@ MUTATIONS = [
     Mutation(
         "positions count on through a batch",
         "graphattn/graphs/token_graph.py",
-        "torch.cat([torch.arange(size, device=device) for size in sizes])",
-        "torch.arange(sum(sizes), device=device)",
+        "runs = zip(self._starts, self._sizes, strict=True)",
+        "runs = [((0, 0), (self._num_targets, self._num_sources))]",
         (f"{ROTARY}::test_positions_restart_in_every_part_of_a_batch",),
     ),
     Mutation(

@@ -14,8 +14,11 @@ import torch
 from torch import Tensor
 
 from graphattn.graphs.composites import Parts, Union, union_of
+from graphattn.graphs.sections import Section
 from graphattn.graphs.structure import Band, Blocks, Complete, Structure
 from graphattn.kernels.band_tables import BandTables
+
+Run = tuple[int, int]  # from, and up to but not including
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,10 +26,14 @@ class Bands:
     """`sequences` [S, 8], int64 on the CPU, and what they have in common.
 
     The columns are: first target, number of targets, first source, number of sources, step from a
-    token of the sequence to its next, `before`, `after`, and 1 where tokens see themselves.
+    token of the sequence to its next, `before`, `after`, and 1 where a target sees all of that run;
+    otherwise -2 times the hop that is left out: 0 where tokens do not see themselves.
+    In a section targets and sources are shifted against each other: `before` or `after` may then be
+    negative.
 
     Attributes:
-        origin: the row of a table of offsets that a token reads for itself; None: no such table.
+        origin: the row of a table of offsets that target i reads for source i; None: no such table,
+            or sequences that differ in it.
     """
 
     sequences: Tensor
@@ -42,14 +49,17 @@ class Bands:
     @cached_property
     def is_symmetric(self) -> bool:
         """Targets and sources are the same tokens, and see each other."""
-        target, targets, source, sources, _, before, after, _ = self.sequences.unbind(1)
-        return bool(((target == source) & (targets == sources) & (before == after)).all())
+        target, targets, source, sources, _, before, after, loops = self.sequences.unbind(1)
+        same = (target == source) & (targets == sources) & ((loops == 0) | (loops == 1))
+        return bool((same & (before == after)).all())
 
 
 def has_bands(structure: Structure) -> bool:
     """Whether :func:`bands_of` finds some, and every token's sources are one run of neighbours."""
     if isinstance(structure, Parts):
         return all(has_bands(part) for part in structure.parts)
+    if isinstance(structure, Section):
+        return isinstance(structure.whole, Band | Blocks | Complete)
     return isinstance(structure, Band | Blocks | Complete)
 
 
@@ -67,13 +77,16 @@ def bands_of(structure: Structure) -> Bands | None:
         >>> bands_of(ga.window_cycle_graph(9, window=2).structure) is None
         True
     """
-    sequences = _sequences(structure)
-    if sequences is None:
+    found = _sequences(structure)
+    if found is None:
         return None
+    sequences, origin = found[:, :8].contiguous(), None
+    with_edges = (sequences[:, 1] > 0) & (sequences[:, 3] > 0)
+    shifts = set(found[with_edges, 8].tolist()) or {0}
     match structure.offset_table:
-        case ("sequence", first, _, _):
-            return Bands(sequences, -first)
-    return Bands(sequences, None)
+        case ("sequence", first, _, _) if len(shifts) == 1:
+            origin = -first - shifts.pop()
+    return Bands(sequences, origin)
 
 
 @lru_cache(maxsize=64)
@@ -130,41 +143,69 @@ def bands_and_others(structure: Structure) -> tuple[Structure, Tensor] | None:
 
 
 def _sequences(structure: Structure) -> Tensor | None:
+    """The table with one column more: how many steps target 0 stands after source 0."""
     match structure:
         case Complete(targets, sources):
-            last = max(targets, sources, 1) - 1
-            return torch.tensor([[0, targets, 0, sources, 1, last, last, 1]])
+            return torch.tensor([_full(targets, sources)])
         case Blocks():
-            return _of_blocks(structure)
+            return _of_blocks(structure, (0, structure.num_tokens), (0, structure.num_tokens))
         case Band():
-            return _of_band(structure)
+            return _of_band(structure, (0, structure.num_tokens), (0, structure.num_tokens))
+        case Section(whole):
+            own = structure.start, structure.stop
+            seen = structure.source_start, structure.source_stop
+            match whole:
+                case Complete():
+                    full = _full(structure.num_targets, structure.num_sources)
+                    return torch.tensor([[*full[:-1], structure.shift]])
+                case Blocks():
+                    return _of_blocks(whole, own, seen)
+                case Band():
+                    return _of_band(whole, own, seen)
         case Parts():
             found = []
             for part, t, s in zip(
                 structure.parts, structure.target_ptr, structure.source_ptr, strict=False
             ):
-                own = _sequences(part)
-                if own is None:
+                own_sequences = _sequences(part)
+                if own_sequences is None:
                     return None
-                found.append(own + torch.tensor([t, 0, s, 0, 0, 0, 0, 0]))
-            return torch.cat(found) if found else torch.zeros(0, 8, dtype=torch.int64)
+                found.append(own_sequences + torch.tensor([t, 0, s, 0, 0, 0, 0, 0, 0]))
+            return torch.cat(found) if found else torch.zeros(0, 9, dtype=torch.int64)
     return None
 
 
-def _of_band(band: Band) -> Tensor:
-    first = torch.arange(min(band.dilation, band.num_tokens))
-    length = (band.num_tokens - first + band.dilation - 1) // band.dilation
-    before, after = band._reach(band.before), band._reach(band.after)
-    columns = (first, length, first, length, band._stride, before, after, int(band.self_loops))
-    return torch.stack([torch.as_tensor(x).expand_as(first) for x in columns], dim=1)
+def _full(targets: int, sources: int) -> list[int]:
+    """The row of a sequence whose targets see all of its sources."""
+    last = max(targets, sources, 1) - 1
+    return [0, targets, 0, sources, 1, last, last, 1, 0]
 
 
-def _of_blocks(blocks: Blocks) -> Tensor:
+def _of_band(band: Band, targets: Run, sources: Run) -> Tensor:
+    """Targets and sources of every remainder; where the two are shifted, so is what they see."""
+    step, remainder = band._stride, torch.arange(min(band.dilation, band.num_tokens))
+    (target, n), (source, m) = (_strided(remainder, run, step) for run in (targets, sources))
+    shift = (targets[0] + target - sources[0] - source) // step
+    before, after = band._reach(band.before) - shift, band._reach(band.after) + shift
+    loops = torch.ones_like(shift) if band.self_loops else -2 * shift
+    columns = (target, n, source, m, step, before, after, loops, shift)
+    return torch.stack([torch.as_tensor(x).expand_as(remainder) for x in columns], dim=1)
+
+
+def _strided(remainder: Tensor, run: Run, step: int) -> tuple[Tensor, Tensor]:
+    """The first token of a run, counted from its start, with these remainders; and how many."""
+    first = (remainder - run[0]) % step
+    return first, (run[1] - run[0] - first + step - 1).clamp(min=0) // step
+
+
+def _of_blocks(blocks: Blocks, targets: Run, sources: Run) -> Tensor:
     size, N = blocks._size, blocks.num_tokens
     first = torch.arange(blocks.shift - size, N, size) if N else torch.zeros(0, dtype=torch.int64)
-    start, stop = first.clamp(min=0), (first + size).clamp(max=N)
-    start, stop = start[stop > start], stop[stop > start]
-    last = (stop - start - 1).clamp(min=0)
-    ones = torch.ones_like(start)
-    columns = (start, stop - start, start, stop - start, ones, last, last, ones)
+    runs = [(first.clamp(*run), (first + size).clamp(*run)) for run in (targets, sources)]
+    (start, stop), (low, high) = runs
+    here = (stop > start) | (high > low)
+    start, stop, low, high = start[here], stop[here], low[here], high[here]
+    n, m, one = stop - start, high - low, torch.ones_like(start)
+    last = (torch.maximum(n, m) - 1).clamp(min=0)
+    columns = (start - targets[0], n, low - sources[0], m, one, last, last, one, start - low)
     return torch.stack(columns, dim=1)

@@ -41,6 +41,11 @@ def union(a: TokenGraph, b: TokenGraph) -> TokenGraph:
             "a and b must number their tokens alike: as batches they have the (target, source) "
             f"sizes {a.sizes} and {b.sizes}"
         )
+    if a.starts != b.starts:
+        raise ValueError(
+            "a and b must number their tokens alike: their (target, source) positions begin at "
+            f"{a.starts} and {b.starts}"
+        )
     if a.structure is not None and b.structure is not None:
         parts: list[Structure] = []
         for own in (a.structure, b.structure):
@@ -60,6 +65,7 @@ def union(a: TokenGraph, b: TokenGraph) -> TokenGraph:
         num_targets=a.num_targets,
         num_sources=a.num_sources,
         sizes=a.sizes,
+        starts=a.starts,
         is_causal=a.is_causal and b.is_causal,
         has_causal_part=a.has_causal_part and b.has_causal_part,
         device=a.device,
@@ -118,6 +124,7 @@ def batch(graphs: Iterable[TokenGraph]) -> TokenGraph:
         num_targets=sum(graph.num_targets for graph in graphs),
         num_sources=sum(graph.num_sources for graph in graphs),
         sizes=tuple(size for graph in graphs for size in graph.sizes),
+        starts=tuple(start for graph in graphs for start in graph.starts),
         is_causal=all(graph.is_causal for graph in graphs),
         has_causal_part=any(graph.has_causal_part for graph in graphs),
         device=graphs[0].device,

@@ -10,6 +10,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from graphattn.graphs.sections import Section
 from graphattn.graphs.structure import (
     Band,
     Complete,
@@ -164,6 +165,9 @@ def intersection_of(a: Structure, b: Structure) -> Structure | None:
             before = min(a.before * a.dilation, b.before * b.dilation) // step
             after = min(a.after * a.dilation, b.after * b.dilation) // step
             return Band(a.num_tokens, before, after, step, a.self_loops and b.self_loops)
+        case (Section(), Section()) if a.place == b.place:
+            both = intersection_of(a.whole, b.whole)
+            return None if both is None else Section(both, *a.place)
     return None
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
-from graphattn.graphs import composites, structure
+from graphattn.graphs import composites, sections, structure
 from graphattn.graphs.structure import Structure
 
 if TYPE_CHECKING:
@@ -30,10 +30,12 @@ KINDS: tuple[type[Structure], ...] = (
     composites.RandomSources,
     composites.Union,
     composites.Parts,
+    sections.Section,
 )
 WORDS = ("chebyshev", "manhattan")
 HAS_TABLE = 4  # place of the fact that a graph is a table of neighbours
-SIZES = 6  # where the sizes begin; how many pairs there are stands before them
+SIZES = 6  # where the sizes begin; how many sequences there are stands before them
+PER_SEQUENCE = 4  # targets, sources, and the positions of the first of each
 
 
 def encode(graph: TokenGraph) -> Tensor:
@@ -50,7 +52,11 @@ def encode(graph: TokenGraph) -> Tensor:
     """
     facts = [graph.num_targets, graph.num_sources, graph.is_causal, graph.has_causal_part]
     facts.append(graph.neighbors is not None)
-    sizes = [size for pair in graph.sizes for size in pair]
+    sizes = [
+        number
+        for size, start in zip(graph.sizes, graph.starts, strict=True)
+        for number in (*size, *start)
+    ]
     traced = torch.compiler.is_compiling()  # sizes may be left open then: no key of a cache
     of_structure = _numbers if traced else _kept_numbers
     own = [] if graph.structure is None else of_structure(graph.structure)
@@ -97,19 +103,21 @@ def _structured(code: tuple[int, ...], device: torch.device) -> TokenGraph:
     """Kept, because some graphs list their edges once and keep them."""
     from graphattn.graphs.token_graph import TokenGraph
 
-    sizes = _facts(list(code))["sizes"]
-    own = _structure(iter(code[SIZES + 2 * code[SIZES - 1] :]))
-    return TokenGraph(structure=own, sizes=sizes, device=device)
+    facts = _facts(list(code))
+    own = _structure(iter(code[SIZES + PER_SEQUENCE * code[SIZES - 1] :]))
+    return TokenGraph(structure=own, sizes=facts["sizes"], starts=facts["starts"], device=device)
 
 
 def _facts(code: list[int]) -> dict[str, Any]:
-    sizes = code[SIZES : SIZES + 2 * code[SIZES - 1]]
+    numbers = code[SIZES : SIZES + PER_SEQUENCE * code[SIZES - 1]]
+    targets, sources, *first = (tuple(numbers[k::PER_SEQUENCE]) for k in range(PER_SEQUENCE))
     return {
         "num_targets": code[0],
         "num_sources": code[1],
         "is_causal": bool(code[2]),
         "has_causal_part": bool(code[3]),
-        "sizes": tuple(zip(sizes[::2], sizes[1::2], strict=True)),
+        "sizes": tuple(zip(targets, sources, strict=True)),
+        "starts": tuple(zip(*first, strict=True)),
     }
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from graphattn.graphs.arguments import as_choice, as_int, as_points
-from graphattn.graphs.bands import band_tables, has_bands
+from graphattn.graphs.bands import band_tables, bands_of, has_bands
 from graphattn.graphs.distances import (
     PAIRS,
     TILE,
@@ -198,6 +198,12 @@ def _why_no_kernels(search: _Search) -> str | None:
             return (
                 "its kernels take as `within` windows, blocks, causal and complete graphs and "
                 f"batches of them, not {got}"
+            )
+        bands = bands_of(structure)
+        if bands is not None and not set(bands.sequences[:, 7].tolist()) <= {0, 1}:
+            return (
+                "its kernels take as `within` windows without self-loops over one set of tokens, "
+                "not such rows of them in which sources are numbered otherwise than targets"
             )
     return None
 

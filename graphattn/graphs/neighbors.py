@@ -65,6 +65,7 @@ def knn_graph(
         num_targets=len(x),
         num_sources=len(x if source is None else source),
         sizes=None if base is None else base.sizes,
+        starts=None if base is None else base.starts,
         is_causal=base is not None and base.is_causal,
         has_causal_part=base is not None and base.has_causal_part,
     )

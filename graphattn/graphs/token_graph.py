@@ -12,6 +12,7 @@ from graphattn.graphs.composites import Parts
 from graphattn.graphs.edge_lists import edges_of_rows, sorted_edge_list
 from graphattn.graphs.encoding import KINDS, encode
 from graphattn.graphs.notebook import graph_html
+from graphattn.graphs.sections import Section
 from graphattn.graphs.structure import Device, Structure
 
 if TYPE_CHECKING:
@@ -56,6 +57,7 @@ class TokenGraph:
         is_causal: bool = False,
         has_causal_part: bool | None = None,
         device: Device = None,
+        starts: tuple[tuple[int, int], ...] | None = None,
     ) -> None:
         listed = edge_index if neighbors is None else neighbors
         if structure is not None:
@@ -76,6 +78,7 @@ class TokenGraph:
         self._has_causal_part = is_causal if has_causal_part is None else has_causal_part
         self._device = torch.device("cpu" if device is None else device)
         self._sizes = sizes or ((num_targets, num_sources),)
+        self._starts = _starts_of(starts or ((0, 0),) * len(self._sizes), self._sizes)
         with kept_for_training():
             self._neighbors = usable_for_training(neighbors)
             self._edge_index = usable_for_training(edge_index)
@@ -193,6 +196,14 @@ class TokenGraph:
         return self._sizes
 
     @property
+    def starts(self) -> tuple[tuple[int, int], ...]:
+        """Positions of the first target and the first source of every graph in :attr:`sizes`.
+
+        Zeros, but for graphs with a past and for the rows that :meth:`targets` cuts out of others.
+        """
+        return self._starts
+
+    @property
     def device(self) -> torch.device:
         """Where the edges and positions lie, or will lie once they are asked for."""
         return self._device
@@ -259,6 +270,7 @@ class TokenGraph:
                 num_targets=self._num_sources,
                 num_sources=self._num_targets,
                 sizes=tuple((sources, targets) for targets, sources in self._sizes),
+                starts=tuple((source, target) for target, source in self._starts),
                 device=self._device,
             )
             self._transposed._transposed = self
@@ -276,6 +288,47 @@ class TokenGraph:
                 self._transpose_permutation = self.edge_index[0].argsort(stable=True)
         return self._transpose_permutation
 
+    def targets(self, start: int, stop: int) -> tuple[TokenGraph, range]:
+        """The rows start .. stop - 1 as a graph of their own, and the range of sources they see.
+
+        For computation by rows: prefill in chunks, a halo of a shard, checkpointing of a few rows
+        at a time. Targets are numbered from 0 again, and so are sources, from the first of the
+        shortest run that holds all that these targets see. Positions stay those of this graph
+        (they restart in every sequence of a :func:`~graphattn.batch`, as before), and a structured
+        graph stays structured: no edge is listed for windows, blocks, causal and complete graphs,
+        grids, batches and unions of them. ``layer(x[start:stop], part, context=x[seen.start :
+        seen.stop])`` is rows start .. stop - 1 of ``layer(x, graph)``.
+
+        Args:
+            start: the first target.
+            stop: the target after the last one, start <= stop <= num_targets, as in ``range``.
+
+        Returns:
+            The graph, with stop - start targets and len(seen) sources, and `seen`, a range of the
+            sources of this graph (``range(0, 0)`` where nobody is seen).
+
+        Raises:
+            ValueError: for arguments out of range.
+
+        Example:
+            >>> import torch, graphattn as ga
+            >>> graph = ga.causal_window_graph(1000, window=4)
+            >>> part, seen = graph.targets(600, 700)
+            >>> part
+            TokenGraph(num_targets=100, num_sources=103, num_edges=400, structure=Section(Band))
+            >>> seen
+            range(597, 700)
+            >>> part.positions[:2], part.source_positions[:2]
+            (tensor([600, 601]), tensor([597, 598]))
+            >>> layer, x = ga.nn.KrauseAttention(8, heads=2, rope=True), torch.randn(1000, 8)
+            >>> rows = layer(x[600:700], part, context=x[seen.start : seen.stop])
+            >>> torch.allclose(rows, layer(x, graph)[600:700], atol=1e-6)
+            True
+        """
+        from graphattn.graphs.targets import targets_of
+
+        return targets_of(self, start, stop)
+
     # Positions.
 
     @property
@@ -283,18 +336,28 @@ class TokenGraph:
         """LongTensor [N]: the place of every target in its own sequence; rotary layers read it."""
         if self._positions is None:
             with kept_for_training():
-                self._positions = _count_up([targets for targets, _ in self._sizes], self._device)
+                self._positions = self._counted(0)
         return self._positions
 
     @property
     def source_positions(self) -> Tensor:
         """LongTensor [M]: the same for the sources; `positions` unless the graph is bipartite."""
-        if all(targets == sources for targets, sources in self._sizes):
+        if all(a == b for pairs in (self._sizes, self._starts) for a, b in pairs):
             return self.positions
         if self._source_positions is None:
             with kept_for_training():
-                self._source_positions = _count_up([n for _, n in self._sizes], self._device)
+                self._source_positions = self._counted(1)
         return self._source_positions
+
+    def _counted(self, side: int) -> Tensor:
+        """Up from the start of every sequence, on the side of targets (0) or of sources."""
+        runs = zip(self._starts, self._sizes, strict=True)
+        return torch.cat(
+            [
+                torch.arange(start[side], start[side] + size[side], device=self._device)
+                for start, size in runs
+            ]
+        )
 
     # Devices, comparison, pickling.
 
@@ -343,6 +406,7 @@ class TokenGraph:
             num_targets=num_targets,
             num_sources=num_sources,
             sizes=state["_sizes"],
+            starts=state.get("_starts"),
             is_causal=state["_is_causal"],
             has_causal_part=state["_has_causal_part"],
             device=device.device if isinstance(device, Tensor) else device,
@@ -353,12 +417,12 @@ class TokenGraph:
             return NotImplemented
         if self is other:
             return True
-        if (self._num_targets, self._num_sources, self.num_edges, self._sizes) != (
+        if (self._num_targets, self._num_sources, self._sizes, self._starts) != (
             other._num_targets,
             other._num_sources,
-            other.num_edges,
             other._sizes,
-        ):
+            other._starts,
+        ) or self.num_edges != other.num_edges:
             return False
         other = other.to(self._device)
         if self._structure is not None and self._structure == other._structure:
@@ -508,15 +572,24 @@ def _check_neighbors(table: Tensor, num_targets: int) -> None:
         )
 
 
-def _count_up(sizes: list[int], device: torch.device) -> Tensor:
-    """0 .. size-1 for every size in turn."""
-    return torch.cat([torch.arange(size, device=device) for size in sizes])
+def _starts_of(
+    starts: tuple[tuple[int, int], ...], sizes: tuple[tuple[int, int], ...]
+) -> tuple[tuple[int, int], ...]:
+    """0 where there is no first token."""
+    if not any(map(any, starts)):
+        return starts
+    return tuple(
+        (target if n else 0, source if m else 0)
+        for (target, source), (n, m) in zip(starts, sizes, strict=True)
+    )
 
 
 def _structure_name(structure: Structure) -> str:
     if isinstance(structure, Parts) and len(structure.parts) > 3:
         return f"Parts of {len(structure.parts)}"
-    parts = getattr(structure, "parts", ())
+    parts = (
+        (structure.whole,) if isinstance(structure, Section) else getattr(structure, "parts", ())
+    )
     inner = ", ".join(_structure_name(part) for part in parts)
     name = type(structure).__name__
     return f"{name}({inner})" if inner else name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from graphattn.graphs.arguments import as_int
+from graphattn.graphs.sections import Section
 from graphattn.graphs.structure import Band, Blocks, Complete, Cycle
 from graphattn.graphs.token_graph import TokenGraph
 
@@ -53,15 +54,27 @@ def window_cycle_graph(num_tokens: int, window: int) -> TokenGraph:
     return TokenGraph(structure=Cycle(num_tokens, window))
 
 
-def causal_window_graph(num_tokens: int, window: int) -> TokenGraph:
+def causal_window_graph(num_tokens: int, window: int, *, past: int = 0) -> TokenGraph:
     """Every token sees the last `window` tokens, itself included: i - window < j <= i.
 
     `window` counts keys, as in the Krause and GKA papers (nanochat counts one more)::
 
         window = 3:    . . x x i . . .
 
+    With a `past` the graph is rectangular: its targets are the last `num_tokens` of
+    past + num_tokens tokens, and its sources are all past + num_tokens of them, whether a window
+    reaches them or not: a chunk of a text beside the rows that a cache holds. Layers take it as
+    ``layer(x_new, graph, context=torch.cat([x_past, x_new], -2))``. (``graph.targets(start, stop)``
+    makes such a graph with no more sources than are seen.)
+
+    Args:
+        num_tokens: N, how many targets there are.
+        window: keys of every target, >= 1.
+        past: m, tokens before the first target; the sources are m + N. Positions count them:
+            targets stand at m .. m + N - 1, sources at 0 .. m + N - 1.
+
     Raises:
-        ValueError: if `num_tokens` < 0 or `window` < 1.
+        ValueError: if `num_tokens` < 0, `window` < 1 or `past` < 0.
 
     Example:
         >>> import graphattn as ga
@@ -70,24 +83,53 @@ def causal_window_graph(num_tokens: int, window: int) -> TokenGraph:
                 [1, 1, 0, 0],
                 [0, 1, 1, 0],
                 [0, 0, 1, 1]], dtype=torch.int32)
+        >>> graph = ga.causal_window_graph(2, window=2, past=2)  # the last two of these rows
+        >>> graph.to_mask().int()
+        tensor([[0, 1, 1, 0],
+                [0, 0, 1, 1]], dtype=torch.int32)
+        >>> graph.positions, graph.source_positions
+        (tensor([2, 3]), tensor([0, 1, 2, 3]))
     """
     num_tokens, window = as_int("num_tokens", num_tokens, 0), as_int("window", window, 1)
-    return TokenGraph(structure=Band(num_tokens, window - 1, 0))
+    past = as_int("past", past, 0)
+    return _causal(num_tokens, window - 1, past)
 
 
-def causal_graph(num_tokens: int) -> TokenGraph:
+def causal_graph(num_tokens: int, *, past: int = 0) -> TokenGraph:
     """Every token sees itself and everything before it: j <= i.
 
+    With a `past` the graph is rectangular: its targets are the last `num_tokens` of
+    past + num_tokens tokens, its sources are all of them, as where a prompt goes on from a cache.
+    Layers take it as ``layer(x_new, graph, context=torch.cat([x_past, x_new], -2))``.
+
+    Args:
+        num_tokens: N, how many targets there are.
+        past: m, tokens before the first target; the sources are m + N. Positions count them:
+            targets stand at m .. m + N - 1, sources at 0 .. m + N - 1.
+
     Raises:
-        ValueError: if `num_tokens` < 0.
+        ValueError: if `num_tokens` < 0 or `past` < 0.
 
     Example:
         >>> import graphattn as ga
         >>> ga.causal_graph(1000).num_edges
         500500
+        >>> ga.causal_graph(2, past=3).to_mask().int()
+        tensor([[1, 1, 1, 1, 0],
+                [1, 1, 1, 1, 1]], dtype=torch.int32)
     """
-    num_tokens = as_int("num_tokens", num_tokens, 0)
-    return TokenGraph(structure=Band(num_tokens, max(num_tokens - 1, 0), 0))
+    num_tokens, past = as_int("num_tokens", num_tokens, 0), as_int("past", past, 0)
+    return _causal(num_tokens, max(past + num_tokens - 1, 0), past)
+
+
+def _causal(num_tokens: int, before: int, past: int) -> TokenGraph:
+    """The last `num_tokens` rows of a causal band."""
+    total = past + num_tokens
+    band = Band(total, before, 0)
+    if past == 0:
+        return TokenGraph(structure=band)
+    section = Section(band, past, total, 0, total)
+    return TokenGraph(structure=section, starts=((past, 0),))
 
 
 def complete_graph(num_tokens: int, *, self_loops: bool = True) -> TokenGraph:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from graphattn.graphs import TokenGraph
 from graphattn.graphs.composites import Parts, RandomSources, Union, intersection_of, union_of
+from graphattn.graphs.sections import Section
 from graphattn.graphs.structure import (
     Band,
     Blocks,
@@ -140,6 +141,11 @@ class _Counter:
                     self.add_edges(i + t0, i + s0, -sign)
             case Band():
                 self._add_dilated(structure, i, t0, s0, sign)
+            case Section(whole=Complete()):
+                zero = torch.zeros_like(i)
+                self.add_runs(i + t0, zero + s0, zero + s0 + structure.num_sources, sign)
+            case Section(whole=Band(dilation=1) as band):
+                self._add_section(structure, band, i, t0, s0, sign)
             case Cycle(num_tokens=N, window=w):
                 for lap in (-N, 0, N):
                     start, stop = (i - w + lap).clamp(0, N), (i + w + 1 + lap).clamp(0, N)
@@ -176,6 +182,18 @@ class _Counter:
         rows = self.row_cut
         inside = token[(token >= rows.start) & (token < rows.stop)]
         return torch.bincount(rows.cell(inside), minlength=rows.number)
+
+    def _add_section(
+        self, section: Section, band: Band, i: Tensor, t0: int, s0: int, sign: int
+    ) -> None:
+        """Runs that are shifted, and cut at the ends of the section's sources."""
+        N, M, place = band.num_tokens, section.num_sources, i + section.shift
+        start = (place - min(band.before, N)).clamp(0, M)
+        stop = (place + min(band.after, N) + 1).clamp(0, M)
+        self.add_runs(i + t0, start + s0, stop + s0, sign)
+        if not band.self_loops:
+            itself = (place >= 0) & (place < M)
+            self.add_edges(i[itself] + t0, place[itself] + s0, -sign)
 
     def _add_dilated(self, band: Band, i: Tensor, t0: int, s0: int, sign: int) -> None:
         """Every d-th source: hop by hop, or where those are many, counted up to every border."""

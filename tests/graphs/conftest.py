@@ -125,7 +125,8 @@ def check_graph() -> Callable[..., None]:
             assert twin.structure == graph.structure
             assert torch.equal(twin.edge_index, graph.edge_index)
             assert torch.equal(twin.positions, graph.positions)
-        if positions == plain.positions.tolist() and len(graph.sizes) == 1:
+        places = plain.positions.tolist(), plain.source_positions.tolist()
+        if (positions, source_positions) == places and len(graph.sizes) == 1:
             assert graph == plain
             assert plain == graph
             assert hash(plain) == hash(graph)

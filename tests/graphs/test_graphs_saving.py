@@ -28,6 +28,8 @@ GRAPHS = {
     "causal table": lambda: ga.knn_graph(torch.rand(6, 2), k=2, within=ga.causal_graph(6)),
     "edge list": lambda: ga.from_edge_index(torch.tensor([[4, 0, 3], [0, 2, 2]]), 3, 5),
     "no tokens": lambda: ga.causal_graph(0),
+    "past": lambda: ga.causal_window_graph(4, 3, past=5),
+    "rows of a list": lambda: ga.from_mask(torch.eye(9).bool()).targets(2, 5)[0],
 }
 
 

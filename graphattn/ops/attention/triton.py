@@ -70,7 +70,7 @@ class Call:
         self.is_gaussian = self.has_five_products = False
         self.num_offsets = len(bias) if per_offset else 0
         structure, device = graph.structure, query.device
-        if structure is not None and has_bands(structure) and (bias is None or per_offset):
+        if structure is not None and _reads_bands(structure, bias, per_offset):
             self.bands = self._over_bands(band_tables(structure, device), bias)
             if top_k is None or top_k >= self.bands.bands.window:
                 self._look_for_one_tensor(structure)
@@ -215,6 +215,14 @@ class Call:
     def _flat(self, x: Tensor) -> Tensor:
         """[*, tokens, heads, features] with one batch dimension."""
         return x.reshape(self.batch.numel(), *x.shape[-3:])
+
+
+def _reads_bands(structure: Structure, bias: Tensor | None, per_offset: bool) -> bool:
+    """Whether band kernels take all of it: its bias, too, if that is a table with one origin."""
+    if not has_bands(structure) or (bias is not None and not per_offset):
+        return False
+    bands = bands_of(structure)
+    return bands is not None and (bias is None or bands.origin is not None)
 
 
 def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:

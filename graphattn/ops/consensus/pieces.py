@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from graphattn.graphs.composites import Parts
+from graphattn.graphs.sections import Section, section_of_band
 from graphattn.graphs.structure import Band, Structure
 from graphattn.graphs.token_graph import TokenGraph
 from graphattn.ops.consensus.parameters import EdgeNetworkParameters
@@ -84,13 +85,15 @@ class Pieces:
     ) -> None:
         self.networks, self.batch = networks, batch
         self.num_tokens, self.device = graph.num_targets, graph.device
+        self.num_sources = graph.num_sources
         self.valid = [  # [B or 1, tokens]
             None if of is None else of.reshape(of.shape[:-1].numel(), of.shape[-1]) for of in valid
         ]
         self.bands = _bands(graph)
         if self.bands:
-            self.moves = moves_of(self.bands, loops=loops)
-            self.borders = torch.tensor([band.num_tokens for band in self.bands]).cumsum(0).tolist()
+            self.moves = moves_of(self.bands, loops=loops, shift=shift_of(graph.structure))
+            lengths = [band.num_tokens for band in self.bands]
+            self.borders = torch.tensor(lengths).cumsum(0).tolist() if len(lengths) > 1 else []
             self.length = self.num_tokens
         else:
             self.source, self.target = graph.edge_index
@@ -125,7 +128,7 @@ class Pieces:
     def _band_edges(self, run: slice) -> Iterator[tuple[Tokens, Tokens, Tensor | None]]:
         """The in-edges of a run of targets, one hop after the other."""
         for move in self.moves:
-            start, stop = max(run.start, -move), min(run.stop, self.num_tokens - move)
+            start, stop = max(run.start, -move), min(run.stop, self.num_sources - move)
             if start < stop:
                 target, source = slice(start, stop), slice(start + move, stop + move)
                 low, high = min(start, source.start), max(stop, source.stop)
@@ -152,21 +155,35 @@ class Pieces:
 
 
 def equal_bands(structure: Structure | None) -> tuple[Band, ...]:
-    """The one band, or the bands of a batch that have the same offsets; () for other graphs."""
+    """The one band, or the bands of a batch that have the same offsets; () for other graphs.
+
+    A section of a band counts as one: its offsets are shifted, see :func:`shift_of`.
+    """
+    band = section_of_band(structure)
+    if band is not None:
+        return (band,)
     parts = structure.parts if isinstance(structure, Parts) else (structure,)
     bands = tuple(part for part in parts if isinstance(part, Band))
     kinds = {(b.before, b.after, b.dilation, b.self_loops) for b in bands}
     return () if len(bands) < len(parts) or len(kinds) != 1 else bands
 
 
-def moves_of(bands: tuple[Band, ...], *, loops: bool) -> list[int]:
-    """Source minus target of every edge that a token of equal bands may have, ascending."""
+def shift_of(structure: Structure | None) -> int:
+    """By how much targets of a section stand further on than sources of the same number."""
+    return structure.shift if isinstance(structure, Section) else 0
+
+
+def moves_of(bands: tuple[Band, ...], *, loops: bool, shift: int = 0) -> list[int]:
+    """Source minus target of every edge that a token of equal bands may have, ascending.
+
+    Without `loops`, of those from one number to another.
+    """
     longest = max(bands, key=lambda band: band.num_tokens)
     first, last = -longest._reach(longest.before), longest._reach(longest.after)
     return [
-        hop * longest.dilation
+        move
         for hop in range(first, last + 1)
-        if hop or (longest.self_loops and loops)
+        if (hop or longest.self_loops) and ((move := hop * longest._stride + shift) or loops)
     ]
 
 

@@ -19,7 +19,7 @@ from graphattn.graphs.token_graph import TokenGraph
 from graphattn.kernels.consensus_edges import ConsensusEdges
 from graphattn.kernels.launch import why_not_heads
 from graphattn.ops.consensus.parameters import EdgeNetworkParameters
-from graphattn.ops.consensus.pieces import equal_bands, moves_of
+from graphattn.ops.consensus.pieces import equal_bands, moves_of, shift_of
 from graphattn.ops.inputs import ValidPair
 from graphattn.ops.kept import kept
 
@@ -167,8 +167,12 @@ def _of_structure(structure: Structure, device: torch.device, loops: bool) -> Co
     bands = equal_bands(structure)
     if not bands:
         return None
-    moves = tuple(moves_of(bands, loops=loops))
-    N = structure.num_targets
+    N, M = structure.num_targets, structure.num_sources
+    moves = tuple(
+        move
+        for move in moves_of(bands, loops=loops, shift=shift_of(structure))
+        if -N < move < M  # others lead from nowhere to nowhere
+    )
     if len(moves) * N * SHARE_OF_PLACES > structure.num_edges():
         return None
     sequence = None
@@ -176,7 +180,7 @@ def _of_structure(structure: Structure, device: torch.device, loops: bool) -> Co
         lengths = torch.tensor([band.num_tokens for band in bands])
         ids = torch.arange(len(bands), dtype=torch.int32)
         sequence = ids.repeat_interleave(lengths).to(device, non_blocking=True)
-    return ConsensusEdges(N, N, device, moves, sequence)
+    return ConsensusEdges(N, M, device, moves, sequence)
 
 
 def _listed_with_loops(graph: TokenGraph, listed: Tensor) -> ConsensusEdges:

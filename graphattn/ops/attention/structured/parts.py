@@ -50,14 +50,18 @@ class PartsPlan:
 
 @dataclass
 class GlobalTokensPlan:
-    """Tokens [g] that see everyone and are seen by everyone, beside what the others see.
+    """Tokens that see everyone and are seen by everyone, beside what the others see.
 
     Three disjoint sets of edges: `near`, the others among each other; `far`, from the global tokens
     to the others; `own`, from everyone to the global tokens. The first two share rows, which their
     log-sums merge.
+
+    `tokens` are their numbers as targets, `sources` those as sources: others in a section, where
+    some of them may be targets and all of them seen.
     """
 
     tokens: Tensor
+    sources: Tensor
     near: Plan
     far: Plan
     own: Plan
@@ -97,8 +101,8 @@ class GlobalTokensPlan:
                 _add(sums, gradients)
                 continue
             query += gradients[0]
-            key.index_add_(1, tokens, gradients[1])
-            value.index_add_(1, tokens, gradients[2])
+            key.index_add_(1, self.sources, gradients[1])
+            value.index_add_(1, self.sources, gradients[2])
             scale += gradients[3]
         return sums
 
@@ -110,7 +114,7 @@ class GlobalTokensPlan:
 
     def _seen_far(self, inputs: Inputs) -> Inputs:
         query, key, value, scale, bias = inputs
-        tokens = self.tokens
+        tokens = self.sources
         return query, key.index_select(1, tokens), value.index_select(1, tokens), scale, bias
 
     def _of_tokens(self, inputs: Inputs) -> Inputs:

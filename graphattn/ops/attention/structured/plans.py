@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from graphattn.graphs.bands import has_bands
 from graphattn.graphs.composites import Parts, Union
+from graphattn.graphs.sections import Section
 from graphattn.graphs.structure import Complete, GlobalTokens, Structure
 from graphattn.graphs.token_graph import TokenGraph
 from graphattn.ops.attention.structured.contiguous import TilePlan
@@ -105,7 +106,7 @@ def _plan(
             parts.append((_plan(part, like, score, top_k, own, table=table), t, s))
         return PartsPlan(parts)
     if apart and (found := _global_tokens(structure)):
-        return _plan_of_global_tokens(*found, like, score, valid)
+        return _plan_of_global_tokens(found, like, score, valid)
     graph = _kept(structure, like.device)
     rows = RowPlan(*graph.csr(), score, top_k, valid)
     if not table:
@@ -121,35 +122,54 @@ def _is_fast(structure: Structure, apart: bool) -> bool:
     return has_bands(structure) or (apart and _global_tokens(structure) is not None)
 
 
-def _global_tokens(structure: Structure) -> tuple[tuple[int, ...], Structure] | None:
+class _Hubs(NamedTuple):
+    """Global tokens, numbered as targets and as sources, and the tiles beside them."""
+
+    targets: tuple[int, ...]
+    sources: tuple[int, ...]
+    rest: Structure
+
+
+def _global_tokens(structure: Structure) -> _Hubs | None:
     """The tokens that see everyone, and the tiles beside them; short sequences are not worth it."""
     if not isinstance(structure, Union) or structure.num_targets < SHORT:
         return None
-    tokens = [part.tokens for part in structure.parts if isinstance(part, GlobalTokens)]
-    others = [part for part in structure.parts if not isinstance(part, GlobalTokens)]
+    tokens = [part for part in structure.parts if _are_global(part)]
+    others = [part for part in structure.parts if not _are_global(part)]
     one_each = len(tokens) == len(others) == 1
-    return (tokens[0], others[0]) if one_each and has_bands(others[0]) else None
+    if not one_each or not has_bands(others[0]):
+        return None
+    match tokens[0]:
+        case GlobalTokens(tokens=found):
+            return _Hubs(found, found, others[0])
+        case Section(GlobalTokens(tokens=found), start, stop, first, last):
+            own = tuple(i - start for i in found if start <= i < stop)
+            return _Hubs(own, tuple(j - first for j in found if first <= j < last), others[0])
+    return None
 
 
-def _plan_of_global_tokens(
-    tokens: tuple[int, ...], rest: Structure, like: Tensor, score: str, valid: ValidPair
-) -> Plan:
+def _are_global(part: Structure) -> bool:
+    return isinstance(part.whole if isinstance(part, Section) else part, GlobalTokens)
+
+
+def _plan_of_global_tokens(hubs: _Hubs, like: Tensor, score: str, valid: ValidPair) -> Plan:
     """Near edges are those of `rest` without the global tokens at either end."""
-    N, g = rest.num_targets, torch.tensor(tokens, device=like.device)
-    other = torch.ones(len(like), N, dtype=torch.bool, device=like.device)
-    other[:, g] = False
+    targets, sources = (torch.tensor(x, dtype=torch.int64, device=like.device) for x in hubs[:2])
+    N, M = hubs.rest.num_targets, hubs.rest.num_sources
+    others = []
+    for count, tokens, mask in ((N, targets, valid[0]), (M, sources, valid[1])):
+        other = torch.ones(len(like), count, dtype=torch.bool, device=like.device)
+        other[:, tokens] = False
+        others.append(other if mask is None else mask & other)
     of_target, of_source = valid
-    others = (
-        other if of_target is None else of_target & other,
-        other if of_source is None else of_source & other,
-    )
-    far = others[0], None if of_source is None else of_source[:, g]
-    own = None if of_target is None else of_target[:, g], of_source
+    far = others[0], None if of_source is None else of_source[:, sources]
+    own = None if of_target is None else of_target[:, targets], of_source
     return GlobalTokensPlan(
-        g,
-        _plan(rest, like, score, None, others),
-        _plan(Complete(N, len(tokens)), like, score, None, far),
-        _plan(Complete(len(tokens), N), like, score, None, own),
+        targets,
+        sources,
+        _plan(hubs.rest, like, score, None, (others[0], others[1])),
+        _plan(Complete(N, len(sources)), like, score, None, far),
+        _plan(Complete(len(targets), M), like, score, None, own),
     )
 
 

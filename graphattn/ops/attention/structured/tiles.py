@@ -17,7 +17,10 @@ import torch
 from torch import Tensor
 
 from graphattn.graphs.composites import Parts
+from graphattn.graphs.sections import Section
 from graphattn.graphs.structure import Band, Blocks, Complete, Structure
+
+Run = tuple[int, int]  # from, and up to but not including
 
 
 @dataclass(frozen=True)
@@ -160,16 +163,36 @@ def _tiles(structure: Structure, rows: tuple[int, int]) -> list[Tiles] | None:
                 return None
             found += [tile.moved(t0, s0) for tile in tiles]
         return _gathered(found)
+    everyone = 0, structure.num_targets
     match structure:
         case Complete():
             N, M = structure.num_targets, structure.num_sources
             return [Tiles(structure, 0, 0, N, M)] if N else []
         case Blocks():
-            return _block_tiles(structure)
+            return _block_tiles(structure, everyone, everyone)
         case Band(dilation=1):
-            return _band_tiles(structure, rows)
+            return _band_tiles(structure, rows, everyone, everyone)
         case Band():
-            return _gathered(_dilated_tiles(structure, rows))
+            return _gathered(_dilated_tiles(structure, rows, everyone, everyone))
+        case Section():
+            return _section_tiles(structure, rows)
+    return None
+
+
+def _section_tiles(section: Section, rows: tuple[int, int]) -> list[Tiles] | None:
+    """The whole's tiles, cut where the section is: (i, j) stay those of the whole."""
+    whole, targets = section.whole, (section.start, section.stop)
+    sources = section.source_start, section.source_stop
+    match whole:
+        case Complete():
+            n, m = section.num_targets, section.num_sources
+            return [Tiles(whole, 0, 0, n, m, section.start, section.source_start)] if n else []
+        case Blocks():
+            return _block_tiles(whole, targets, sources)
+        case Band(dilation=1):
+            return _band_tiles(whole, rows, targets, sources)
+        case Band():
+            return _gathered(_dilated_tiles(whole, rows, targets, sources))
     return None
 
 
@@ -208,49 +231,66 @@ def _even_steps(starts: tuple[tuple[int, int], ...], kind: Tiles) -> tuple[int, 
     return step if even and 0 not in step else None
 
 
-def _block_tiles(blocks: Blocks) -> list[Tiles]:
+def _block_tiles(blocks: Blocks, targets: Run, sources: Run) -> list[Tiles]:
     found: list[Tiles] = []
-    start = 0
-    while start < blocks.num_tokens:
-        to_border = (blocks.shift - start) % blocks._size
-        size = min(to_border or blocks._size, blocks.num_tokens - start)
-        tile = Tiles(blocks, start, start, size, size, start, start)
-        full = (blocks.num_tokens - start) // size if size == blocks._size else 1
-        found.append(replace(tile, count=full, step=(size, size) if full > 1 else (0, 0)))
-        start += full * size
+    start, size = targets[0], blocks._size
+    while start < targets[1]:
+        border = start + ((blocks.shift - start) % size or size)
+        height = min(border, targets[1]) - start
+        low = min(max(border - size, sources[0]), sources[1])
+        high = max(min(border, sources[1]), low)
+        tile = Tiles(blocks, start - targets[0], low - sources[0], height, high - low, start, low)
+        if height == size == high - low:
+            full = (min(targets[1], sources[1]) - start) // size
+            tile = replace(tile, count=full, step=(size, size) if full > 1 else (0, 0))
+        found.append(tile)
+        start += height * tile.count
     return found
 
 
-def _band_tiles(band: Band, rows: tuple[int, int]) -> list[Tiles]:
+def _band_tiles(band: Band, rows: tuple[int, int], targets: Run, sources: Run) -> list[Tiles]:
     """Border tiles one by one, with the sources that exist; those between, all alike, at once."""
-    N = band.num_tokens
+    N, is_whole = band.num_tokens, targets == sources == (0, band.num_tokens)
     before, after = band._reach(band.before), band._reach(band.after)
-    if before + after >= N - 1 and band.after == 0 and band.self_loops:
+    if is_whole and before + after >= N - 1 and band.after == 0 and band.self_loops:
         return [Tiles(band, 0, 0, N, N)] if N else []
     full = min(max(_rows(before + after + 1), rows[0]), rows[1])
     found = []
-    start = 0
-    while start < N:
-        height = min(full, N - start)
-        low, high = max(start - before, 0), min(start + height + after, N)
-        tile = Tiles(band, start, low, height, high - low, start, low)
+    start = targets[0]
+    while start < targets[1]:
+        height = min(full, targets[1] - start)
+        low = min(max(start - before, sources[0]), sources[1])
+        high = max(min(start + height + after, sources[1]), low)
+        tile = Tiles(band, start - targets[0], low - sources[0], height, high - low, start, low)
         if height == full and low == start - before and high == start + full + after:
-            count = (N - after - start) // full
+            count = (min(targets[1], sources[1] - after) - start) // full
             tile = replace(tile, count=count, step=(full, full))
         found.append(tile)
         start += height * tile.count
     return found
 
 
-def _dilated_tiles(band: Band, rows: tuple[int, int]) -> list[Tiles]:
+def _dilated_tiles(band: Band, rows: tuple[int, int], targets: Run, sources: Run) -> list[Tiles]:
     """The tokens of every remainder modulo the dilation are a band of their own."""
     d, found = band.dilation, []
     for first in range(min(d, band.num_tokens)):
         own = replace(band, num_tokens=len(range(first, band.num_tokens, d)), dilation=1)
-        for tile in _band_tiles(own, rows):
-            target, source = first + tile.target * d, first + tile.source * d
-            found.append(replace(tile, target=target, source=source, stride=d))
+        # Of each side: the first token of this remainder, and which of its band those tokens are.
+        (target, rows_here), (source, seen) = (
+            _of_remainder(first, run, d) for run in (targets, sources)
+        )
+        for tile in _band_tiles(own, rows, rows_here, seen):
+            place = tile.moved(tile.target * (d - 1) + target, tile.source * (d - 1) + source)
+            found.append(replace(place, stride=d))
     return found
+
+
+def _of_remainder(remainder: int, run: Run, d: int) -> tuple[int, Run]:
+    """The first token of a run, counted from its start, with this remainder modulo d; which run of
+    that remainder's tokens the run holds."""
+    first = (remainder - run[0]) % d
+    place = (run[0] + first) // d
+    return first, (place, place + len(range(first, run[1] - run[0], d)))
 
 
 def _rows(window: int) -> int:

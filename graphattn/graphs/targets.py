@@ -1,0 +1,258 @@
+"""Some targets of a graph as a graph of their own, with the run of sources that they see."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphattn.graphs.arguments import as_int
+from graphattn.graphs.composites import Parts, Union, union_of
+from graphattn.graphs.sections import Section, edges_of_rows
+from graphattn.graphs.structure import (
+    Band,
+    Blocks,
+    Complete,
+    Cycle,
+    GlobalTokens,
+    Grid,
+    Structure,
+)
+from graphattn.graphs.token_graph import TokenGraph
+
+Run = tuple[int, int]  # from, and up to but not including
+
+
+def targets_of(graph: TokenGraph, start: Any, stop: Any) -> tuple[TokenGraph, range]:
+    """:meth:`graphattn.TokenGraph.targets`, which has the description."""
+    start, stop = _checked(graph, start, stop)
+    structure = edge_index = neighbors = None
+    if graph.structure is not None:
+        first, last = sources_seen(graph.structure, start, stop) or (0, 0)
+        structure = section_of(graph.structure, start, stop, first, last)
+        if structure is graph.structure:
+            return graph, range(first, last)
+    elif graph.neighbors is not None:
+        rows = graph.neighbors[start:stop]
+        found = rows[rows >= 0]
+        first, last = _hull(found)
+        neighbors = torch.where(rows < 0, rows, rows - first)
+    else:
+        begin, end = graph.rowptr[[start, stop]].tolist()
+        edges = graph.edge_index[:, begin:end]
+        first, last = _hull(edges[0])
+        edge_index = edges - edges.new_tensor([[first], [start]])
+    sizes, starts = _cut_sequences(graph, (start, stop), (first, last))
+    part = TokenGraph(
+        structure=structure,
+        edge_index=edge_index,
+        neighbors=neighbors,
+        num_targets=stop - start,
+        num_sources=last - first,
+        sizes=sizes,
+        starts=starts,
+        is_causal=graph.is_causal,
+        has_causal_part=graph.has_causal_part,
+        device=graph.device,
+    )
+    return part, range(first, last)
+
+
+def _checked(graph: TokenGraph, start: Any, stop: Any) -> Run:
+    start, stop = as_int("start", start, 0), as_int("stop", stop, 0)
+    if stop > graph.num_targets:
+        raise ValueError(f"stop must be <= num_targets = {graph.num_targets}, got {stop}")
+    if start > stop:
+        raise ValueError(f"start must be <= stop = {stop}, got {start}")
+    return start, stop
+
+
+def _hull(sources: Tensor) -> Run:
+    if not sources.numel():
+        return 0, 0
+    return int(sources.min()), int(sources.max()) + 1
+
+
+def _cut_sequences(
+    graph: TokenGraph, targets: Run, sources: Run
+) -> tuple[tuple[Run, ...], tuple[Run, ...]]:
+    """What is left of the sequences of a batch: their sizes, and where they begin in themselves."""
+    sizes, starts, t0, s0 = [], [], 0, 0
+    for (n, m), (target, source) in zip(graph.sizes, graph.starts, strict=True):
+        own, seen = _overlap(targets, (t0, t0 + n)), _overlap(sources, (s0, s0 + m))
+        if own[0] < own[1] or seen[0] < seen[1]:
+            sizes.append((own[1] - own[0], seen[1] - seen[0]))
+            starts.append((target + own[0] - t0, source + seen[0] - s0))
+        t0, s0 = t0 + n, s0 + m
+    return tuple(sizes or [(0, 0)]), tuple(starts or [(0, 0)])
+
+
+def _overlap(a: Run, b: Run) -> Run:
+    """What both runs hold; where that is nothing, an empty run within b."""
+    first = min(max(a[0], b[0]), b[1])
+    return first, max(min(a[1], b[1]), first)
+
+
+def section_of(
+    whole: Structure, start: int, stop: int, source_start: int, source_stop: int
+) -> Structure:
+    """These targets and sources of a structure, as the simplest structure that says so."""
+    cut = start, stop, source_start, source_stop
+    if cut == (0, whole.num_targets, 0, whole.num_sources):
+        return whole
+    match whole:
+        case Section():
+            t, s = whole.start, whole.source_start
+            return section_of(whole.whole, start + t, stop + t, source_start + s, source_stop + s)
+        case Complete(targets, sources) if targets != sources:  # no table of offsets is lost
+            return Complete(stop - start, source_stop - source_start)
+        case Cycle(N, w) if w <= start < stop <= N - w:  # nothing goes round
+            return Section(Band(N, w, w, 1, self_loops=False), *cut)
+        case Union(parts):
+            return union_of([section_of(part, *cut) for part in parts])
+        case Parts():
+            return _section_of_parts(whole, (start, stop), (source_start, source_stop))
+    return Section(whole, *cut)
+
+
+def _section_of_parts(whole: Parts, targets: Run, sources: Run) -> Structure:
+    """Parts of which the outer ones are sections; one that is left alone stands for itself."""
+    kept = []
+    for part, t0, s0 in zip(whole.parts, whole.target_ptr, whole.source_ptr, strict=False):
+        t = _overlap(targets, (t0, t0 + part.num_targets))
+        s = _overlap(sources, (s0, s0 + part.num_sources))
+        if t[0] < t[1] or s[0] < s[1]:
+            kept.append(section_of(part, t[0] - t0, t[1] - t0, s[0] - s0, s[1] - s0))
+    if not kept:
+        return section_of(whole.parts[0], 0, 0, 0, 0)
+    return kept[0] if len(kept) == 1 else Parts(tuple(kept))
+
+
+def sources_seen(structure: Structure, start: int, stop: int) -> Run | None:
+    """The shortest run that holds every source of targets start .. stop - 1; None: they see none.
+
+    Without listing edges wherever a structure says enough.
+
+    Example:
+        >>> import graphattn as ga
+        >>> from graphattn.graphs.targets import sources_seen
+        >>> sources_seen(ga.causal_window_graph(1_000_000, window=9).structure, 500, 600)
+        (492, 600)
+    """
+    if start >= stop:
+        return None
+    match structure:
+        case Complete(_, sources):
+            return (0, sources) if sources else None
+        case Band():
+            return _between(_lowest(structure, start, stop), _highest(structure, start, stop))
+        case Cycle(N, w):
+            low = min(
+                _lowest_of_cycle(i, N, w) for i in {start, min(start + 1, stop - 1), stop - 1}
+            )
+            mirrored = {N - stop, min(N - stop + 1, N - 1 - start), N - 1 - start}
+            return low, N - min(_lowest_of_cycle(i, N, w) for i in mirrored)
+        case Blocks():
+            first, last = structure._bounds(torch.tensor([start, stop - 1]))
+            return int(first[0]), int(last[1])
+        case GlobalTokens(N, tokens):
+            if any(start <= token < stop for token in tokens):
+                return 0, N
+            return (tokens[0], tokens[-1] + 1) if tokens else None
+        case Grid():
+            return _seen_on_grid(structure, start, stop)
+        case Section() if (found := _seen_in_section(structure, start, stop)) is not None:
+            return found[0]
+        case Union(parts):
+            return _joined(sources_seen(part, start, stop) for part in parts)
+        case Parts():
+            return _joined(
+                _moved(sources_seen(part, *_within(part, start - t0, stop - t0)), s0)
+                for part, t0, s0 in zip(
+                    structure.parts, structure.target_ptr, structure.source_ptr, strict=False
+                )
+            )
+    seen = edges_of_rows(structure, start, stop)[0]
+    return _hull(seen) if len(seen) else None
+
+
+def _joined(runs: Iterable[Run | None]) -> Run | None:
+    found = [run for run in runs if run is not None]
+    return (min(a for a, _ in found), max(b for _, b in found)) if found else None
+
+
+def _moved(run: Run | None, by: int) -> Run | None:
+    return None if run is None else (run[0] + by, run[1] + by)
+
+
+def _within(part: Structure, start: int, stop: int) -> Run:
+    return _overlap((start, stop), (0, part.num_targets))
+
+
+def _between(low: int | None, high: int | None) -> Run | None:
+    return None if low is None or high is None else (low, high + 1)
+
+
+def _lowest(band: Band, start: int, stop: int) -> int | None:
+    """The first source that some of these targets see.
+
+    Targets that have equally many hops before them are a run of `dilation`, of which the first sees
+    furthest back; and of two such runs the earlier, unless it sees nobody before it at all.
+    """
+    step = band._stride
+    before, after = band._reach(band.before), band._reach(band.after)
+    found = []
+    for i in (start, (start // step + 1) * step):
+        if i >= stop:
+            continue
+        hops = min(before, i // step)
+        if hops or band.self_loops:
+            found.append(i - hops * step)
+        elif after and i + step < band.num_tokens:
+            found.append(i + step)
+    return min(found, default=None)
+
+
+def _highest(band: Band, start: int, stop: int) -> int | None:
+    """The last one: the first in the mirror."""
+    N = band.num_tokens
+    low = _lowest(band.transpose(), N - stop, N - start)
+    return None if low is None else N - 1 - low
+
+
+def _lowest_of_cycle(i: int, N: int, w: int) -> int:
+    if i == 0:
+        return 1
+    return 0 if i <= w or i >= N - w else i - w
+
+
+def _seen_in_section(section: Section, start: int, stop: int) -> tuple[Run | None] | None:
+    """The run in brackets; None where the section cuts it, so that its end may be seen by nobody.
+
+    What the targets of an undilated band with self-loops see has no holes: it can be cut.
+    """
+    found = sources_seen(section.whole, start + section.start, stop + section.start)
+    if found is None:
+        return (None,)
+    first, last = max(found[0], section.source_start), min(found[1], section.source_stop)
+    match section.whole:
+        case Complete() | Band(dilation=1, self_loops=True):
+            pass
+        case _ if found != (first, last):
+            return None
+    if first >= last:
+        return (None,)
+    return ((first - section.source_start, last - section.source_start),)
+
+
+def _seen_on_grid(grid: Grid, start: int, stop: int) -> Run | None:
+    """By the windows of the first few cells and of the last few: others see less far."""
+    first, *others = [abs(dy) * grid.width + abs(dx) for dy, dx in grid._moves()]
+    reach = max(first, *others, 0) + 1
+    runs: list[Run | None] = []
+    for a, b in ((start, min(start + reach, stop)), (max(stop - reach, start), stop)):
+        seen = edges_of_rows(grid, a, b)[0]
+        runs.append(_hull(seen) if len(seen) else None)
+    return _joined(runs)
