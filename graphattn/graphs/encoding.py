@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
-from graphattn.graphs import composites, structure
+from graphattn.graphs import composites, grid_windows, structure
 from graphattn.graphs.structure import Structure
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ KINDS: tuple[type[Structure], ...] = (
     composites.RandomSources,
     composites.Union,
     composites.Parts,
+    grid_windows.GridWindows,
 )
 WORDS = ("chebyshev", "manhattan")
 HAS_TABLE = 4  # place of the fact that a graph is a table of neighbours
@@ -157,6 +158,8 @@ def _field(annotation: Any, numbers: Iterator[int]) -> Any:
             return tuple(_structure(numbers) for _ in range(next(numbers)))
         case "tuple[int, ...]":
             return tuple(next(numbers) for _ in range(next(numbers)))
+        case "tuple[bool, ...]":
+            return tuple(bool(next(numbers)) for _ in range(next(numbers)))
         case "bool":
             return bool(next(numbers))
         case "int":
