@@ -124,6 +124,35 @@ def grid_window_graph() -> Figure:
     return figure
 
 
+def volume_window_graph() -> Figure:
+    """The frames of a video, and what one pixel of the third sees of them."""
+    figure, axes = new_figure(4, side=1.95)
+    video = ga.volume_window_graph(4, 5, 5, radius=(2, 1, 1), causal=(True, False, False))
+    seen = video.to_mask()[62].view(4, 5, 5).int()
+    seen[2, 2, 2] = 2
+    for frame, ax in enumerate(axes):
+        pixels(ax, seen[frame])
+        ax.set_title(f"frame {frame}", fontsize=8, color=INK)
+    return figure
+
+
+def neighborhood_graph() -> Figure:
+    """What pixels see: in the middle, in a corner, with dilation, and along a causal axis."""
+    figure, axes = new_figure(4, side=1.95)
+    square = ga.neighborhood_graph((7, 7), kernel_size=3)
+    wide = ga.neighborhood_graph((7, 7), kernel_size=3, dilation=2)
+    causal = ga.neighborhood_graph((7, 7), kernel_size=3, is_causal=(True, False))
+    for ax, title, graph, pixel in (
+        (axes[0], "kernel_size=3", square, (3, 3)),
+        (axes[1], "in the corner", square, (0, 0)),
+        (axes[2], "dilation=2", wide, (1, 4)),
+        (axes[3], "is_causal=(True, False)", causal, (3, 3)),
+    ):
+        image_plane(ax, graph, 7, 7, pixel)
+        ax.set_title(title, fontsize=8, color=INK)
+    return figure
+
+
 def knn_graph() -> Figure:
     points = cloud()
     graph = ga.knn_graph(points, k=3)
@@ -177,6 +206,8 @@ BUILDERS: dict[str, Callable[[], Figure]] = {
         longformer_graph,
         bigbird_graph,
         grid_window_graph,
+        volume_window_graph,
+        neighborhood_graph,
         knn_graph,
         radius_graph,
         bipartite_window_graph,
@@ -273,11 +304,17 @@ def image_plane(
     ax: Axes, graph: ga.TokenGraph, height: int, width: int, pixel: tuple[int, int]
 ) -> None:
     """What one pixel sees, as an image; the pixel itself is dark."""
-    from matplotlib.colors import ListedColormap
-
     target = pixel[0] * width + pixel[1]
     seen = graph.to_mask()[target].int().view(height, width)
     seen[pixel] = 2
+    pixels(ax, seen)
+
+
+def pixels(ax: Axes, seen: torch.Tensor) -> None:
+    """An image of 0 (not seen), 1 (seen) and 2 (who looks)."""
+    from matplotlib.colors import ListedColormap
+
+    height, width = seen.shape
     ax.imshow(seen.numpy(), cmap=ListedColormap([FAINT, BLUE, INK]), vmin=0, vmax=2)
     ax.set_xticks([x + 0.5 for x in range(width - 1)], [])
     ax.set_yticks([y + 0.5 for y in range(height - 1)], [])

@@ -14,6 +14,7 @@ from graphattn.dynamics.arguments import as_tokens
 from graphattn.dynamics.scores import participation_ratio
 from graphattn.graphs.arguments import as_choice, as_float, as_int
 from graphattn.graphs.composites import Parts, Union
+from graphattn.graphs.grid_windows import GridWindows
 from graphattn.graphs.structure import GlobalTokens, Grid, Structure
 from graphattn.graphs.token_graph import TokenGraph, as_token_graph
 from graphattn.ops import dot_product_attention, rbf_attention
@@ -262,7 +263,7 @@ def global_rows(
     match structure:
         case GlobalTokens(tokens=tokens):
             rows[list(tokens)] = True
-        case Grid(class_token=True):
+        case Grid(class_token=True) | GridWindows(class_token=True):
             rows[0] = True
         case Union(parts=parts):
             for part in parts:

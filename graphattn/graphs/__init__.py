@@ -8,7 +8,7 @@ from graphattn.graphs.convert import (
     from_scipy,
 )
 from graphattn.graphs.convert_pyg import from_pyg
-from graphattn.graphs.grids import grid_window_graph
+from graphattn.graphs.grids import grid_window_graph, neighborhood_graph, volume_window_graph
 from graphattn.graphs.long_range import bigbird_graph, longformer_graph
 from graphattn.graphs.nearest_neighbors import knn
 from graphattn.graphs.neighbors import knn_graph, radius_graph
@@ -45,8 +45,10 @@ __all__ = [
     "knn",
     "knn_graph",
     "longformer_graph",
+    "neighborhood_graph",
     "radius_graph",
     "union",
+    "volume_window_graph",
     "window_cycle_graph",
     "window_path_graph",
 ]

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
-from graphattn.graphs import composites, sections, structure
+from graphattn.graphs import composites, grid_windows, sections, structure
 from graphattn.graphs.structure import Structure
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ KINDS: tuple[type[Structure], ...] = (
     composites.Union,
     composites.Parts,
     sections.Section,
+    grid_windows.GridWindows,
 )
 WORDS = ("chebyshev", "manhattan")
 HAS_TABLE = 4  # place of the fact that a graph is a table of neighbours
@@ -165,6 +166,8 @@ def _field(annotation: Any, numbers: Iterator[int]) -> Any:
             return tuple(_structure(numbers) for _ in range(next(numbers)))
         case "tuple[int, ...]":
             return tuple(next(numbers) for _ in range(next(numbers)))
+        case "tuple[bool, ...]":
+            return tuple(bool(next(numbers)) for _ in range(next(numbers)))
         case "bool":
             return bool(next(numbers))
         case "int":

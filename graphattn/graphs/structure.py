@@ -9,18 +9,31 @@ An edge is (source j, target i): target i looks at source j. Papers write that p
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
-from typing import Any, Literal, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 Device = torch.device | str | None
 
+
+class GridOffsets(NamedTuple):
+    """A relative-position table of a grid: a row per hops along every axis, row-major.
+
+    Along axis a hops go from ``first[a]`` to ``last[a]``, each of ``step[a]`` tokens.
+    """
+
+    first: tuple[int, ...]
+    last: tuple[int, ...]
+    step: tuple[int, ...]
+
+
 # ("sequence", first, last, step): one row per displacement, (source - target) / step.
 # ("image", -radius, radius, 1): one row per displacement (down, right), row-major.
-OffsetTable = tuple[str, int, int, int]
+OffsetTable = tuple[str, int, int, int] | GridOffsets
 
 
 class Structure:
@@ -61,6 +74,8 @@ class Structure:
                 return last - first + 1
             case ("image", first, last, _):
                 return (last - first + 1) ** 2
+            case GridOffsets(firsts, lasts):
+                return math.prod(b - a + 1 for a, b in zip(firsts, lasts, strict=True))
         return None
 
     def offset_index(self, target: Tensor, source: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from graphattn.graphs import TokenGraph, from_edge_index
 from graphattn.graphs.arguments import as_float, as_int
+from graphattn.graphs.grid_windows import GridWindows
 from graphattn.graphs.structure import Grid
 from graphattn.plot.matrices import attention_weights
 from graphattn.plot.style import COLOURS, INK, SHADES, axes_or_new, colour_bar, style_axes
@@ -361,13 +362,15 @@ def _grid(graph: Any, grid: tuple[int, int] | None) -> tuple[int, int, int]:
     if not isinstance(graph, TokenGraph):
         raise ValueError(f"graph must be a TokenGraph, got {type(graph).__name__}")
     if grid is None:
-        structure = graph.structure
-        if not isinstance(structure, Grid):
-            raise ValueError(
-                "grid must be given as (height, width): only a grid_window_graph knows its image, "
-                f"got {graph}"
-            )
-        return structure.height, structure.width, int(structure.class_token)
+        match graph.structure:
+            case Grid(height, width, class_token=token):
+                return height, width, int(token)
+            case GridWindows(shape=(height, width), class_token=token):
+                return height, width, int(token)
+        raise ValueError(
+            "grid must be given as (height, width): only a grid_window_graph knows its image, "
+            f"got {graph}"
+        )
     if not isinstance(grid, tuple | list) or len(grid) != 2:
         raise ValueError(f"grid must be (height, width), got {grid!r}")
     height, width = (as_int("grid", size, 1) for size in grid)

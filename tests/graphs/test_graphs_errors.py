@@ -49,6 +49,16 @@ BUILDERS = [
         {"height": 1, "width": 1, "radius": 1},
     ),
     (
+        ga.volume_window_graph,
+        {"depth": 2, "height": 2, "width": 3, "radius": 1, "dilation": 2},
+        {"depth": 1, "height": 1, "width": 1, "radius": 1, "dilation": 1},
+    ),
+    (
+        ga.neighborhood_graph,
+        {"shape": (9, 9), "kernel_size": 3, "stride": 2, "dilation": 2},
+        {"kernel_size": 1, "stride": 1, "dilation": 1},
+    ),
+    (
         ga.longformer_graph,
         {"num_tokens": 5, "window": 1, "global_tokens": [0], "dilation": 2},
         {"num_tokens": 0, "window": 1, "dilation": 1},
@@ -358,6 +368,8 @@ SWITCHES = {
     "complete": lambda value: ga.complete_graph(5, self_loops=value),
     "dilated": lambda value: ga.dilated_window_graph(5, 1, 2, self_loops=value),
     "grid": lambda value: ga.grid_window_graph(2, 2, 1, class_token=value),
+    "causal grid": lambda value: ga.grid_window_graph(2, 2, 1, causal=value),
+    "neighborhood": lambda value: ga.neighborhood_graph(4, 2, is_causal=value),
     "knn": lambda value: ga.knn_graph(X, 1, self_loops=value),
     "knn within": lambda value: ga.knn_graph(X, 1, within=ga.complete_graph(4), self_loops=value),
     "radius": lambda value: ga.radius_graph(X, 1.0, self_loops=value),

@@ -33,6 +33,8 @@ INSTANT = {
     "longformer": lambda: ga.longformer_graph(MILLION, 256, [0, 1, 2]),
     "bigbird": lambda: ga.bigbird_graph(MILLION, 64, 3, [0], seed=0),
     "grid": lambda: ga.grid_window_graph(1000, 1000, 3, class_token=True),
+    "shifted grid": lambda: ga.neighborhood_graph((1000, 1000), 7, dilation=3),
+    "volume": lambda: ga.volume_window_graph(100, 100, 100, 3, causal=(True, False, False)),
     "bipartite": lambda: ga.bipartite_complete_graph(MILLION, 2 * MILLION),
     "union": lambda: ga.union(ga.causal_graph(MILLION), ga.window_path_graph(MILLION, 8)),
     "batch": lambda: ga.batch([ga.causal_graph(MILLION), ga.window_path_graph(MILLION, 8)]),

@@ -91,6 +91,12 @@ CASES = {
     "grid": Case(ga.grid_window_graph(5, 7, 1), score="dot"),
     "grid with a class token": Case(ga.grid_window_graph(6, 6, 2, class_token=True), kv_heads=1),
     "diamonds": Case(ga.grid_window_graph(6, 5, 2, metric="manhattan")),
+    "neighborhoods": Case(ga.neighborhood_graph((6, 7), 3, dilation=(2, 1)), score="dot"),
+    "neighborhoods, from the other side": Case(ga.neighborhood_graph((6, 7), 3).transpose()),
+    "causal dilated grid with a class token": Case(
+        ga.grid_window_graph(6, 5, 1, dilation=2, causal=(True, False), class_token=True)
+    ),
+    "volume": Case(ga.volume_window_graph(3, 3, 4, 1), kv_heads=1),
     "cycle": Case(ga.window_cycle_graph(33, 4)),
     "longformer": Case(ga.longformer_graph(40, 3, [0, 17]), kv_heads=1),
     "dilated longformer": Case(ga.longformer_graph(40, 2, [5], dilation=3), score="dot"),
@@ -130,6 +136,12 @@ CASES = {
     "bias of a grid": Case(ga.grid_window_graph(5, 7, 1, class_token=True), per_edge=True),
     "bias of a transposed list": Case(some(30, 20).transpose(), per_edge=True),
     "table of a grid": Case(ga.grid_window_graph(5, 7, 1), score="dot", table=True),
+    "table of neighborhoods": Case(
+        ga.neighborhood_graph((5, 6), (3, 4), is_causal=(True, False)), table=True
+    ),
+    "table of a volume": Case(
+        ga.volume_window_graph(3, 3, 4, 1, dilation=(1, 1, 2)), score="dot", table=True
+    ),
     "padding": Case(some(40, 40), valid="both", batch=(2,)),
     "padding of neighbours": Case(nearest(40, 5), score="dot", valid="both", per_edge=True),
     "padding of hubs": Case(hubs(), valid="both", kv_heads=1),

@@ -49,6 +49,11 @@ GRAPHS = {
     "grid": lambda: ga.grid_window_graph(3, 4, 1),
     "grid with class token": lambda: ga.grid_window_graph(3, 3, 1, class_token=True),
     "manhattan grid": lambda: ga.grid_window_graph(3, 4, 2, metric="manhattan"),
+    "shifted grid": lambda: ga.neighborhood_graph((4, 5), (3, 2), dilation=(1, 2)),
+    "causal dilated grid": lambda: ga.grid_window_graph(
+        4, 3, 1, dilation=(1, 2), causal=(True, False), class_token=True
+    ),
+    "volume": lambda: ga.volume_window_graph(2, 3, 3, 1),
     "longformer": lambda: ga.longformer_graph(10, 1, [0, 5]),
     "bigbird": lambda: ga.bigbird_graph(10, 1, 2, [0], seed=3),
     "bipartite window": lambda: ga.bipartite_window_graph(7, 2),

@@ -1,0 +1,402 @@
+"""Windows on grids: dilated, causal, of several radii, in volumes, and NATTEN's, shifted inside."""
+
+import itertools
+import math
+
+import networkx
+import pytest
+import torch
+
+import graphattn as ga
+from graphattn.graphs.grid_windows import GridWindows
+
+
+def cells(shape: tuple[int, ...]) -> list[tuple[int, ...]]:
+    return list(itertools.product(*(range(size) for size in shape)))
+
+
+def each(value, axes: int) -> tuple:
+    return tuple(value) if isinstance(value, tuple) else (value,) * axes
+
+
+def line_of(place: int, size: int, dilation: int) -> list[int]:
+    """The places of one axis that hops of `dilation` lead to."""
+    return [other for other in range(size) if (other - place) % dilation == 0]
+
+
+def within(place: int, size: int, radius: int, dilation: int, causal: bool) -> set[int]:
+    """A window that is cut: hop by hop."""
+    hops = range(-radius, 1 if causal else radius + 1)
+    return {place + hop * dilation for hop in hops if 0 <= place + hop * dilation < size}
+
+
+def nattens(place, size, kernel_size, stride, dilation, is_causal) -> set[int]:
+    """What a query sees along one axis, as the papers of NATTEN define it.
+
+    Neighbourhood attention: a window of fixed size that starts kernel_size // 2 before the query
+    and is moved where it would leave the line. Causal: the last kernel_size tokens. Strided: the
+    query takes the window of its group's leader, the middle one, the last one where causal; what
+    is ahead of a causal query stays out.
+    """
+    line = line_of(place, size, dilation)
+    query = line.index(place)
+    group = query // stride
+    if is_causal:
+        leader = min(group * stride + stride - 1, len(line) - 1)
+        window = range(max(leader - kernel_size + 1, 0), query + 1)
+    else:
+        leader = min(group * stride + stride // 2, len(line) - 1)
+        start = leader - kernel_size // 2
+        while start < 0:
+            start += 1
+        while start + kernel_size > len(line):
+            start -= 1
+        window = range(start, start + kernel_size)
+    return {line[k] for k in window}
+
+
+def product(shape, sees_along):
+    """`sees(i, j)` of tokens from what places see along every axis."""
+    places = cells(shape)
+    seen = [[sees_along(axis, place) for place in range(size)] for axis, size in enumerate(shape)]
+    return lambda i, j: all(
+        b in seen[axis][a] for axis, (a, b) in enumerate(zip(places[i], places[j], strict=True))
+    )
+
+
+IMAGES = [
+    ((5, 7), {"radius": 1, "dilation": 2}),
+    ((5, 7), {"radius": (1, 3)}),
+    ((6, 4), {"radius": (0, 2)}),
+    ((6, 4), {"radius": 2, "causal": True}),
+    ((4, 6), {"radius": 1, "causal": (True, False)}),
+    ((4, 6), {"radius": (2, 1), "causal": (False, True), "dilation": (1, 2)}),
+    ((7, 8), {"radius": (2, 1), "dilation": (3, 2)}),
+    ((1, 1), {"radius": 2, "dilation": 3}),
+    ((3, 2), {"radius": 9, "dilation": 7}),
+    ((1, 9), {"radius": 2, "causal": (False, True)}),
+]
+VOLUMES = [
+    ((3, 4, 5), {"radius": 1}),
+    ((2, 3, 4), {"radius": (1, 0, 2)}),
+    ((4, 3, 3), {"radius": (2, 1, 1), "causal": (True, False, False)}),
+    ((5, 4, 3), {"radius": 1, "dilation": (2, 1, 3), "causal": (True, True, False)}),
+    ((3, 3, 3), {"radius": 2, "causal": True}),
+    ((1, 1, 4), {"radius": 1}),
+]
+
+
+def build(shape, **options) -> ga.TokenGraph:
+    builder = ga.grid_window_graph if len(shape) == 2 else ga.volume_window_graph
+    return builder(*shape, **options)
+
+
+@pytest.mark.parametrize(("shape", "options"), IMAGES + VOLUMES)
+@pytest.mark.parametrize("class_token", [False, True])
+def test_a_window_is_cut_hop_by_hop_along_every_axis(
+    shape, options, class_token, check_graph, mask_of
+):
+    axes = len(shape)
+    radius, dilation = each(options["radius"], axes), each(options.get("dilation", 1), axes)
+    causal = each(options.get("causal", False), axes)
+    sees = product(shape, lambda a, x: within(x, shape[a], radius[a], dilation[a], causal[a]))
+    lead = int(class_token)
+    graph = build(shape, **options, class_token=class_token)
+    check_graph(
+        graph,
+        mask_of(
+            lambda i, j: (lead and not (i and j)) or sees(i - lead, j - lead),
+            math.prod(shape) + lead,
+        ),
+        place=None if lead else lambda i: cells(shape)[i],
+    )
+
+
+@pytest.mark.parametrize(("shape", "options"), IMAGES + VOLUMES)
+def test_a_diamond_adds_up_the_hops_of_all_axes(shape, options, check_graph, mask_of):
+    axes = len(shape)
+    options = {**options, "radius": max(each(options["radius"], axes))}
+    dilation, causal = each(options.get("dilation", 1), axes), each(options.get("causal", 0), axes)
+    places = cells(shape)
+
+    def sees(i, j):
+        moves = [b - a for a, b in zip(places[i], places[j], strict=True)]
+        return (
+            all(move % d == 0 for move, d in zip(moves, dilation, strict=True))
+            and not any(move > 0 and c for move, c in zip(moves, causal, strict=True))
+            and sum(abs(m) // d for m, d in zip(moves, dilation, strict=True)) <= options["radius"]
+        )
+
+    graph = build(shape, **options, metric="manhattan")
+    check_graph(graph, mask_of(sees, len(places)), place=lambda i: places[i])
+
+
+NATTEN = [
+    ((9,), {"kernel_size": 3}),
+    ((9,), {"kernel_size": 4}),
+    ((9,), {"kernel_size": 9}),
+    ((9,), {"kernel_size": 3, "dilation": 3}),
+    ((11,), {"kernel_size": 3, "dilation": 3}),
+    ((11,), {"kernel_size": 4, "is_causal": True, "stride": 3}),
+    ((11,), {"kernel_size": 5, "stride": 2}),
+    ((12,), {"kernel_size": 5, "stride": 5}),
+    ((11,), {"kernel_size": 1}),
+    ((11,), {"kernel_size": 2, "dilation": 5}),
+    ((11,), {"kernel_size": 3, "is_causal": True, "dilation": 2}),
+    ((5, 7), {"kernel_size": 3}),
+    ((5, 7), {"kernel_size": (3, 5)}),
+    ((6, 7), {"kernel_size": (2, 3), "dilation": (3, 2)}),
+    ((6, 7), {"kernel_size": 3, "is_causal": (True, False)}),
+    ((6, 7), {"kernel_size": (4, 2), "is_causal": (False, True), "dilation": (1, 3)}),
+    ((6, 7), {"kernel_size": 4, "stride": (2, 3)}),
+    ((6, 6), {"kernel_size": 6}),
+    ((3, 4, 5), {"kernel_size": (2, 3, 3)}),
+    (
+        (4, 4, 4),
+        {"kernel_size": (3, 2, 2), "dilation": (1, 2, 1), "is_causal": (True, False, True)},
+    ),
+    ((4, 4, 4), {"kernel_size": 3, "stride": (1, 2, 3), "is_causal": (False, False, True)}),
+]
+
+
+@pytest.mark.parametrize(("shape", "options"), NATTEN)
+def test_a_neighborhood_is_nattens(shape, options, check_graph, mask_of):
+    axes = len(shape)
+    kernel_size, is_causal = each(options["kernel_size"], axes), options.get("is_causal", False)
+    stride, dilation = (each(options.get(name, 1), axes) for name in ("stride", "dilation"))
+    is_causal = each(is_causal, axes)
+    sees = product(
+        shape,
+        lambda a, x: nattens(x, shape[a], kernel_size[a], stride[a], dilation[a], is_causal[a]),
+    )
+    graph = ga.neighborhood_graph(shape if axes > 1 else shape[0], **options)
+    assert graph == ga.neighborhood_graph(shape, **options)
+    places = cells(shape)
+    check_graph(graph, mask_of(sees, len(places)), place=lambda i: places[i])
+    rows = [k if c else 2 * k - 1 for k, c in zip(kernel_size, is_causal, strict=True)]
+    assert graph.structure.num_offsets == math.prod(rows), "NATTEN's rpb"
+
+
+@pytest.mark.parametrize(
+    ("size", "dilation", "radius"),
+    [
+        (size, dilation, radius)
+        for size, dilation, radius in itertools.product((5, 8, 13), (1, 2, 3), (0, 1, 2))
+        if (2 * radius + 1) * dilation <= size
+    ],
+)
+def test_an_odd_neighborhood_is_the_nearest_tokens_of_the_line(size, dilation, radius):
+    """Eq. 1 of the first paper: the k nearest; ties only arise where both are among them."""
+    kernel_size = 2 * radius + 1
+    graph = ga.neighborhood_graph(size, kernel_size, dilation=dilation)
+    rowptr, source = graph.csr()
+    for i in range(size):
+        nearest = sorted(line_of(i, size, dilation), key=lambda j: abs(i - j))[:kernel_size]
+        assert source[rowptr[i] : rowptr[i + 1]].tolist() == sorted(nearest)
+
+
+@pytest.mark.parametrize("dilation", [1, 2])
+@pytest.mark.parametrize("causal", [False, (True, False), True])
+def test_a_shifted_border_is_a_neighborhood_of_an_odd_kernel(dilation, causal):
+    options = {"dilation": dilation}
+    shifted = ga.grid_window_graph(7, 8, 1, border="shift", causal=causal, **options)
+    along = each(causal, 2)
+    kernel_size = tuple(2 if c else 3 for c in along)
+    assert shifted == ga.neighborhood_graph((7, 8), kernel_size, is_causal=causal, **options)
+    token = ga.grid_window_graph(7, 8, 1, border="shift", causal=causal, class_token=True)
+    inner = token.to_mask()[1:, 1:]
+    assert torch.equal(
+        inner, ga.grid_window_graph(7, 8, 1, border="shift", causal=causal).to_mask()
+    )
+    assert bool(token.to_mask()[0].all())
+    assert bool(token.to_mask()[:, 0].all())
+
+
+def test_away_from_the_border_both_borders_are_one():
+    cut, shift = (ga.grid_window_graph(9, 9, 2, border=border) for border in ("cut", "shift"))
+    inner = [y * 9 + x for y in range(2, 7) for x in range(2, 7)]
+    assert torch.equal(cut.to_mask()[inner], shift.to_mask()[inner])
+    assert cut != shift
+    assert shift.in_degree().unique().tolist() == [25]
+
+
+@pytest.mark.parametrize("radius", [1, 2])
+def test_diamonds_of_volumes_are_powers_of_networkx_grids(radius):
+    grid = networkx.power(networkx.grid_graph((4, 3, 5)), radius)
+    volume = networkx.Graph()
+    volume.add_nodes_from(cells((5, 3, 4)))  # networkx counts the axes from the last one
+    volume.add_edges_from(grid.edges)
+    volume.add_edges_from((cell, cell) for cell in list(volume))
+    assert ga.volume_window_graph(5, 3, 4, radius, metric="manhattan") == ga.from_networkx(volume)
+
+
+def test_one_radius_is_the_same_for_every_axis():
+    assert ga.grid_window_graph(4, 5, (2, 2)) == ga.grid_window_graph(4, 5, 2)
+    assert ga.grid_window_graph(4, 5, (2, 2)).structure == ga.grid_window_graph(4, 5, 2).structure
+    assert ga.volume_window_graph(1, 4, 5, 2) == ga.grid_window_graph(4, 5, 2)
+    causal = ga.neighborhood_graph(9, 4, is_causal=True)
+    assert causal.structure == ga.causal_window_graph(9, 4).structure
+
+
+CAUSAL = {
+    "causal along every axis": (lambda: ga.volume_window_graph(3, 3, 3, 1, causal=True), True),
+    "causal in time alone": (
+        lambda: ga.volume_window_graph(3, 3, 3, 1, causal=(True, False, False)),
+        False,
+    ),
+    "causal in time, alone in space": (
+        lambda: ga.volume_window_graph(3, 3, 3, (1, 0, 0), causal=(True, False, False)),
+        True,
+    ),
+    "NATTEN's": (lambda: ga.neighborhood_graph((4, 4), 2, is_causal=True), True),
+    "an even kernel looks one back": (lambda: ga.neighborhood_graph((4, 4), 2), False),
+    "with a class token": (
+        lambda: ga.grid_window_graph(3, 3, 1, causal=True, class_token=1),
+        False,
+    ),
+    "seen from the other side": (
+        lambda: ga.neighborhood_graph((4, 4), 2, is_causal=True).transpose(),
+        False,
+    ),
+    "strided, from the other side": (
+        lambda: ga.neighborhood_graph((4, 4), 2, stride=2, is_causal=True).transpose(),
+        False,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+def test_a_grid_is_causal_where_no_token_sees_a_later_one(name):
+    make, expected = CAUSAL[name]
+    graph = make()
+    source, target = graph.edge_index
+    assert graph.is_causal == expected
+    assert bool((source <= target).all()) == expected
+
+
+@pytest.mark.parametrize("name", ["shift", "stride", "diamonds"])
+def test_large_grids_count_without_listing_an_edge(name):
+    N = 1000
+    graph, expected = {
+        "shift": lambda: (ga.neighborhood_graph((N, N), 7), 49 * N * N),
+        "stride": lambda: (
+            ga.neighborhood_graph((N, N), (8, 7), stride=(4, 1), is_causal=(True, False)),
+            # Rows of 8 - (3 - o) tokens for o = 0 .. 3, less what would lie before the first one.
+            (N * (8 + 7 + 6 + 5) // 4 - sum(max(4 - q // 4 * 4, 0) for q in range(8))) * 7 * N,
+        ),
+        "diamonds": lambda: (
+            ga.grid_window_graph(N, N, 2, metric="manhattan", dilation=3),
+            # 13 hops, each less the rows and columns from which it leaves the image.
+            sum(
+                (N - 3 * abs(a)) * (N - 3 * abs(b))
+                for a in range(-2, 3)
+                for b in range(-2, 3)
+                if abs(a) + abs(b) <= 2
+            ),
+        ),
+    }[name]()
+    assert graph.num_edges == expected
+    assert int(graph.in_degree().sum()) == expected
+    assert int(graph.transpose().in_degree().sum()) == expected
+    assert graph._edge_index is None
+
+
+@pytest.mark.parametrize(("shape", "options"), [*NATTEN, ((700,), {"kernel_size": 9})])
+def test_pieces_hold_every_edge_once(shape, options, monkeypatch):
+    monkeypatch.setattr("graphattn.graphs.grid_windows.AT_ONCE", 64)
+    graph = ga.neighborhood_graph(shape, **options)
+    for own in (graph, graph.transpose()):
+        pieces = torch.cat(list(own.structure.pieces()), dim=1)
+        key = pieces[1] * own.num_tokens + pieces[0]
+        assert torch.equal(
+            key.sort().values, own.edge_index[1] * own.num_tokens + own.edge_index[0]
+        )
+
+
+def test_windows_of_one_reach_share_a_table_of_offsets_in_a_batch():
+    small, large = (ga.neighborhood_graph(shape, 3) for shape in ((3, 4), (5, 5)))
+    packed = ga.batch([small, large])
+    assert packed.structure.num_offsets == 25
+    source, target = packed.edge_index
+    rows = packed.structure.offset_index(target, source)
+    own = [graph.structure.offset_index(*graph.edge_index.flip(0)) for graph in (small, large)]
+    assert torch.equal(rows, torch.cat(own))
+    assert ga.batch([small, ga.grid_window_graph(5, 5, 1)]).structure.num_offsets is None
+
+
+def test_grids_join_unions_and_stay_structured():
+    near = ga.volume_window_graph(3, 4, 4, 1, dilation=(1, 2, 2))
+    both = ga.union(near, ga.longformer_graph(48, 1, [0]))
+    assert both.structure is not None
+    assert torch.equal(both.to_mask(), near.to_mask() | ga.longformer_graph(48, 1, [0]).to_mask())
+    assert both.num_edges == int(both.to_mask().sum())
+
+
+@pytest.mark.parametrize("reach", [10**6, 2**62])
+def test_a_reach_beyond_the_grid_sees_everything(reach):
+    assert ga.volume_window_graph(2, 3, 2, reach) == ga.complete_graph(12)
+    alone = ga.grid_window_graph(3, 3, 2, dilation=reach)
+    assert alone == ga.block_window_graph(9, 1)
+    assert alone.num_edges == 9
+    assert ga.grid_window_graph(3, 3, reach, metric="manhattan", dilation=(1, 2)).num_edges == 45
+
+
+BAD = {
+    "radius of three axes": (
+        lambda: ga.grid_window_graph(4, 4, (1, 1, 1)),
+        r"radius must be an integer >= 1, or 2 of them .*got \(1, 1, 1\)",
+    ),
+    "no radius": (lambda: ga.grid_window_graph(4, 4, (0, 0)), r"radius must be >= 1 along some"),
+    "negative radius": (lambda: ga.grid_window_graph(4, 4, (1, -1)), r"radius\[1\] must be >= 0"),
+    "dilation 0": (lambda: ga.grid_window_graph(4, 4, 1, dilation=0), r"dilation must be >= 1"),
+    "dilation of an axis": (
+        lambda: ga.volume_window_graph(4, 4, 4, 1, dilation=(1, 0, 1)),
+        r"dilation\[1\] must be >= 1, got 0",
+    ),
+    "causal word": (lambda: ga.grid_window_graph(4, 4, 1, causal="rows"), r"causal must be True"),
+    "causal of three": (
+        lambda: ga.grid_window_graph(4, 4, 1, causal=(True, False, True)),
+        r"causal must be True or False, or 2 of them",
+    ),
+    "border": (lambda: ga.grid_window_graph(4, 4, 1, border="wrap"), r"border must be one of"),
+    "shifted beyond": (
+        lambda: ga.grid_window_graph(9, 4, 1, dilation=2, border="shift"),
+        r"radius must leave .* <= 4 along axis 1, got radius 1 and dilation 2",
+    ),
+    "two radii of a diamond": (
+        lambda: ga.grid_window_graph(4, 4, (1, 2), metric="manhattan"),
+        r"radius must be one number with metric='manhattan', got \(1, 2\)",
+    ),
+    "shifted diamond": (
+        lambda: ga.grid_window_graph(4, 4, 1, metric="manhattan", border="shift"),
+        r"border must be 'cut' with metric='manhattan'",
+    ),
+    "kernel too large": (
+        lambda: ga.neighborhood_graph((8, 5), 3, dilation=2),
+        r"kernel_size \* dilation must be <= shape = 5 along axis 1, got 3 \* 2",
+    ),
+    "stride too large": (
+        lambda: ga.neighborhood_graph(8, 3, stride=4),
+        r"stride must be <= kernel_size = 3 along axis 0, got 4",
+    ),
+    "no axes": (lambda: ga.neighborhood_graph((), 1), r"shape must hold a size"),
+    "shape word": (lambda: ga.neighborhood_graph("8", 1), r"shape must be an integer >= 1"),
+    "empty axis": (lambda: ga.neighborhood_graph((4, 0), 1), r"shape\[1\] must be >= 1, got 0"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_no_grid_can_have_is_refused_by_name(name):
+    call, words = BAD[name]
+    with pytest.raises(ValueError, match=words):
+        call()
+
+
+def test_the_encoding_keeps_every_field():
+    from graphattn.graphs.encoding import decode, encode
+
+    own = GridWindows(
+        (4, 6), (3, 1), (0, 1), (1, 2), (2, 1), (False, True), "chebyshev", False, True
+    )
+    graph = ga.TokenGraph(structure=own)
+    assert decode(encode(graph), None, graph.device).structure == own
