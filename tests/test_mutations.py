@@ -340,8 +340,8 @@ MUTATIONS = [
     Mutation(
         "a batch with one causal sequence passes for one without",
         "graphattn/graphs/composites.py",
-        "return any(part.has_causal_part for part in self.parts)",
-        "return all(part.has_causal_part for part in self.parts)",
+        "return any(part.has_causal_part for part in self._without_padding())",
+        "return all(part.has_causal_part for part in self._without_padding())",
         (
             "tests/nn/test_nn_causality_and_padding.py"
             "::test_energy_is_refused_where_one_sequence_of_a_batch_is_causal",
