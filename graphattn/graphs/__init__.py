@@ -1,5 +1,6 @@
 """Who talks to whom: the token graph, what is known of its structure, and its builders."""
 
+from graphattn.graphs.collate import collate
 from graphattn.graphs.combine import batch, union
 from graphattn.graphs.convert import (
     from_edge_index,
@@ -12,6 +13,7 @@ from graphattn.graphs.grids import grid_window_graph, neighborhood_graph, volume
 from graphattn.graphs.long_range import bigbird_graph, longformer_graph
 from graphattn.graphs.nearest_neighbors import knn
 from graphattn.graphs.neighbors import knn_graph, radius_graph
+from graphattn.graphs.token_batch import TokenBatch
 from graphattn.graphs.token_graph import TokenGraph
 from graphattn.graphs.windows import (
     bipartite_complete_graph,
@@ -26,6 +28,7 @@ from graphattn.graphs.windows import (
 )
 
 __all__ = [
+    "TokenBatch",
     "TokenGraph",
     "batch",
     "bigbird_graph",
@@ -34,6 +37,7 @@ __all__ = [
     "block_window_graph",
     "causal_graph",
     "causal_window_graph",
+    "collate",
     "complete_graph",
     "dilated_window_graph",
     "from_edge_index",

@@ -17,6 +17,7 @@ from graphattn.graphs.structure import (
     Device,
     OffsetTable,
     Structure,
+    is_padding,
     masked_rows,
     sort_edges,
 )
@@ -213,11 +214,15 @@ class Parts(Structure):
 
     @property
     def has_causal_part(self) -> bool:
-        return any(part.has_causal_part for part in self.parts)
+        return any(part.has_causal_part for part in self._without_padding())
+
+    def _without_padding(self) -> list[Structure]:
+        """Padding has no order of its own, and reads no row of a table of offsets."""
+        return [part for part in self.parts if not is_padding(part)]
 
     @property
     def offset_table(self) -> OffsetTable | None:
-        shared = {part.offset_table for part in self.parts}
+        shared = {part.offset_table for part in self._without_padding() or self.parts}
         return shared.pop() if len(shared) == 1 else None
 
     def offset_index(self, target: Tensor, source: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 from torch import Tensor
 
+from graphattn.graphs.batch_vectors import BatchVector, pair_sizes, with_borders
 from graphattn.graphs.edge_lists import sorted_edge_list
 from graphattn.graphs.token_graph import TokenGraph
 
@@ -22,6 +23,7 @@ def from_edge_index(
     num_sources: int | None = None,
     *,
     return_permutation: Literal[False] = False,
+    batch: BatchVector | None = None,
 ) -> TokenGraph: ...
 
 
@@ -32,6 +34,7 @@ def from_edge_index(
     num_sources: int | None = None,
     *,
     return_permutation: Literal[True],
+    batch: BatchVector | None = None,
 ) -> tuple[TokenGraph, Tensor]: ...
 
 
@@ -41,6 +44,7 @@ def from_edge_index(
     num_sources: int | None = None,
     *,
     return_permutation: bool = False,
+    batch: BatchVector | None = None,
 ) -> TokenGraph | tuple[TokenGraph, Tensor]:
     """A graph of an edge list in PyG's order: row 0 = source j, row 1 = target i.
 
@@ -53,9 +57,13 @@ def from_edge_index(
         num_targets: N.
         num_sources: M; N if None.
         return_permutation: also return the LongTensor [E] described above.
+        batch: the item of a batch that every token belongs to, [N] in ascending order, as PyG has
+            it; a pair (targets, sources) where these are different tokens. Positions restart in
+            every item.
 
     Raises:
-        ValueError: if an edge is out of range or stands there twice, or the shape is not [2, E].
+        ValueError: if an edge is out of range or stands there twice, or the shape is not [2, E]; if
+            `batch` is not in ascending order, or an edge joins two items.
 
     Example:
         >>> import torch, graphattn as ga
@@ -67,11 +75,17 @@ def from_edge_index(
                 [0, 0, 2]])
         >>> permutation
         tensor([2, 1, 0])
+        >>> bonds = torch.tensor([[0, 1, 2, 3], [1, 0, 3, 2]])  # of two molecules
+        >>> ga.from_edge_index(bonds, 4, batch=torch.tensor([0, 0, 1, 1])).positions
+        tensor([0, 1, 0, 1])
     """
     if num_sources is None:
         num_sources = num_targets
     edges, permutation = sorted_edge_list(edge_index, num_targets, num_sources)
     graph = TokenGraph(edge_index=edges, num_targets=int(num_targets), num_sources=int(num_sources))
+    if batch is not None:
+        sizes = pair_sizes(batch, graph.num_targets, graph.num_sources)
+        graph = with_borders(graph, sizes, "edge_index")
     return (graph, permutation) if return_permutation else graph
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from graphattn.graphs.arguments import as_edge_type
+from graphattn.graphs.batch_vectors import with_borders
 from graphattn.graphs.convert import from_edge_index
 from graphattn.graphs.token_graph import TokenGraph
 
@@ -208,21 +209,8 @@ def _with_borders(graph: TokenGraph, targets: Any, sources: Any) -> TokenGraph:
             "data must be batched alike in targets and sources, got parts: "
             f"{parts[0]} and {parts[1]}"
         )
-    count = torch.arange(len(of_targets), device=of_targets.device)
-    part_of_target, part_of_source = (
-        count.repeat_interleave(sizes).to(graph.device) for sizes in (of_targets, of_sources)
-    )
-    source, target = graph.edge_index
-    crossing = (part_of_target[target] != part_of_source[source]).nonzero()
-    if len(crossing) > 0:
-        j, i = graph.edge_index[:, int(crossing[0])].tolist()
-        raise ValueError(f"the edge (source {j}, target {i}) of data crosses the border of a part")
-    return TokenGraph(
-        edge_index=graph.edge_index,
-        num_targets=graph.num_targets,
-        num_sources=graph.num_sources,
-        sizes=tuple(zip(of_targets.tolist(), of_sources.tolist(), strict=True)),
-    )
+    sizes = tuple(zip(of_targets.tolist(), of_sources.tolist(), strict=True))
+    return with_borders(graph, sizes, "data")
 
 
 def _sizes_in_batch(store: Any, num_nodes: int) -> Tensor | None:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     import scipy.sparse
     from torch_geometric.data import Data, HeteroData
 
+    from graphattn.graphs.token_batch import TokenBatch
     from graphattn.graphs.token_graph import TokenGraph
 
 
@@ -22,8 +23,13 @@ def pyg_of(
     edge_type: tuple[str, str, str] | None,
     edge_attr: Tensor | None,
     edge_weight: Tensor | None,
+    *,
+    as_data: bool = False,
 ) -> Any:
-    """An EdgeIndex, a Data or a HeteroData: see ``TokenGraph.to_pyg``."""
+    """An EdgeIndex, a Data or a HeteroData: see ``TokenGraph.to_pyg``.
+
+    With `as_data` a Data also where there are no values of edges.
+    """
     from torch_geometric import EdgeIndex
     from torch_geometric.data import Data, HeteroData
 
@@ -34,7 +40,7 @@ def pyg_of(
     stores: tuple[Any, Any, Any]  # targets, sources, edges
     data: Data | HeteroData
     if edge_type is None:
-        if edge_attr is None and edge_weight is None:
+        if edge_attr is None and edge_weight is None and not as_data:
             return EdgeIndex(
                 graph.edge_index,
                 sparse_size=(graph.num_sources, graph.num_targets),
@@ -46,6 +52,8 @@ def pyg_of(
                 f"one kind of them, but the graph has as many targets and sources as "
                 f"{graph.sizes}"
             )
+        if len(graph.sizes) > 1:
+            return _pyg_parts(graph, edge_type, edge_attr, edge_weight)
         data = Data(edge_index=graph.edge_index)
         stores = (data, data, data)
     else:
@@ -55,21 +63,66 @@ def pyg_of(
                 f"edge_type {edge_type} names one node type, but the graph has as many targets "
                 f"and sources as {graph.sizes}"
             )
+        if len(graph.sizes) > 1:
+            return _pyg_parts(graph, edge_type, edge_attr, edge_weight)
         data = HeteroData()
         stores = (data[target], data[source], data[edge_type])
         stores[2].edge_index = graph.edge_index  # PyG cannot coalesce its EdgeIndex here
     for side in (0, 1):
-        sizes = torch.tensor([size[side] for size in graph.sizes], device=graph.device)
-        stores[side].num_nodes = int(sizes.sum())
-        if len(sizes) > 1:
-            stores[side].ptr = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
-            count = torch.arange(len(sizes), device=graph.device)
-            stores[side].batch = count.repeat_interleave(sizes)
+        stores[side].num_nodes = graph.num_sources if side else graph.num_targets
     if edge_attr is not None:
         stores[2].edge_attr = edge_attr
     if edge_weight is not None:
         stores[2].edge_weight = edge_weight
     return data
+
+
+def _pyg_parts(
+    graph: TokenGraph,
+    edge_type: tuple[str, str, str] | None,
+    edge_attr: Tensor | None,
+    edge_weight: Tensor | None,
+) -> Any:
+    """A PyG Batch of the graphs that stand side by side in `graph`."""
+    from torch_geometric.data import Batch
+
+    targets, sources = (
+        torch.tensor([0, *(size[side] for size in graph.sizes)]).cumsum(0) for side in (0, 1)
+    )
+    borders = graph.rowptr[targets.to(graph.device)].tolist()
+    parts = []
+    for k, (num_targets, num_sources) in enumerate(graph.sizes):
+        own = slice(borders[k], borders[k + 1])
+        start = torch.stack([sources[k], targets[k]])[:, None].to(graph.device)
+        part = type(graph)(
+            edge_index=graph.edge_index[:, own] - start,
+            num_targets=num_targets,
+            num_sources=num_sources,
+        )
+        values = (None if value is None else value[own] for value in (edge_attr, edge_weight))
+        parts.append(pyg_of(part, edge_type, *values, as_data=True))
+    return Batch.from_data_list(parts)
+
+
+def pyg_batch_of(batch: TokenBatch) -> Any:
+    """A PyG Batch of the items of a TokenBatch: see ``TokenBatch.to_pyg``."""
+    from torch_geometric.data import Batch, Data
+
+    if any(targets != sources for targets, sources in batch.sizes):
+        raise ValueError(
+            "to_pyg needs targets and sources that are the same tokens, a Data has one kind of "
+            f"nodes, but the (targets, sources) of the items are {batch.sizes}"
+        )
+    columns = {name: batch.values_of_items(name) for name, _ in batch.items()}
+    edges = batch.unpack(batch.graph.edge_index.T, per="edge")
+    rows = batch.first_tokens()
+    items = []
+    for b, (num_tokens, _) in enumerate(batch.sizes):
+        fields = {name: values[b] for name, values in columns.items()}
+        data = Data(edge_index=(edges[b] - rows[b]).T.contiguous(), **fields)
+        data.num_nodes = num_tokens
+        items.append(data)
+    return Batch.from_data_list(items)
 
 
 def networkx_of(graph: TokenGraph, edge_weight: Tensor | None) -> networkx.DiGraph:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from graphattn.graphs.arguments import as_choice, as_int, as_points
 from graphattn.graphs.bands import band_tables, bands_of, has_bands
+from graphattn.graphs.composites import Parts
 from graphattn.graphs.distances import (
     PAIRS,
     TILE,
@@ -106,6 +108,51 @@ def nearest_index(
     return _nearest_in_graph(
         *search.points, search.k, search.within, search.to_self, search.self_loops
     )
+
+
+def nearest_in_items(
+    x: Tensor,
+    k: int,
+    source: Tensor | None,
+    sizes: Sequence[tuple[int, int]],
+    self_loops: bool,
+    backend: str,
+) -> Tensor:
+    """:func:`nearest_index` in every item of a batch by itself, int64 [N, at most k].
+
+    `sizes` are the (targets, sources) of the items. Where an item has fewer than k possible
+    sources, its tokens find them all, and -1 stands for the rest.
+    """
+    k, sources = as_int("k", k, 1), x if source is None else source
+    as_choice("backend", backend, BACKENDS)
+    to_self = source is None
+    if self_loops and not to_self:
+        raise ValueError("self_loops=True needs source=None: other sources are other tokens")
+    possible = [max(count - int(to_self and not self_loops), 0) for _, count in sizes]
+    k = max(min(k, max(possible, default=0)), 1)
+    if max(possible, default=0) > 0 and (
+        backend == "triton" or (backend == "auto" and x.device.type == "cuda")
+    ):  # one search for all
+        parts = tuple(Complete(*pair) for pair in sizes)
+        within = TokenGraph(structure=Parts(parts), device=x.device)
+        search = _checked(x, k, source, within, bool(self_loops))
+        if backend == "triton" or _why_no_kernels(search) is None:
+            return nearest_index(x, k, source, within, self_loops, backend)
+    index = torch.full((len(x), k), -1, dtype=torch.int64, device=x.device)
+    t = s = 0
+    for (num_targets, num_sources), most in zip(sizes, possible, strict=True):
+        if num_targets and most:
+            own = sources[s : s + num_sources]
+            found = nearest_index(
+                x[t : t + num_targets],
+                min(k, most),
+                None if to_self else own,
+                self_loops=self_loops,
+                backend=backend,
+            )
+            index[t : t + num_targets, : found.shape[1]] = found.where(found < 0, found + s)
+        t, s = t + num_targets, s + num_sources
+    return index
 
 
 class _Search(NamedTuple):

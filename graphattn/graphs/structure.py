@@ -209,6 +209,20 @@ class Band(Structure):
         return Band(self.num_tokens, self.after, self.before, self.dilation, self.self_loops)
 
 
+def no_edges(num_tokens: int) -> Band:
+    """Tokens that see nothing and are seen by nobody: what stands for padding."""
+    return Band(num_tokens, 0, 0, 1, self_loops=False)
+
+
+def is_padding(structure: Structure) -> bool:
+    """Whether a structure is one of :func:`no_edges`."""
+    return (
+        isinstance(structure, Band)
+        and not structure.self_loops
+        and structure.before == structure.after == 0
+    )
+
+
 @dataclass(frozen=True)
 class Cycle(Structure):
     """j = i +- 1, ..., +- window modulo num_tokens, 2 * window < num_tokens (Remark 4.1)."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, cast, overload
 
@@ -204,6 +205,21 @@ class TokenGraph:
         return self._starts
 
     @property
+    def batch(self) -> Tensor:
+        """LongTensor [N]: the graph of a :func:`~graphattn.batch` that every target belongs to.
+
+        PyG's batch vector, made anew on each call; zeros for a single graph.
+
+        Example:
+            >>> import graphattn as ga
+            >>> ga.batch([ga.causal_graph(2), ga.causal_graph(3)]).batch
+            tensor([0, 0, 1, 1, 1])
+        """
+        sizes = torch.tensor([targets for targets, _ in self._sizes], device=self._device)
+        part = torch.arange(len(sizes), device=self._device)
+        return part.repeat_interleave(sizes, output_size=self._num_targets)
+
+    @property
     def device(self) -> torch.device:
         """Where the edges and positions lie, or will lie once they are asked for."""
         return self._device
@@ -361,19 +377,26 @@ class TokenGraph:
 
     # Devices, comparison, pickling.
 
-    def to(self, device: torch.device | str) -> TokenGraph:
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> TokenGraph:
         """The same graph on another device (itself where it is there already)."""
         device = torch.empty(0, device=device).device  # "cuda" means the current one
         if device == self._device:
             return self
-        moved = object.__new__(TokenGraph)
-        moved.__dict__.update(self.__dict__)
-        moved._device = device
-        moved._transposed = None
-        for name, value in vars(moved).items():
+        return self._with_tensors(lambda x: x.to(device, non_blocking=non_blocking), device)
+
+    def pin_memory(self) -> TokenGraph:
+        """A copy whose listed edges lie in page-locked memory, as a DataLoader asks for it."""
+        return self._with_tensors(Tensor.pin_memory, self._device)
+
+    def _with_tensors(self, change: Callable[[Tensor], Tensor], device: torch.device) -> TokenGraph:
+        changed = object.__new__(TokenGraph)
+        changed.__dict__.update(self.__dict__)
+        changed._device = device
+        changed._transposed = None
+        for name, value in vars(changed).items():
             if isinstance(value, Tensor) and name != "_code":
-                setattr(moved, name, value.to(device))
-        return moved
+                setattr(changed, name, change(value))
+        return changed
 
     def __getstate__(self) -> dict[str, Any]:
         small = object.__new__(TokenGraph)

@@ -149,7 +149,7 @@ class _Consensus(GraphLayer):
     ) -> Tensor:
         """W_o u' + b_o with u' one consensus step from the states u towards the states v."""
         if self.update_rule == "energy":
-            check_energy_graph(graph, stacklevel=7)  # forward's caller
+            check_energy_graph(graph, stacklevel=8)  # forward's caller
         rotations = self.rotations(x, context, graph, positions)
         compared = self.rotate(u, v, rotations)
         if self.isometric:  # step in the rotated frame, and back

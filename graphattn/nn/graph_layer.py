@@ -13,10 +13,12 @@ from graphattn.graphs.token_graph import TokenGraph
 from graphattn.nn.config import Configured
 from graphattn.nn.overrides import (
     ClassOverrides,
+    is_ours,
     names_of,
     overridden_edges,
     overrides_of_class,
 )
+from graphattn.nn.padded_rows import takes_padded_rows
 from graphattn.nn.rotary import Rotation, as_rotary, check_positions
 from graphattn.ops.backends import check_backend, wanted_backend
 from graphattn.ops.counting import note_uncounted
@@ -39,6 +41,9 @@ class GraphLayer(Configured, MessagePassing):
 
     def __init_subclass__(cls, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)
+        own: Any = cls
+        if "forward" in vars(cls) and is_ours(cls):  # one of somebody else gets what is given
+            own.forward = takes_padded_rows(own.forward)
         cls.class_overrides = overrides_of_class(cls)
 
     def __init__(self, dim: int, heads: int, *, rope: object, backend: str) -> None:

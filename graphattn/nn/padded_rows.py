@@ -1,0 +1,92 @@
+"""Padded items with graphs of their own: [B, N, dim] over one graph of B * N tokens.
+
+A graph over N tokens is shared by all rows of a tensor [B, N, dim]. One over B * N tokens whose
+parts end where the rows do, as :func:`graphattn.collate` makes it of padded items, or
+:func:`graphattn.knn_graph` of points [B, N, C], has edges of its own for every row: then the rows
+are laid end to end, as in packed sequences, and the output is laid back.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphattn.graphs.token_graph import TokenGraph
+
+POSITIONAL = ("x", "graph", "context")
+
+
+def takes_padded_rows(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A layer's forward pass, which then reads such rows, too."""
+
+    @functools.wraps(forward)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        graph = args[1] if len(args) > 1 else kwargs.get("graph")
+        if not isinstance(graph, TokenGraph):
+            return forward(self, *args, **kwargs)
+        x = args[0] if args else kwargs.get("x")
+        if (
+            not isinstance(x, Tensor)
+            or x.dim() < 3
+            or graph.num_targets == x.shape[-2]
+            or len(args) > len(POSITIONAL)
+        ):
+            return forward(self, *args, **kwargs)
+        given = {**dict(zip(POSITIONAL, args, strict=False)), **kwargs}
+        context = given.get("context")
+        if context is None:
+            context = x
+        if not _is_of_rows(graph, x, context):
+            return forward(self, *args, **kwargs)
+        batch, rows, sides = x.shape[:-2], x.shape[:-1], (x.shape[-2], context.shape[-2])
+        for name in ("x", "context"):
+            if given.get(name) is not None:
+                given[name] = given[name].flatten(0, -2)
+        for name in ("valid", "positions"):
+            if given.get(name) is not None:
+                given[name] = _end_to_end(given[name], batch, sides)
+        out = forward(self, **given)
+        if isinstance(out, tuple):  # with weights, [E, H] over the edges of all rows
+            return (out[0].unflatten(0, rows), *out[1:])
+        return out.unflatten(0, rows)
+
+    return call
+
+
+def _is_of_rows(graph: TokenGraph, x: Tensor, context: Any) -> bool:
+    """Whether the parts of the graph end where the rows of x, and of context, do."""
+    if not isinstance(context, Tensor) or context.shape[:-2] != x.shape[:-2]:
+        return False
+    rows, targets, sources = math.prod(x.shape[:-2]), x.shape[-2], context.shape[-2]
+    if (graph.num_targets, graph.num_sources) != (rows * targets, rows * sources):
+        return False
+    t = s = 0
+    for num_targets, num_sources in graph.sizes:
+        t, s = t + num_targets, s + num_sources
+        if t > targets or s > sources:
+            return False
+        if t == targets and s == sources:
+            t = s = 0
+    return t == s == 0
+
+
+def _end_to_end(given: Any, batch: torch.Size, sides: tuple[int, int]) -> Any:
+    """Values of tokens [*, N], or [N] for all rows, or a pair for targets and sources, as [B * N].
+
+    What has another shape stays as it is: the layer refuses it by name.
+    """
+    if isinstance(given, tuple | list):
+        return tuple(
+            value if value is None else _end_to_end(value, batch, (side, side))
+            for value, side in zip(given, sides, strict=False)
+        )
+    if isinstance(given, Tensor) and given.shape == sides[:1]:
+        given = given.expand(*batch, -1)
+    if isinstance(given, Tensor) and given.shape == (*batch, sides[0]):
+        return given.flatten()
+    return given
