@@ -69,6 +69,9 @@ FUSED = "tests/kernels/test_kernels_consensus.py"
 PIECES = "tests/kernels/test_kernels_consensus_pieces.py"
 FUSED_NAN = "tests/kernels/test_kernels_consensus_nan.py"
 STEP = "tests/kernels/test_kernels_window_step.py"
+CACHES = "tests/nn/test_nn_caches.py"
+BLOCK_STEPS = "tests/nn/test_nn_block_steps.py"
+MODEL_STEPS = "tests/models/test_models_steps.py"
 UNSEEN = "tests/ops/test_ops_unseen.py"
 HOLDS = "tests/ops/test_ops_what_holds.py"
 LAYERS_UNSEEN = "tests/nn/test_nn_unseen.py"
@@ -636,6 +639,55 @@ MUTATIONS = [
         "tl.cumsum(m_equal.to(tl.int32), axis=0) <= i_left",
         "tl.cumsum(m_equal.to(tl.int32), axis=0) > tl.sum(m_equal.to(tl.int32), axis=0) - i_left",
         (f"{STEP}::test_of_equally_near_tokens_the_older_is_kept",),
+    ),
+    Mutation(
+        "a window keeps nothing of what a rollback needs",
+        "graphattn/nn/layer_cache.py",
+        "self.most_kept = None if window is None else window + rollback",
+        "self.most_kept = None if window is None else window",
+        (f"{CACHES}::test_every_length_that_is_kept_can_be_gone_back_to_and_no_other",),
+    ),
+    Mutation(
+        "going back twice brings back what was forgotten",
+        "graphattn/nn/layer_cache.py",
+        "self.min_length = max(self.min_length, self.position - self.rollback)",
+        "self.min_length = self.position - self.rollback",
+        (f"{CACHES}::test_going_back_does_not_bring_back_what_was_forgotten",),
+    ),
+    Mutation(
+        "padding that was taken back is still known of",
+        "graphattn/nn/layer_cache.py",
+        'if "valid" in self.buffers and length <= self.masked_from:',
+        'if "valid" in self.buffers and length < 0:',
+        (f"{CACHES}::test_length_0_is_a_new_cache",),
+    ),
+    Mutation(
+        "a ring goes back as if it were a row",
+        "graphattn/nn/layer_cache.py",
+        "            self.end = (length - 1) % self.capacity + 1",
+        "            self.end -= self.position - length",
+        (f"{STEP}::test_a_ring_with_places_for_a_guess_takes_it_back",),
+    ),
+    Mutation(
+        "some layers of a model go back before another refuses",
+        "graphattn/nn/model_cache.py",
+        "self.layers[i].min_length != most)",
+        "self.layers[i].min_length == most)",
+        (f"{CACHES}::test_layers_go_back_apart_and_reordered_together",),
+    ),
+    Mutation(
+        "steps of a block drop features in training",
+        "graphattn/nn/block.py",
+        "if type(dropout) is nn.Dropout:",
+        "if dropout is None:",
+        (f"{BLOCK_STEPS}::test_training_drops_nothing_in_steps_and_a_step_has_no_gradient",),
+    ),
+    Mutation(
+        "positions are checked by the first layer that turns features, after others went on",
+        "graphattn/models/encoder.py",
+        "            check_positions(positions, tokens.shape)\n",
+        "            pass\n",
+        (f"{MODEL_STEPS}::test_what_does_not_fit_is_refused_before_any_layer_goes_on",),
     ),
     Mutation(
         "zeros do not stand in place of what is not sound",
