@@ -6,6 +6,7 @@ from graphattn.nn.dot_product import DotProductAttention
 from graphattn.nn.gaussian import GaussianKernelAttention
 from graphattn.nn.krause import KrauseAttention
 from graphattn.nn.layer_cache import LayerCache
+from graphattn.nn.model_cache import ModelCache
 from graphattn.nn.rotary import RotaryEmbedding
 
 __all__ = [
@@ -14,6 +15,7 @@ __all__ = [
     "GaussianKernelAttention",
     "KrauseAttention",
     "LayerCache",
+    "ModelCache",
     "PreNormBlock",
     "RotaryEmbedding",
     "SelfConsensus",

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 from torch import Tensor, nn
 
 from graphattn.graphs.arguments import as_float
 from graphattn.graphs.token_graph import TokenGraph
 from graphattn.nn.config import Configured
-from graphattn.nn.graph_layer import Positions
+from graphattn.nn.graph_layer import GraphLayer, Positions
+from graphattn.nn.overrides import names_of, replaced_beside
 from graphattn.ops.inputs import Valid
 
 
@@ -24,6 +28,9 @@ class PreNormBlock(Configured, nn.Module):
     Args:
         mixer: a layer of :mod:`graphattn.nn`, or any module with a ``dim``, the block's width, and
             ``forward(x, graph, *, valid=None, positions=None)`` from [*, N, dim] to the same shape.
+            For generation it needs, as those layers have them,
+            ``init_cache(batch, window, *, dtype=None, device=None, rollback=0)`` and
+            ``step(x, cache, *, valid=None, positions=None)``.
         mlp_ratio: hidden width of the perceptron, in units of dim.
         dropout: share of features zeroed after both parts, in training.
 
@@ -86,3 +93,107 @@ class PreNormBlock(Configured, nn.Module):
         mixed = self.mixer(self.mixer_norm(x), graph, *tracks, valid=valid, positions=positions)
         x = x + self.dropout(mixed)
         return x + self.dropout(self.mlp(self.mlp_norm(x)))
+
+    # Token by token.
+
+    def init_cache(
+        self,
+        batch: int | tuple[int, ...],
+        window: int | None,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        rollback: int = 0,
+    ) -> Any:
+        """An empty cache for :meth:`step`: the mixer's own, a :class:`LayerCache`.
+
+        Args:
+            batch: the leading dimensions of the tokens to come; () for a single text.
+            window: how many tokens each token sees, itself included; None for all before it.
+            dtype, device: of what is kept; the mixer's own if None.
+            rollback: how many of the newest tokens ``cache.truncate`` can take back at any time.
+
+        Raises:
+            ValueError: names the mixer that cannot go token by token and what it needs; for
+                arguments out of range; and where a subclass has replaced `forward` alone.
+        """
+        mixer = self._stepping_mixer()
+        return mixer.init_cache(batch, window, dtype=dtype, device=device, rollback=rollback)
+
+    @torch.no_grad()
+    def step(
+        self,
+        x: Tensor,
+        cache: Any,
+        *,
+        valid: Tensor | None = None,
+        positions: Tensor | None = None,
+    ) -> Tensor:
+        """The outputs of the next token, or of the next few, which the cache then holds too.
+
+        T steps give what one forward over all T tokens gives in evaluation mode on the graph
+        ``causal_window_graph(T, window)`` (``causal_graph(T)`` for window=None), to rounding.
+        Features are never dropped out and there is no gradient: `forward` is for training.
+
+        Args:
+            x: [*, dim], the next token of every text, or [*, n, dim], the next n; * is the batch
+                of the cache.
+            cache: from this block's :meth:`init_cache`; updated in place.
+            valid: bool [*] (or [*, n]), True where a token is real.
+            positions: [*] (or [*, n]), where tokens stand for a rotary embedding; counted from 0
+                by the cache if None.
+
+        Returns:
+            [*, dim] or [*, n, dim].
+
+        Raises:
+            ValueError: as :meth:`init_cache`, and for what does not fit the mixer or the cache.
+
+        Example:
+            >>> import torch, graphattn as ga
+            >>> block = ga.nn.PreNormBlock(ga.nn.KrauseAttention(16, heads=4, top_k=3))
+            >>> x = torch.randn(2, 40, 16)
+            >>> y = block(x, ga.causal_window_graph(40, window=8))
+            >>> cache = block.init_cache(2, window=8)
+            >>> prompt = block.step(x[:, :39], cache)
+            >>> torch.allclose(block.step(x[:, 39], cache), y[:, 39], atol=1e-5)
+            True
+        """
+        mixer = self._stepping_mixer()
+        if not isinstance(x, Tensor) or x.shape[-1:] != (mixer.dim,):
+            got = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
+            raise ValueError(
+                f"x must be a tensor of shape [*, {mixer.dim}] (a token) or [*, n, {mixer.dim}] "
+                f"(n of them), got {got}"
+            )
+        if isinstance(mixer, GraphLayer):
+            mixer.check_dtype("x", x)
+        mixed = mixer.step(self.mixer_norm(x), cache, valid=valid, positions=positions)
+        dropout = self.dropout
+        if type(dropout) is nn.Dropout:  # nothing is dropped here, in no mode
+            x = x + mixed
+            return x + self.mlp(self.mlp_norm(x))
+        x = x + dropout(mixed)
+        return x + dropout(self.mlp(self.mlp_norm(x)))
+
+    def _stepping_mixer(self) -> Any:
+        """The mixer; a ValueError where steps would not give what `forward` gives."""
+        if replaced := replaced_beside(self, ("forward",), ("step",)):
+            raise ValueError(
+                f"step does not run the {names_of(replaced)} of {type(self).__name__}, so it would "
+                "not give what forward gives: override step, too"
+            )
+        mixer: Any = self.mixer
+        if hasattr(mixer, "step") and hasattr(mixer, "init_cache"):
+            return mixer
+        name = type(mixer).__name__
+        if isinstance(mixer, GraphLayer):
+            raise ValueError(
+                f"mixer {name} cannot go token by token: it attends to a context, which is there "
+                "from the start. Call the block"
+            )
+        raise ValueError(
+            f"mixer {name} cannot go token by token: it needs init_cache(batch, window, *, "
+            "dtype=None, device=None, rollback=0) and step(x, cache, *, valid=None, "
+            "positions=None), which gives for the next tokens what forward gives on a causal graph"
+        )

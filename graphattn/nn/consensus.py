@@ -413,8 +413,9 @@ class SelfConsensus(_Consensus, StreamingLayer):
     def cache_fields(self) -> dict[str, tuple[int, int]]:
         if self.update_rule == "energy":
             raise ValueError(
-                "init_cache needs update='target', got update='energy', which moves both ends of "
-                "an edge: every new token would move the ones before it again"
+                f"{type(self).__name__} goes token by token with update='target', got "
+                "update='energy', which moves both ends of an edge: every new token would move the "
+                "ones before it again"
             )
         first = self.edge_net.source
         return {

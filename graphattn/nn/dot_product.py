@@ -122,9 +122,9 @@ class DotProductAttention(GraphAttention):
     def cache_fields(self) -> dict[str, tuple[int, int]]:
         if self.context_dim != self.dim:
             raise ValueError(
-                "init_cache needs keys from the tokens themselves, but context_dim = "
-                f"{self.context_dim} (dim is {self.dim}) says that they come from a context, which "
-                "is there from the start: call the layer"
+                f"{type(self).__name__} goes token by token where keys come from the tokens "
+                f"themselves, but context_dim = {self.context_dim} (dim is {self.dim}) says that "
+                "they come from a context, which is there from the start: call the layer"
             )
         return super().cache_fields()
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import math
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from graphattn.graphs.arguments import as_int
 from graphattn.nn.rotary import RotaryEmbedding, Rotation
 
 FIRST_CAPACITY = 64  # tokens that a cache without a window has room for at first; it doubles
@@ -17,17 +20,18 @@ ANGLES_AHEAD = 64  # positions whose rotations are computed at a time
 class LayerCache:
     r"""What one layer keeps of the tokens it has seen; made by ``layer.init_cache``.
 
-    The newest tokens stand side by side, oldest first, in buffers with room for
+    It keeps K = W + d tokens, W being the window and d the `rollback`: the next token sees the last
+    W, and :meth:`truncate` may take back d at any time. The newest stand side by side, oldest
+    first, in buffers with room for
 
     .. math::
-        W + \max(\lfloor W / 4 \rfloor, 16)
+        K + \max(\lfloor K / 4 \rfloor, 16)
 
-    tokens, W being the window. When those are full, the last window moves to their front. So memory
-    is constant, nothing is read around a corner, and moving costs less than attending. A cache
-    without a window doubles its buffers instead. Where a kernel takes the steps, which reads around
-    corners, the buffers are rings of W places: the token of position p stands at place p modulo W.
-    Either form serves either way. It holds plain tensors outside autograd: ``copy.deepcopy``
-    branches a text in two.
+    tokens. When those are full, the last K move to their front. So memory is constant, nothing is
+    read around a corner, and moving costs less than attending. A cache without a window doubles
+    its buffers instead. Where a kernel takes the steps, which reads around corners, the buffers are
+    rings of K places: the token of position p stands at place p modulo K. Either form serves either
+    way. It holds plain tensors outside autograd, and may be copied and pickled in any mode.
 
     Args:
         owner: name and dtype of the layer that made it.
@@ -36,10 +40,12 @@ class LayerCache:
         window: how many tokens a token sees, itself included; None for all.
         dtype, device: of the buffers.
         ring: whether they are rings; only with a window.
+        rollback: how many tokens can be taken back when more have been seen than are kept.
 
     Attributes:
-        batch, window: as above; :meth:`reorder` may change the first of `batch`.
+        batch, window, rollback: as above; :meth:`reorder` may change the first of `batch`.
         position: tokens seen so far, which is the position of the next one.
+        min_length: the least length above 0 that :meth:`truncate` takes; 0 while all is kept.
         num_bytes: memory held.
 
     Shapes:
@@ -65,15 +71,19 @@ class LayerCache:
         dtype: torch.dtype,
         device: torch.device,
         ring: bool = False,
+        rollback: int = 0,
     ) -> None:
         self.owner, self.fields = owner, fields
         self.batch, self.window, self.device, self.dtype = batch, window, device, dtype
+        self.rollback = rollback
         self.is_ring = ring and window is not None
-        self.position = 0
-        self.capacity = FIRST_CAPACITY if window is None else window
-        if window is not None and not ring:
-            self.capacity += max(window // 4, 16)
+        self.position = self.min_length = 0
+        self.most_kept = None if window is None else window + rollback
+        self.capacity = FIRST_CAPACITY if self.most_kept is None else self.most_kept
+        if self.most_kept is not None and not ring:
+            self.capacity += max(self.most_kept // 4, 16)
         self.end = 0  # the newest token stands at end - 1 of every buffer
+        self.masked_from = 0  # the position from which on the buffer "valid" was needed
         self.angles: tuple[int, Tensor, Tensor] | None = None  # first position, cos, sin
         entries = math.prod(batch)
         with torch.inference_mode(False):  # a tensor made there could never be written outside
@@ -145,8 +155,13 @@ class LayerCache:
                 self.buffers["valid"] = torch.ones(
                     entries, self.capacity, 1, dtype=torch.bool, device=self.device
                 )
-        kept = n if self.window is None else min(n, self.window)
+            self.masked_from = self.position
         self.position += n
+        kept = n
+        if self.most_kept is not None:
+            kept = min(n, self.most_kept)
+            if self.position > self.most_kept:
+                self.min_length = max(self.min_length, self.position - self.rollback)
         if self.is_ring:
             self.end = (self.position - 1) % self.capacity + 1
         else:
@@ -166,17 +181,17 @@ class LayerCache:
             buffer.narrow(1, *run).copy_(part)
 
     def _make_room(self, n: int) -> None:
-        """Room for n more tokens (at most a window of them) behind the newest."""
+        """Room for n more tokens (at most as many as are kept) behind the newest."""
         if self.end + n <= self.capacity:
             return
-        if self.window is None:
+        if self.most_kept is None:
             more = max(self.capacity, self.end + n - self.capacity)
             self.capacity += more
             with torch.inference_mode(False):
                 for name, buffer in self.buffers.items():
                     self.buffers[name] = functional.pad(buffer, (0, 0, 0, more))
             return
-        stay = min(self.end, self.window - n)
+        stay = min(self.end, self.most_kept - n)
         for name, buffer in self.buffers.items():
             buffer[:, :stay] = self.rows(name, stay).clone()
         self.end = stay
@@ -195,6 +210,53 @@ class LayerCache:
         here = slice(first - start, first - start + n)
         return cos[here], sin[here]
 
+    # What a generation does with it.
+
+    def truncate(self, length: int) -> None:
+        """Forget the tokens from position `length` on, as if they had never been seen.
+
+        So a guess is taken back (speculative decoding). All is possible while no more tokens have
+        been seen than are kept, W + d of them, and without a window. Later at least
+        :attr:`min_length` must stay: the d newest can go, the `rollback` of ``init_cache``.
+        Length 0 empties the cache at any time.
+
+        Args:
+            length: how many tokens stay, at most :attr:`position`.
+
+        Raises:
+            ValueError: for a length out of this range; the cache stays as it is.
+
+        Example:
+            >>> import torch, graphattn as ga
+            >>> layer, x = ga.nn.KrauseAttention(16, heads=4), torch.randn(2, 100, 16)
+            >>> cache = layer.init_cache(2, window=8, rollback=3)
+            >>> y = layer.step(x, cache)
+            >>> cache.truncate(97)
+            >>> torch.allclose(layer.step(x[:, 97], cache), y[:, 97], atol=1e-6)
+            True
+        """
+        length = as_int("length", length, 0)
+        if length > self.position:
+            raise ValueError(
+                f"length must be at most {self.position}, the tokens seen so far, got {length}"
+            )
+        if 0 < length < self.min_length:
+            raise ValueError(
+                f"length must be {self.min_length} to {self.position} (or 0 for an empty cache), "
+                f"got {length}: with window = {self.window} and rollback = {self.rollback}, what "
+                "earlier tokens saw is gone. init_cache(..., rollback=d) keeps what it takes to "
+                "go d tokens back"
+            )
+        if length == 0:
+            self.end = self.min_length = 0
+        elif self.is_ring:
+            self.end = (length - 1) % self.capacity + 1
+        else:
+            self.end -= self.position - length
+        self.position = length
+        if "valid" in self.buffers and length <= self.masked_from:
+            del self.buffers["valid"]  # padding was among what is forgotten: steps are as before it
+
     def reorder(self, index: Tensor) -> None:
         """Continue with the entries `index` of the first batch dimension (beam search).
 
@@ -210,14 +272,36 @@ class LayerCache:
             raise ValueError(f"index must be an int64 tensor [entries], got {got}")
         if index.numel() and not 0 <= int(index.min()) <= int(index.max()) < self.batch[0]:
             raise ValueError(f"index must be within 0 .. {self.batch[0] - 1}, got {index.tolist()}")
+        index = index.to(self.device)
         with torch.inference_mode(False), torch.no_grad():
             for name, buffer in self.buffers.items():
-                entries = buffer.unflatten(0, (self.batch[0], -1)).index_select(0, index)
+                inner = len(buffer) // max(1, self.batch[0])
+                entries = buffer.unflatten(0, (self.batch[0], inner)).index_select(0, index)
                 self.buffers[name] = entries.flatten(0, 1)
         self.batch = (len(index), *self.batch[1:])
 
+    def clone(self) -> Self:
+        """A copy that shares no memory with this cache: the text branches in two."""
+        twin = copy.copy(self)
+        with torch.inference_mode(False), torch.no_grad():
+            twin.buffers = {name: buffer.clone() for name, buffer in self.buffers.items()}
+        return twin
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        memo[id(self)] = twin = self.clone()
+        return twin
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        with torch.inference_mode(False):  # what is unpickled there could not be written outside
+            self.buffers = {
+                name: buffer.clone() if buffer.is_inference() else buffer
+                for name, buffer in self.buffers.items()
+            }
+
     def __repr__(self) -> str:
+        back = f"rollback={self.rollback}, " if self.rollback else ""
         return (
-            f"LayerCache({self.owner[0]}, batch={list(self.batch)}, window={self.window}, "
+            f"LayerCache({self.owner[0]}, batch={list(self.batch)}, window={self.window}, {back}"
             f"position={self.position}, {self.num_bytes} bytes)"
         )

@@ -120,6 +120,29 @@ def overridden_weights(layer: Any) -> tuple[str, ...]:
     return tuple(dict.fromkeys(found))
 
 
+def replaced_beside(module: Any, names: tuple[str, ...], twins: tuple[str, ...]) -> tuple[str, ...]:
+    """Of a block's or model's `names`, those replaced without one of `twins` along with or after.
+
+    By an instance, by a subclass, or in the class itself; the library's own class has the twins.
+    """
+    attributes = vars(module)
+    found: tuple[str, ...] = ()
+    for name in names:
+        if name in attributes:
+            found += (name,)
+    for cls in type(module).__mro__:  # plain and short: steps of generation come here
+        own = vars(cls)
+        for twin in twins:
+            if twin in own:
+                if is_ours(own[twin]):
+                    found += tuple(n for n in names if n in own and not is_ours(own[n]))
+                return found
+        for name in names:
+            if name in own:
+                found += (name,)
+    return found
+
+
 def names_of(methods: tuple[str, ...]) -> str:
     """`message() and log_affinity()`, for an error."""
     shown = []

@@ -98,6 +98,7 @@ class StreamingLayer(GraphLayer):
         *,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
+        rollback: int = 0,
     ) -> LayerCache:
         """An empty cache for :meth:`step`.
 
@@ -109,6 +110,9 @@ class StreamingLayer(GraphLayer):
                 however long the text. None: all before it, as in
                 :func:`~graphattn.causal_graph`; memory then grows with the text (it doubles).
             dtype, device: of what is kept; the layer's own if None.
+            rollback: how many of the newest tokens :meth:`LayerCache.truncate` can take back at
+                any time, to which end so many more are kept: window + rollback in the place of
+                window above. Without a window all of them can go anyway.
 
         Raises:
             ValueError: for arguments out of range, and for a layer whose tokens are not moved by
@@ -124,6 +128,7 @@ class StreamingLayer(GraphLayer):
         kept = weight.dtype if dtype is None else dtype
         sizes = tuple(as_int("batch", size, 0) for size in sizes)
         window = None if window is None else as_int("window", window, 1)
+        rollback = as_int("rollback", rollback, 0)
         target = torch.empty(
             (0, self.heads, self.head_dim),
             dtype=weight.dtype,
@@ -137,6 +142,7 @@ class StreamingLayer(GraphLayer):
             dtype=kept,
             device=target.device,
             ring=self.has_step_kernel(target, kept, window),
+            rollback=rollback,
         )
 
     @torch.no_grad()
@@ -189,7 +195,7 @@ class StreamingLayer(GraphLayer):
         if n == 0:
             empty: Tensor = self.output_proj(x)
             return empty
-        mask = _step_mask(valid, cache.batch, None if single else n, x.device)
+        mask = step_mask(valid, cache.batch, None if single else n, x.device)
         if mask is not None:
             x = x.masked_fill(~mask[..., None], 0)
         if single and isinstance(positions, Tensor):
@@ -336,7 +342,7 @@ class StreamingLayer(GraphLayer):
         return mixed[..., before:, :, :].to(dtype)
 
 
-def _step_mask(
+def step_mask(
     valid: Any, batch: tuple[int, ...], n: int | None, device: torch.device
 ) -> Tensor | None:
     """`valid` as a bool tensor [*, n], or [*, 1] for a single token (n = None)."""

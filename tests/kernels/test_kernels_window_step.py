@@ -392,6 +392,37 @@ def test_the_ring_has_a_place_per_token_of_the_window_and_stays(device: str) -> 
         close(cache.buffers["value"][:, p % WINDOW], value[:, p])
 
 
+@SOME
+def test_a_ring_with_places_for_a_guess_takes_it_back(name: str, device: str) -> None:
+    layer, x = layer_of(name, device), tokens(2, 12)
+    expected = forward(layer, x)
+    cache = poisoned(layer.init_cache(2, WINDOW, rollback=2))
+    assert (cache.is_ring, cache.capacity) == (True, WINDOW + 2)
+    for t in range(12):
+        twin = cache.clone()
+        guess = torch.full((2, 2, DIM), torch.nan) if t % 2 else tokens(2, 2, seed=t)
+        stream(layer, guess, cache, [2] if t % 3 else [1, 1])
+        cache.truncate(t)
+        y = stream(layer, x[:, t : t + 1], cache)
+        assert torch.equal(y, stream(layer, x[:, t : t + 1], twin))
+        close(y, expected[:, t : t + 1])
+    cache.truncate(10)
+    with pytest.raises(ValueError, match="length must be 10 to 10"):
+        cache.truncate(9)
+    for t in range(10, 12):
+        close(stream(layer, x[:, t : t + 1], cache), expected[:, t : t + 1])
+
+
+def test_a_ring_of_the_window_alone_cannot_go_back(device: str) -> None:
+    layer = layer_of("Krause, top 3", device)
+    cache = layer.init_cache((), WINDOW)
+    stream(layer, tokens(WINDOW), cache)
+    cache.truncate(2)  # nothing has been written over yet
+    stream(layer, tokens(WINDOW - 1), cache)
+    with pytest.raises(ValueError, match=r"length must be 6 to 6 .*rollback = 0"):
+        cache.truncate(WINDOW)
+
+
 def test_rows_come_in_order_of_age(device: str) -> None:
     layer, x = layer_of("dot product, shared heads", device), tokens(2, 12)
     sliding = copy.copy(layer)
