@@ -1,6 +1,8 @@
 """The mathematics as pure functions of tensors and a graph."""
 
 from graphattn.ops.attention.api import attention_weights, dot_product_attention, rbf_attention
+from graphattn.ops.attention.decode import decode_attention
+from graphattn.ops.attention.merge import merge_attention
 from graphattn.ops.backends import use_backend
 from graphattn.ops.consensus.api import consensus_edge_matrices, consensus_update
 from graphattn.ops.consensus.parameters import EdgeNetworkParameters, FirstLayer
@@ -13,7 +15,9 @@ __all__ = [
     "backends",
     "consensus_edge_matrices",
     "consensus_update",
+    "decode_attention",
     "dot_product_attention",
+    "merge_attention",
     "rbf_attention",
     "use_backend",
 ]

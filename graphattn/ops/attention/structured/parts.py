@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from graphattn.ops.attention.structured import explicit
+from graphattn.ops.attention.merge import merged
 from graphattn.ops.attention.structured.recompute import (
     Gradients,
     Inputs,
@@ -107,9 +107,7 @@ class GlobalTokensPlan:
         return sums
 
     def _merged(self, near: Result, far: Result, own: Result) -> Result:
-        both = torch.stack([near[1], far[1]], dim=-1)
-        share, lse, _ = explicit.softmax(both, None, None, True)
-        out = share[..., :1] * near[0] + share[..., 1:] * far[0]
+        out, lse = merged((near[0], far[0]), (near[1], far[1]))
         return out.index_copy(1, self.tokens, own[0]), lse.index_copy(1, self.tokens, own[1])
 
     def _seen_far(self, inputs: Inputs) -> Inputs:

@@ -1,0 +1,256 @@
+"""A few queries and the many keys of a cache: the core of decoding, without gradients.
+
+:func:`~graphattn.decode_attention` and the steps of layers both end here. Caches are long and
+queries few, so on a CPU time is that of reading keys and values, once each and where they stand.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from graphattn.ops.attention.reference import Score
+
+SMALL = 1 << 15  # numbers of the keys of a cache up to which the fewest calls are the fastest way
+PAIRS = 1 << 20  # numbers at a time in those: 4 megabytes of float32; fewer is slower
+CHUNK = 1 << 18  # numbers whose differences stay near the processor: a megabyte of float32
+# Keys at a time of a head that is spread over a cache: their pages stay known to the processor.
+SPREAD = 1024
+
+
+def attend_cached(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score: Score,
+    scale: float | Tensor,
+    *,
+    top_k: int | None = None,
+    keep: Tensor | None = None,
+    need_lse: bool = True,
+) -> tuple[Tensor, Tensor | None]:
+    """Output [G, R, Dv] and log-sums [G, R], or None where nobody needs them.
+
+    What a row does not see, or does not keep, reaches no bit of it: not even by the choice of how
+    to compute, which depends on sizes alone.
+
+    Args:
+        query: [G, R, D], R rows that share keys: those of grouped heads and of new tokens.
+        key, value: [G, n, D] and [G, n, Dv], views of caches.
+        score, scale: as in :mod:`.reference`; scale a number or a tensor [G, R, 1].
+        top_k: sources kept per row.
+        keep: bool, broadcastable to [G, R, n]: what a row sees; all if None.
+    """
+    n, R = key.shape[-2], query.shape[-2]
+    large = key.numel() > SMALL and key.device.type == "cpu"
+    cut = None if top_k is None or top_k >= n else top_k
+    logits = pair_logits(query, key, score, scale, exact=cut is not None, large=large)
+    if keep is not None:
+        logits = logits.masked_fill(~keep, -torch.inf)
+    hidden = None if keep is None else ~keep
+    if cut is not None:
+        if large:
+            rounding = 2 * (query.shape[-1] ** 0.5 + 4) if score == "dot" else 0.0
+            if 2 * cut * R <= n:
+                best = _best_places(query, key, scale, logits, cut, rounding)
+                return _average_few(logits, value, best, keep is not None, need_lse)
+            worse = _worse(query, key, scale, logits, cut, rounding)
+        else:
+            worse = not_among_best(logits, cut)
+        logits = logits.masked_fill_(worse, -torch.inf)
+        hidden = worse if hidden is None else worse | hidden
+    weights = logits.softmax(dim=-1)
+    lse = logits.logsumexp(dim=-1) if need_lse else None
+    if keep is not None:
+        weights = weights.masked_fill(~keep, 0)  # a row without sources is 0 / 0
+    out = weigh(weights, value)
+    # A value that is not kept must not be read: 0 * NaN is NaN. (Elsewhere than on a CPU,
+    # looking whether there is one would wait for the device.)
+    if hidden is not None and (out.device.type != "cpu" or not math.isfinite(out.sum())):
+        out = _without_hidden(weights, value, hidden.expand_as(weights))
+    return out, lse
+
+
+def _without_hidden(weights: Tensor, value: Tensor, hidden: Tensor) -> Tensor:
+    """The averages where values that are hidden from a row may be NaN or infinite."""
+    bad = ~value.isfinite()
+    # By the very product of before, so that other rows keep their bits.
+    clean = weigh(weights, torch.where(bad, 0, value))
+    seen = torch.bmm((~hidden).to(value.dtype), bad.to(value.dtype)) > 0
+    if value.device.type != "cpu":
+        kept = value[:, None].masked_fill(hidden[..., None], 0)
+        return torch.where(seen, (weights[..., None, :] @ kept).squeeze(-2), clean)
+    for g, r in seen.any(-1).nonzero().tolist():
+        kept = value[g].masked_fill(hidden[g, r, :, None], 0)
+        clean[g, r] = torch.where(seen[g, r], weights[g, r] @ kept, clean[g, r])
+    return clean
+
+
+def weigh(weights: Tensor, value: Tensor) -> Tensor:
+    """Weights [G, R, n] times values [G, n, Dv]."""
+    if not _is_spread(value):
+        return torch.bmm(weights, value)
+    out = weights.new_zeros(*weights.shape[:2], value.shape[-1])
+    for some, there in zip(weights.split(SPREAD, -1), value.split(SPREAD, -2), strict=True):
+        out.baddbmm_(some, there)
+    return out
+
+
+def _is_spread(x: Tensor) -> bool:
+    """Whether the tokens of a head stand far apart, as in a long cache [M, Hk, D]."""
+    return x.shape[-2] > SPREAD and x.stride(-2) > x.shape[-1] and x.device.type == "cpu"
+
+
+# Logits.
+
+
+def pair_logits(
+    query: Tensor, key: Tensor, score: Score, scale: float | Tensor, *, exact: bool, large: bool
+) -> Tensor:
+    """Logits [G, R, n]. Distances are `exact`, and are equal where keys are.
+
+    Products are where they are few, or rounded as matrix products round.
+    """
+    if score == "rbf":
+        scale = scale * -0.5
+        if large:
+            return distances(query, key).square_().mul_(scale)
+        return sum_pairs(query, key, difference=True).mul_(scale)
+    if exact and not large:
+        return sum_pairs(query, key, difference=False).mul_(scale)
+    if not _is_spread(key):
+        return torch.bmm(query, key.mT).mul_(scale)
+    logits = query.new_empty(*query.shape[:2], key.shape[-2])
+    for part, keys in zip(logits.split(SPREAD, -1), key.split(SPREAD, -2), strict=True):
+        torch.bmm(query, keys.mT, out=part)
+    return logits.mul_(scale)
+
+
+def distances(query: Tensor, key: Tensor) -> Tensor:
+    """||q - k|| of every pair, [G, R, n], by differences: nothing cancels.
+
+    A chunk of keys stays in the cache of the processor for all rows, and is read in the order in
+    which it stands.
+    """
+    found = query.new_empty(*query.shape[:2], key.shape[-2])
+    for groups, tokens in _chunks(key):
+        keys = key[groups, tokens]
+        for r in range(query.shape[1]):
+            apart = keys - query[groups, r, None]
+            torch.linalg.vector_norm(apart, dim=-1, out=found[groups, r, tokens])
+    return found
+
+
+def _chunks(key: Tensor) -> Iterator[tuple[slice, slice]]:
+    """Groups and tokens whose keys are CHUNK numbers, as they stand in memory."""
+    G, n, D = key.shape
+    side_by_side = key.stride(0) < key.stride(1)  # the heads of a token
+    some = G if side_by_side else max(1, CHUNK // max(1, n * D))
+    length = max(1, CHUNK // max(1, min(some, G) * D))
+    for g in range(0, G, some):
+        for s in range(0, n, length):
+            yield slice(g, g + some), slice(s, s + length)
+
+
+def sum_pairs(query: Tensor, key: Tensor, *, difference: bool) -> Tensor:
+    """q . k or |q - k|^2 of queries [B, g, D] and keys [B, n, D], pair by pair, [B, g, n].
+
+    Not by a matrix product: differences do not cancel, and equal keys tie to the last bit.
+    """
+    found = []
+    query = query[:, :, None]
+    for keys in key[:, None].split(max(1, PAIRS // max(1, query.numel())), dim=-2):
+        pairs = (query - keys).square_() if difference else query * keys
+        found.append(pairs.sum(dim=-1))
+    return found[0] if len(found) == 1 else torch.cat(found, dim=-1)
+
+
+# The best of a row.
+
+
+def not_among_best(logits: Tensor, k: int) -> Tensor:
+    """Marks what is not among the k < n largest of a row [*, n]; of equal ones the first are."""
+    n = logits.shape[-1]
+    if logits.device.type == "cpu":  # elsewhere this would wait for the device
+        worse = logits < logits.kthvalue(n - k + 1, dim=-1, keepdim=True).values
+        if bool((worse.sum(-1) == n - k).all()):
+            return worse
+    best = logits.sort(dim=-1, descending=True, stable=True).indices[..., :k]
+    return torch.ones_like(logits, dtype=torch.bool).scatter_(-1, best, False)
+
+
+def _worse(
+    query: Tensor, key: Tensor, scale: float | Tensor, logits: Tensor, k: int, rounding: float
+) -> Tensor:
+    """:func:`not_among_best` of many logits, whose rounding may have drawn ties apart."""
+    found = logits.kthvalue(logits.shape[-1] - k + 1, dim=-1, keepdim=True)
+    worse = logits < found.values
+    for g, r, best in _judged(query, key, scale, logits, k, found, rounding):
+        worse[g, r] = True
+        worse[g, r, best] = False
+    return worse
+
+
+def _best_places(
+    query: Tensor, key: Tensor, scale: float | Tensor, logits: Tensor, k: int, rounding: float
+) -> Tensor:
+    """Where the k largest of every row stand, [G, R, k]."""
+    values, places = logits.topk(k, dim=-1)
+    last = values[..., -1:], places[..., -1:]
+    for g, r, best in _judged(query, key, scale, logits, k, last, rounding):
+        places[g, r] = best
+    return places
+
+
+def _judged(
+    query: Tensor,
+    key: Tensor,
+    scale: float | Tensor,
+    logits: Tensor,
+    k: int,
+    last: tuple[Tensor, Tensor],
+    rounding: float,
+) -> Iterator[tuple[int, int, Tensor]]:
+    """Rows (g, r) in which the k-th largest is not alone, and the places that they keep.
+
+    `last` are value and place of the k-th largest, [G, R, 1]. What is within `rounding` of it, in
+    units of what a product of its size rounds, is computed again pair by pair: equal keys then tie.
+    """
+    lowest, highest = threshold, _ = last[0], last[0]
+    if rounding:
+        group = torch.arange(len(key))[:, None, None]
+        size = torch.linalg.vector_norm(key[group, last[1]], dim=-1)
+        size = size * torch.linalg.vector_norm(query, dim=-1, keepdim=True)
+        size = (size * scale).abs() * (rounding * torch.finfo(logits.dtype).eps)
+        size = torch.where(size.isnan(), torch.inf, size)
+        lowest, highest = threshold - size, threshold + size
+    lowest = lowest.clamp(min=torch.finfo(logits.dtype).min)  # -inf is never kept
+    close = (logits >= lowest).sum(-1) > k
+    if not bool(close.any()):
+        return
+    for g, r in close.nonzero().tolist():
+        row = logits[g, r]
+        if bool(row.isnan().any()):
+            continue  # whatever it keeps, it is no number
+        sure = (row > highest[g, r]).nonzero().squeeze(-1)
+        near = ((row >= lowest[g, r]) & (row <= highest[g, r])).nonzero().squeeze(-1)
+        if rounding:
+            by = (query[g, r] * key[g, near]).sum(-1)
+            by = by * (scale[g, r] if isinstance(scale, Tensor) else scale)
+            near = near[by.argsort(descending=True, stable=True)]
+        yield g, r, torch.cat([sure, near[: k - len(sure)]])
+
+
+def _average_few(
+    logits: Tensor, value: Tensor, places: Tensor, masked: bool, need_lse: bool
+) -> tuple[Tensor, Tensor | None]:
+    """The average of the values at `places` [G, R, k]: no other is read."""
+    kept = logits.gather(-1, places)
+    read = value[torch.arange(len(value))[:, None, None], places]  # [G, R, k, Dv]
+    if masked:  # a row may see fewer than k
+        read.masked_fill_((kept == -torch.inf)[..., None], 0)
+    out = (kept.softmax(dim=-1)[..., None, :] @ read).squeeze(-2)
+    return out, kept.logsumexp(dim=-1) if need_lse else None

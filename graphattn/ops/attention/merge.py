@@ -1,0 +1,117 @@
+"""Attention over disjoint sets of sources, merged by the log-sums of its parts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphattn.ops.inputs import compute_dtype
+
+Part = tuple[Tensor, Tensor]
+
+
+def merge_attention(parts: Iterable[Part]) -> Part:
+    r"""Merge attention over disjoint sets of sources into attention over all of them.
+
+    .. math::
+        L = \log \sum_p e^{L_p}, \qquad y = \sum_p e^{L_p - L} \, y_p
+
+    with the outputs y_p and log-sums L_p of the parts, as ``return_lse=True`` gives them: of chunks
+    of a cache, of the shards of a sequence on several devices, of a window and of global tokens.
+    The parts share no edge, and none of them may have applied `eps` or a sink: that is done once,
+    to the result, as ``out * torch.sigmoid(lse - sink)[..., None]``.
+
+    **top_k cannot be merged so.** A row keeps the k best of all its sources, and a part does not
+    know which of its own are among them: keeping k of every part was measured 51 % wrong. What can
+    be merged are the k best candidates of every part, which :func:`~graphattn.top_k_candidates`
+    finds and :func:`~graphattn.merge_top_k` compares. :func:`~graphattn.attend_candidates` then
+    averages what is left of every part, and those averages are merged here.
+
+    A part without sources for a row has the log-sum -inf there; whatever its output holds, NaN too
+    (torch's fused attention gives it), is not read. A row that no part has sources for gets exactly
+    0 and -inf, and no gradient turns NaN. A NaN in a part that does have sources reaches the
+    result, even with a weight that is too small for a number, as it would in one pass. Gradients
+    flow into outputs and log-sums, any number of times.
+
+    Args:
+        parts: pairs (out [*, N, H, Dv], lse [*, N, H]), one at least, all of one shape.
+
+    Returns:
+        The pair of all edges together: out in the dtype of the parts, lse in float32 for parts in
+        half precision, which are merged in float32.
+
+    Raises:
+        ValueError: names the part, its shape, dtype or device and what is allowed.
+
+    Example:
+        >>> import torch, graphattn as ga
+        >>> q, k, v = torch.randn(3, 6, 2, 4)  # [tokens, heads, features]
+        >>> left, right = ga.bipartite_complete_graph(6, 4), ga.bipartite_complete_graph(6, 2)
+        >>> parts = [
+        ...     ga.dot_product_attention(q, k[:4], v[:4], left, return_lse=True),
+        ...     ga.dot_product_attention(q, k[4:], v[4:], right, return_lse=True),
+        ... ]
+        >>> out, lse = ga.merge_attention(parts)
+        >>> torch.allclose(out, ga.dot_product_attention(q, k, v, ga.complete_graph(6)), atol=1e-6)
+        True
+    """
+    pairs = list(parts)
+    _check_parts(pairs)
+    dtype = pairs[0][0].dtype
+    full = compute_dtype(dtype)
+    outs, sums = [], []
+    for out, lse in pairs:
+        lse = lse.to(full)
+        sums.append(lse)
+        outs.append(out.to(full).masked_fill((lse == -torch.inf)[..., None], 0))
+    merged_out, merged_lse = merged(outs, sums)
+    return merged_out.to(dtype), merged_lse
+
+
+def merged(outs: Sequence[Tensor], sums: Sequence[Tensor]) -> Part:
+    """:func:`merge_attention` of checked tensors, with outputs that are 0 where a log-sum is -inf.
+
+    In operations that can be differentiated any number of times.
+    """
+    parts = torch.stack(list(sums), dim=-1)
+    empty = (parts == -torch.inf).all(-1)
+    parts = parts.masked_fill(empty[..., None], 0)  # -inf - -inf is NaN
+    share = parts.softmax(-1)
+    out = share[..., :1] * outs[0]
+    for p in range(1, len(outs)):
+        out = out + share[..., p : p + 1] * outs[p]
+    return out, parts.logsumexp(-1).masked_fill(empty, -torch.inf)
+
+
+def _check_parts(parts: list[Any]) -> None:
+    if not parts:
+        raise ValueError("parts must hold at least one pair (out, lse), got none")
+    first: Tensor | None = None
+    for p, part in enumerate(parts):
+        if not isinstance(part, tuple | list) or len(part) != 2:
+            got = f"{len(part)} of them" if isinstance(part, tuple | list) else type(part).__name__
+            raise ValueError(f"parts[{p}] must be a pair of tensors (out, lse), got {got}")
+        out, lse = part
+        for name, x in (("out", out), ("lse", lse)):
+            if not isinstance(x, Tensor) or not x.is_floating_point():
+                got = str(x.dtype) if isinstance(x, Tensor) else type(x).__name__
+                raise ValueError(f"parts[{p}]: {name} must be a floating-point tensor, got {got}")
+        if out.dim() < 3 or lse.shape != out.shape[:-1]:
+            raise ValueError(
+                f"parts[{p}] must be (out [*, N, H, Dv], lse [*, N, H]), "
+                f"got {list(out.shape)} and {list(lse.shape)}"
+            )
+        first = out if first is None else first
+        if out.shape != first.shape or out.dtype != first.dtype:
+            raise ValueError(
+                f"parts[{p}] must be like parts[0], {first.dtype} {list(first.shape)}, "
+                f"got {out.dtype} {list(out.shape)}"
+            )
+        if out.device != first.device or lse.device != first.device:
+            raise ValueError(
+                f"parts[{p}] must be on {first.device} like parts[0], "
+                f"got {out.device} and {lse.device}"
+            )
