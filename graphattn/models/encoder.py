@@ -58,6 +58,7 @@ class SequenceEncoder(Configured, nn.Module):
             layers should keep their guarantees (attention layers then use the usual rotation).
         mlp_ratio: hidden width of the perceptrons, in units of `dim`.
         dropout: share of features zeroed after every layer and perceptron, in training.
+        edge_features: of the consensus layers: features of an edge that their networks see.
 
     Shapes:
         - **tokens**: integers [*, N]
@@ -65,6 +66,9 @@ class SequenceEncoder(Configured, nn.Module):
           sequences come as a :func:`~graphattn.batch`
         - **valid**: bool [N] or [*, N], True where a token is real (keyword)
         - **positions**: [N] or [*, N]; those of the graph if None (keyword)
+        - **edge_features**: [E, F] or [*, E, F] for all consensus layers that take them, in the
+          order of their graph's ``edge_index``; or one entry per block, None where a block takes
+          none (keyword)
         - **output**: [*, N, vocab_size]
 
     Raises:
@@ -99,6 +103,7 @@ class SequenceEncoder(Configured, nn.Module):
         rope: bool | Literal["isometric"] = True,
         mlp_ratio: float = 4.0,
         dropout: float = 0.0,
+        edge_features: int = 0,
     ) -> None:
         super().__init__()
         self.vocab_size = as_int("vocab_size", vocab_size, 1)
@@ -111,7 +116,13 @@ class SequenceEncoder(Configured, nn.Module):
                 return DotProductAttention(dim, heads, rope=bool(rope))
             if entry == "consensus":
                 return SelfConsensus(
-                    dim, heads, rank=rank, edge_hidden=edge_hidden, step_size=step_size, rope=rope
+                    dim,
+                    heads,
+                    rank=rank,
+                    edge_hidden=edge_hidden,
+                    step_size=step_size,
+                    rope=rope,
+                    edge_features=edge_features,
                 )
             if isinstance(entry, CrossConsensus) or not isinstance(entry, nn.Module):
                 got = type(entry).__name__ if isinstance(entry, nn.Module) else repr(entry)
@@ -170,6 +181,7 @@ class SequenceEncoder(Configured, nn.Module):
         *,
         valid: Tensor | None = None,
         positions: Tensor | None = None,
+        edge_features: Tensor | Sequence[Tensor | None] | None = None,
     ) -> Tensor:
         """The features before the head, [*, N, dim]."""
         tokens = self._readable(tokens, valid)
@@ -186,8 +198,10 @@ class SequenceEncoder(Configured, nn.Module):
         else:
             graphs = [graph] * len(self.blocks)
         x = self.embedding(tokens)
-        for block, own in zip(self.blocks, graphs, strict=True):
-            x = block(x, own, valid=valid, positions=positions)
+        of_edges = self._features_of_blocks(edge_features)
+        for block, own, features in zip(self.blocks, graphs, of_edges, strict=True):
+            given = {} if features is None else {"edge_features": features}
+            x = block(x, own, valid=valid, positions=positions, **given)
         return self.norm(x)
 
     def forward(
@@ -197,9 +211,32 @@ class SequenceEncoder(Configured, nn.Module):
         *,
         valid: Tensor | None = None,
         positions: Tensor | None = None,
+        edge_features: Tensor | Sequence[Tensor | None] | None = None,
     ) -> Tensor:
         """Logits over the vocabulary for every token, [*, N, vocab_size]."""
-        return self.head(self.encode(tokens, graph, valid=valid, positions=positions))
+        return self.head(
+            self.encode(
+                tokens, graph, valid=valid, positions=positions, edge_features=edge_features
+            )
+        )
+
+    def _features_of_blocks(self, edge_features: Any) -> Sequence[Any]:
+        """Those of every block's edges: one tensor goes to the consensus layers that take some."""
+        if isinstance(edge_features, list | tuple):
+            if len(edge_features) != len(self.blocks):
+                raise ValueError(
+                    "edge_features must be one tensor, or one entry per block "
+                    f"({len(self.blocks)}), got {len(edge_features)}"
+                )
+            return edge_features
+        widths = [getattr(block.mixer, "edge_features", None) for block in self.blocks]
+        takes = [isinstance(width, int) and width > 0 for width in widths]
+        if edge_features is not None and not any(takes):
+            raise ValueError(
+                "edge_features cannot be given to this SequenceEncoder: no layer of it was made "
+                "with edge_features > 0"
+            )
+        return [edge_features if takes_some else None for takes_some in takes]
 
     # Token by token.
 

@@ -20,6 +20,7 @@ _RENAMED = {
     "dim_model in_channels out_channels in_features out_features hidden_channels channels head_dim",
     "dropout": "drop dropout_p drop_rate hidden_dropout_prob hidden_dropout resid_pdrop embd_pdrop "
     "proj_drop proj_drop_rate resid_dropout",
+    "edge_features": "edge_attr edge_attrs edge_dim edge_feats edge_feat",
     "edge_hidden": "hidden xi edge_hidden_dim",
     "graph": "edge_index adj adj_t adjacency adj_matrix token_graph",
     "heads": "num_heads n_heads n_head nhead nheads num_attention_heads head h",
@@ -107,6 +108,7 @@ _ADVICE = {
     "seq_len": _LENGTH,
     "n_positions": _LENGTH,
     "edge_attr": _EDGES,
+    "edge_features": "consensus layers take them, made with edge_features=F: leave it out here",
     "edge_weight": _EDGES,
     "edge_bias": _EDGES,
     "edge_dim": _EDGES,

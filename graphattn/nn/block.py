@@ -39,6 +39,7 @@ class PreNormBlock(Configured, nn.Module):
         - **graph**: as the mixer takes it
         - **context**: [*, M, context_dim], for a mixer across two tracks
         - **valid**, **positions**: passed on to the mixer (keyword)
+        - **edge_features**: passed on where given, as consensus layers take them (keyword)
         - **output**: [*, N, dim]
 
     Raises:
@@ -87,10 +88,14 @@ class PreNormBlock(Configured, nn.Module):
         *,
         valid: Valid = None,
         positions: Positions = None,
+        edge_features: Tensor | None = None,
     ) -> Tensor:
         """Mix the tokens along the graph, then transform each by itself."""
         tracks = () if context is None else (context,)
-        mixed = self.mixer(self.mixer_norm(x), graph, *tracks, valid=valid, positions=positions)
+        given = {} if edge_features is None else {"edge_features": edge_features}
+        mixed = self.mixer(
+            self.mixer_norm(x), graph, *tracks, valid=valid, positions=positions, **given
+        )
         x = x + self.dropout(mixed)
         return x + self.dropout(self.mlp(self.mlp_norm(x)))
 

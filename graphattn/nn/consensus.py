@@ -12,7 +12,7 @@ from torch_geometric.typing import OptTensor, PairTensor
 
 from graphattn.graphs.arguments import as_choice, as_float, as_int
 from graphattn.graphs.token_graph import TokenGraph
-from graphattn.nn.edge_network import EdgeNetwork
+from graphattn.nn.edge_network import EdgeNetwork, check_edge_features
 from graphattn.nn.graph_layer import (
     GraphLayer,
     Positions,
@@ -21,14 +21,15 @@ from graphattn.nn.graph_layer import (
     valid_for_propagate,
 )
 from graphattn.nn.layer_cache import LayerCache
-from graphattn.nn.overrides import overridden_rows
+from graphattn.nn.overrides import names_of, overridden_rows
 from graphattn.nn.rotary import RotaryEmbedding
 from graphattn.nn.streaming import StreamingLayer
 from graphattn.ops.backends import choose_backend
 from graphattn.ops.consensus.api import check_energy_graph, consensus_update, support
+from graphattn.ops.consensus.edge_hidden import form, in_dtype
 from graphattn.ops.consensus.parameters import FirstLayer
 from graphattn.ops.consensus.step_size import automatic_step
-from graphattn.ops.inputs import Valid, ValidPair, compute_dtype, full_precision
+from graphattn.ops.inputs import Valid, ValidPair, compute_dtype, full_precision, valid_edges
 
 StepSize = float | Literal["learned", "auto"]
 Rope = bool | Literal["isometric"] | RotaryEmbedding
@@ -44,10 +45,12 @@ class _Consensus(GraphLayer):
         "u": PairTensor,
         "hidden": PairTensor,
         "valid": tuple[OptTensor, OptTensor],
+        "edge_hidden": OptTensor,
     }
     edge_updater_type: ClassVar = {
         "hidden": PairTensor,
         "valid": tuple[OptTensor, OptTensor],
+        "edge_hidden": OptTensor,
     }
 
     def __init__(
@@ -65,6 +68,7 @@ class _Consensus(GraphLayer):
         update: str,
         bias: bool,
         backend: str,
+        edge_features: int = 0,
     ) -> None:
         isometric = rope == "isometric"
         super().__init__(dim, heads, rope=True if isometric else rope, backend=backend)
@@ -74,6 +78,7 @@ class _Consensus(GraphLayer):
         self.trunk = as_choice("trunk", trunk, ("shared", "separate"))
         self.update_rule = as_choice("update", update, ("energy", "target"))
         self.context_dim = as_int("context_dim", context_dim, 1)
+        self.edge_features = as_int("edge_features", edge_features, 0)
         if edge_input == "head" and self.context_dim % self.heads:
             raise ValueError(
                 f"context_dim must be a multiple of heads = {heads} with edge_input='head' "
@@ -89,6 +94,7 @@ class _Consensus(GraphLayer):
             hidden=self.edge_hidden,
             edge_input=edge_input,
             trunk=trunk,
+            edge_features=self.edge_features,
         )
         self.step_size: StepSize
         if step_size == "learned":
@@ -130,12 +136,25 @@ class _Consensus(GraphLayer):
         hidden_j: Tensor,
         valid_i: Tensor | None,
         valid_j: Tensor | None,
+        edge_hidden: Tensor | None = None,
     ) -> Tensor:
-        """R_ij (u_i - u_j), R_ij from the edge network's hidden vector of the two tokens."""
-        R = self.edge_net.edge_matrix(hidden_i + hidden_j)
+        """R_ij (u_i - u_j), R_ij from the edge network's vector of tokens and edge."""
+        R = self.edge_net.edge_matrix(hidden_i + hidden_j, edge_hidden)
         pull = R.apply(u_i - u_j)
         keep = edge_mask(valid_i, valid_j)
         return pull if keep is None else pull.masked_fill(~keep[..., None], 0)
+
+    def checked_features(
+        self, edge_features: Any, x: Tensor, graph: TokenGraph
+    ) -> dict[str, Tensor]:
+        """`edge_features` of a call as a keyword of :meth:`one_step`; none where there are none."""
+        if edge_features is None and not self.edge_features:
+            return {}  # counting edges may take long, or wait for a device
+        found = check_edge_features(
+            edge_features, self.edge_features, x, graph.num_edges, type(self).__name__
+        )
+        self.check_dtype("edge_features", found)
+        return {"edge_features": found}
 
     def one_step(
         self,
@@ -146,6 +165,7 @@ class _Consensus(GraphLayer):
         graph: TokenGraph,
         valid: ValidPair,
         positions: Positions,
+        edge_features: Tensor | None = None,
     ) -> Tensor:
         """W_o u' + b_o with u' one consensus step from the states u towards the states v."""
         if self.update_rule == "energy":
@@ -159,14 +179,19 @@ class _Consensus(GraphLayer):
             hidden = self.edge_net.first_layers(x, context)
         else:
             hidden = self.edge_net.target_hidden(x), self.edge_net.source_hidden(context)
-        return self.project_back(self.move(u, compared, hidden, graph, valid), rotations)
+        of_edges: dict[str, Tensor | FirstLayer] = {}
+        if edge_features is not None:
+            of_edges["edge_hidden"] = self.edge_net.edge_hidden(edge_features, graph, valid)
+        moved = self.move(u, compared, hidden, graph, valid, **of_edges)
+        return self.project_back(moved, rotations)
 
     def applies_first_layer(self, u: Tensor) -> bool:
         """Whether the operation forms hidden vectors itself, and so keeps none of them."""
         if self.uses_propagate():
             return False
         trunks = 1 if self.trunk == "shared" else 3
-        return choose_backend(self.backend, support(u, trunks), u.device) == "triton"
+        known = support(u, trunks, edge_hidden=self.edge_features > 0)
+        return choose_backend(self.backend, known, u.device) == "triton"
 
     def move(
         self,
@@ -175,11 +200,14 @@ class _Consensus(GraphLayer):
         hidden: HiddenPair,
         graph: TokenGraph,
         valid: ValidPair,
+        edge_hidden: Tensor | FirstLayer | None = None,
     ) -> Tensor:
         """u', [*, N, H, D], by `message()` or by the operation."""
+        of_edges = {} if edge_hidden is None else {"edge_hidden": edge_hidden}
         if self.uses_propagate():
-            return self.unfused(u, compared, cast(PairTensor, hidden), graph, valid)
-        return self.fused(u, compared, hidden, graph, valid)
+            pair = cast(PairTensor, hidden)
+            return self.unfused(u, compared, pair, graph, valid, **of_edges)
+        return self.fused(u, compared, hidden, graph, valid, **of_edges)
 
     def project_back(self, moved: Tensor, rotations: Rotations) -> Tensor:
         """W_o u' + b_o of u', which "isometric" has moved in the rotated frame."""
@@ -207,6 +235,7 @@ class _Consensus(GraphLayer):
         hidden: HiddenPair,
         graph: TokenGraph,
         valid: ValidPair,
+        edge_hidden: Tensor | FirstLayer | None = None,
     ) -> Tensor:
         """The operation: u moved by what the pair (targets, sources) `compared` disagrees on."""
         return consensus_update(
@@ -221,6 +250,7 @@ class _Consensus(GraphLayer):
             disagreement=compared,
             valid=valid,
             backend=self.backend,
+            edge_hidden=edge_hidden,
         )
 
     def unfused(
@@ -230,23 +260,31 @@ class _Consensus(GraphLayer):
         hidden: PairTensor,
         graph: TokenGraph,
         valid: ValidPair,
+        edge_hidden: Tensor | FirstLayer | None = None,
     ) -> Tensor:
         """The same by messages to the target of every edge, and for "energy" to its source too."""
         self.check_message_masks(valid)
+        if edge_hidden is not None:
+            self.check_message_features()
         dtype = compute_dtype(u.dtype)
         targets, sources = compared[0].to(dtype), compared[1].to(dtype)
         target_hidden, source_hidden = hidden[0].to(dtype), hidden[1].to(dtype)
         valid_source, valid_target = valid_for_propagate(valid)
-        forward = {
-            "hidden": (source_hidden, target_hidden),
-            "valid": (valid_source, valid_target),
-        }
-        backward = {
-            "hidden": (target_hidden, source_hidden),
-            "valid": (valid_target, valid_source),
-        }
         edge_index, size = graph.edge_index, (graph.num_sources, graph.num_targets)
         with full_precision(u.device):
+            formed = in_dtype(edge_hidden, dtype)
+            if formed is not None:
+                formed = form(formed, valid_edges(valid, *edge_index))
+            forward = {
+                "hidden": (source_hidden, target_hidden),
+                "valid": (valid_source, valid_target),
+                "edge_hidden": formed,
+            }
+            backward = {
+                "hidden": (target_hidden, source_hidden),
+                "valid": (valid_target, valid_source),
+                "edge_hidden": formed,
+            }
             gradient = self.propagate(edge_index, size=size, u=(sources, targets), **forward)
             if self.update_rule == "energy":
                 gradient = gradient + self.propagate(
@@ -261,15 +299,29 @@ class _Consensus(GraphLayer):
         moved = (u - eta * gradient).to(u.dtype)
         return moved if valid[0] is None else torch.where(valid[0][..., None, None], moved, u)
 
+    def check_message_features(self) -> None:
+        """A `message()` of somebody else must know of features of edges where there are some."""
+        known = [("message", self._user_args)]
+        if self.step_size == "auto":
+            known.append(("edge_update", self._edge_user_args))
+        for name, arguments in known:
+            if "edge_hidden" not in arguments:
+                raise ValueError(
+                    f"edge_features cannot be used with the {names_of((name,))} of "
+                    f"{type(self).__name__}, which would ignore them: let it take edge_hidden "
+                    "(F e_ij, [*, E, G, xi], or None) and add it to hidden_i + hidden_j"
+                )
+
     def edge_update(
         self,
         hidden_i: Tensor,
         hidden_j: Tensor,
         valid_i: Tensor | None,
         valid_j: Tensor | None,
+        edge_hidden: Tensor | None = None,
     ) -> Tensor:
         """alpha + beta, an upper bound on the norm of R_ij, [*, E, H]."""
-        R = self.edge_net.edge_matrix(hidden_i + hidden_j)
+        R = self.edge_net.edge_matrix(hidden_i + hidden_j, edge_hidden)
         keep = edge_mask(valid_i, valid_j)
         bound = R.alpha + R.beta
         return bound if keep is None else bound.masked_fill(~keep, 0)
@@ -282,6 +334,7 @@ class _Consensus(GraphLayer):
                 "step_size": (self.step_size, 0.1),
                 "edge_input": (self.edge_input, "head"),
                 "trunk": (self.trunk, "shared"),
+                "edge_features": (self.edge_features, 0),
                 **({"rope": ("isometric", False)} if self.isometric else {}),
                 **options,
             }
@@ -338,6 +391,8 @@ class SelfConsensus(_Consensus, StreamingLayer):
             constants).
         edge_input: "head" (each head's network sees its slice of y) or "full".
         trunk: "shared" or "separate" first layers for alpha, beta and Lambda.
+        edge_features: F, how many features of an edge (a distance, a kind of bond) its network sees
+            beside its two tokens, ``gelu(T y_i + t + S y_j + F e_ij)``; 0 for none.
         update: "energy" or "target".
         bias: whether the two projections have biases (without RoPE, b_s has no effect on
             disagreements and is absorbed by b_o).
@@ -351,10 +406,13 @@ class SelfConsensus(_Consensus, StreamingLayer):
         - **valid**: bool [N] or [*, N], True where a token is real (keyword); others are not read,
           and their own output means nothing
         - **positions**: [N] or [*, N] (keyword)
+        - **edge_features**: [E, F], or [*, E, F], in the order of ``graph.edge_index`` (keyword);
+          an edge_index must then be sorted. Edges (i, j) and (j, i) have each their own
         - **output**: [*, N, dim]
 
     Raises:
-        ValueError: for update="energy" on a causal graph, and for arguments out of range.
+        ValueError: for update="energy" on a causal graph, for arguments out of range, and where
+            features of edges are missing or not expected.
 
     Example:
         >>> import torch, graphattn as ga
@@ -377,6 +435,7 @@ class SelfConsensus(_Consensus, StreamingLayer):
         update: Literal["energy", "target"] = "energy",
         bias: bool = True,
         backend: str = "auto",
+        edge_features: int = 0,
     ) -> None:
         super().__init__(
             dim,
@@ -391,6 +450,7 @@ class SelfConsensus(_Consensus, StreamingLayer):
             update=update,
             bias=bias,
             backend=backend,
+            edge_features=edge_features,
         )
         self.output_proj = nn.Linear(self.dim, self.dim, bias=bias)
 
@@ -401,12 +461,16 @@ class SelfConsensus(_Consensus, StreamingLayer):
         *,
         valid: Valid = None,
         positions: Positions = None,
+        edge_features: Tensor | None = None,
     ) -> Tensor:
         """One consensus step of the tokens of `x` among themselves."""
-        masked, _, graph, pair = self.prepare(x, x, self.dim, graph, valid)
+        masked, _, graph, pair = self.prepare(
+            x, x, self.dim, graph, valid, per_edge=edge_features is not None
+        )
         x = masked if pair[0] is pair[1] else clear_unread(x, pair)
         u = self.split(self.source_proj(x), self.heads)
-        return self.one_step(x, x, u, u, graph, pair, positions)
+        of_edges = self.checked_features(edge_features, x, graph)
+        return self.one_step(x, x, u, u, graph, pair, positions, **of_edges)
 
     # Token by token.
 
@@ -416,6 +480,11 @@ class SelfConsensus(_Consensus, StreamingLayer):
                 f"{type(self).__name__} goes token by token with update='target', got "
                 "update='energy', which moves both ends of an edge: every new token would move the "
                 "ones before it again"
+            )
+        if self.edge_features:
+            raise ValueError(
+                f"init_cache needs edge_features=0, got edge_features={self.edge_features}: a step "
+                "knows no features of the edges that a new token brings"
             )
         first = self.edge_net.source
         return {
@@ -491,6 +560,7 @@ class CrossConsensus(_Consensus):
             into context_dim / heads.
         dim, heads, rank, edge_hidden, step_size, rope, edge_input, trunk, bias, backend: as in
             :class:`SelfConsensus`.
+        edge_features: likewise.
         update: "target".
 
     Shapes:
@@ -500,6 +570,7 @@ class CrossConsensus(_Consensus):
         - **valid**: bool [N] or [*, N], or a pair for targets and sources (keyword); one
           mask serves both tracks where they are equally long
         - **positions**: [N] or [*, N], or a pair (keyword)
+        - **edge_features**: [E, F] or [*, E, F], in the order of ``graph.edge_index`` (keyword)
         - **output**: [*, N, dim]
 
     Raises:
@@ -528,6 +599,7 @@ class CrossConsensus(_Consensus):
         update: Literal["target"] = "target",
         bias: bool = True,
         backend: str = "auto",
+        edge_features: int = 0,
     ) -> None:
         super().__init__(
             dim,
@@ -542,6 +614,7 @@ class CrossConsensus(_Consensus):
             update=as_choice("update", update, ("target",)),
             bias=bias,
             backend=backend,
+            edge_features=edge_features,
         )
         self.context_proj = nn.Linear(self.context_dim, self.dim, bias=bias)
         self.output_proj = nn.Linear(self.dim, self.dim, bias=bias)
@@ -554,12 +627,16 @@ class CrossConsensus(_Consensus):
         *,
         valid: Valid = None,
         positions: Positions = None,
+        edge_features: Tensor | None = None,
     ) -> Tensor:
         """One consensus step of the tokens of `x` towards those of `context`."""
-        x, context, graph, pair = self.prepare(x, context, self.context_dim, graph, valid)
+        x, context, graph, pair = self.prepare(
+            x, context, self.context_dim, graph, valid, per_edge=edge_features is not None
+        )
         u = self.split(self.source_proj(x), self.heads)
         v = self.split(self.context_proj(context), self.heads)
-        return self.one_step(x, context, u, v, graph, pair, positions)
+        of_edges = self.checked_features(edge_features, x, graph)
+        return self.one_step(x, context, u, v, graph, pair, positions, **of_edges)
 
     def __repr__(self) -> str:
         return self.describe({"context_dim": (self.context_dim, self.dim)})

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from graphattn.graphs.token_graph import TokenGraph
 from graphattn.ops.consensus.edge_matrix import EdgeMatrix, edge_matrix
 from graphattn.ops.consensus.parameters import EdgeNetworkParameters, FirstLayer
+from graphattn.ops.inputs import ValidPair, clear_invalid_edges, valid_edges
 
 
 class GroupedLinear(nn.Module):
@@ -24,6 +27,10 @@ class GroupedLinear(nn.Module):
 
     def unapplied(self, x: Tensor) -> FirstLayer | Tensor:
         """The map and what it is to be applied to; its result where :meth:`forward` is not all."""
+        return FirstLayer(x, self.weight, self.bias) if self.is_plain() else self(x)
+
+    def is_plain(self) -> bool:
+        """Whether :meth:`forward` is all that runs: no other class or method, and no hooks."""
         changed = type(self) is not GroupedLinear or "forward" in vars(self)
         hooks = (
             self._forward_hooks,
@@ -31,10 +38,7 @@ class GroupedLinear(nn.Module):
             self._backward_hooks,
             self._backward_pre_hooks,
         )
-        if changed or any(hooks) or torch.nn.modules.module._has_any_global_hook():
-            found: Tensor = self(x)
-            return found
-        return FirstLayer(x, self.weight, self.bias)
+        return not (changed or any(hooks) or torch.nn.modules.module._has_any_global_hook())
 
     def __repr__(self) -> str:
         groups, outputs, inputs = self.weight.shape
@@ -46,6 +50,8 @@ class EdgeNetwork(nn.Module):
 
     The first layer acts on the concatenation, so it is two maps, `target` on y_i (with the bias)
     and `source` on y_j, each computed once per token; their sum passes through GELU on the edge.
+    With ``edge_features`` the features of the edge are a third input: `edge`, a map whose result is
+    added to that sum.
     The second layer is :class:`~graphattn.EdgeNetworkParameters`.
 
     With ``edge_input="head"`` each head's network sees its own slice of y, with "full" one network
@@ -64,6 +70,7 @@ class EdgeNetwork(nn.Module):
         hidden: int,
         edge_input: str,
         trunk: str,
+        edge_features: int = 0,
     ) -> None:
         super().__init__()
         self.groups = heads if edge_input == "head" else 1
@@ -71,6 +78,9 @@ class EdgeNetwork(nn.Module):
         target_in, source_in = target_dim // self.groups, source_dim // self.groups
         self.target = GroupedLinear(self.groups, target_in, trunks * hidden, bias=True)
         self.source = GroupedLinear(self.groups, source_in, trunks * hidden, bias=False)
+        self.edge: GroupedLinear | None = None
+        if edge_features:
+            self.edge = GroupedLinear(self.groups, edge_features, trunks * hidden, bias=False)
         self.alpha = nn.Parameter(torch.empty(heads, hidden))
         self.alpha_bias = nn.Parameter(torch.empty(heads))
         self.beta = nn.Parameter(torch.empty(heads, hidden))
@@ -84,9 +94,11 @@ class EdgeNetwork(nn.Module):
 
         Lambda's rows thus start away from zero, where R has no gradient with respect to them.
         """
-        fan_in = self.target.weight.shape[-1] + self.source.weight.shape[-1]
-        for parameter in (*self.target.parameters(), *self.source.parameters()):
-            nn.init.uniform_(parameter, -1 / math.sqrt(fan_in), 1 / math.sqrt(fan_in))
+        first = [self.target, self.source, *([] if self.edge is None else [self.edge])]
+        fan_in = sum(layer.weight.shape[-1] for layer in first)
+        for layer in first:
+            for parameter in layer.parameters():
+                nn.init.uniform_(parameter, -1 / math.sqrt(fan_in), 1 / math.sqrt(fan_in))
         bound = 1 / math.sqrt(self.alpha.shape[-1])
         for weight in self.second_layer():
             nn.init.uniform_(weight, -bound, bound)
@@ -102,8 +114,13 @@ class EdgeNetwork(nn.Module):
             self.shear_bias,
         )
 
-    def edge_matrix(self, hidden_sum: Tensor) -> EdgeMatrix:
-        """R of every edge from target_hidden_i + source_hidden_j, in the dtype of that sum."""
+    def edge_matrix(self, hidden_sum: Tensor, edge_hidden: Tensor | None = None) -> EdgeMatrix:
+        """R of every edge from target_hidden_i + source_hidden_j, in the dtype of that sum.
+
+        `edge_hidden`, F e_ij, is added to it.
+        """
+        if edge_hidden is not None:
+            hidden_sum = hidden_sum + edge_hidden
         parameters = (tensor.to(hidden_sum.dtype) for tensor in self.second_layer())
         return edge_matrix(hidden_sum, EdgeNetworkParameters(*parameters))
 
@@ -124,3 +141,50 @@ class EdgeNetwork(nn.Module):
     def source_hidden(self, y: Tensor) -> Tensor:
         """First layer on the sources: [*, M, dim] -> [*, M, G, xi]."""
         return self.source(y.unflatten(-1, (self.groups, -1)))
+
+    def edge_hidden(
+        self, features: Tensor, graph: TokenGraph, valid: ValidPair
+    ) -> FirstLayer | Tensor:
+        """First layer on the features of edges [*, E, F], for an operation that applies it itself.
+
+        Where somebody has put their own in its place, it is applied here, and to nothing that edges
+        of invalid tokens hold.
+        """
+        layer, y = self.edge, features.unsqueeze(-2)
+        assert layer is not None
+        if isinstance(layer, GroupedLinear) and layer.is_plain():
+            return FirstLayer(y, layer.weight)
+        if valid != (None, None):
+            y = clear_invalid_edges(y, valid_edges(valid, *graph.edge_index))
+        found: Tensor = layer(y)
+        return found
+
+
+def check_edge_features(features: Any, width: int, x: Tensor, num_edges: int, name: str) -> Tensor:
+    """`features` [E, F] or [*, E, F] of a layer called `name` that was made for F = `width`.
+
+    Raises:
+        ValueError: they are missing or not wanted, or do not fit the edges of the graph or `x`.
+    """
+    if features is None:
+        raise ValueError(
+            f"edge_features must be given, [{num_edges}, {width}] or one of these per sequence: "
+            f"this {name} was made with edge_features={width}"
+        )
+    if not width:
+        got = features.shape[-1] if isinstance(features, Tensor) and features.dim() else "F"
+        raise ValueError(
+            f"edge_features cannot be given to this {name}, which was made with edge_features=0: "
+            f"make it with edge_features={got}, the features of an edge"
+        )
+    if not isinstance(features, Tensor):
+        raise ValueError(f"edge_features must be a tensor, got {type(features).__name__}")
+    shape = (num_edges, width)
+    if features.shape not in (shape, (*x.shape[:-2], *shape)):
+        raise ValueError(
+            f"edge_features must have shape {list(shape)} or {[*x.shape[:-2], *shape]} (edges in "
+            f"the order of graph.edge_index, features), got {list(features.shape)}"
+        )
+    if features.device != x.device:
+        raise ValueError(f"edge_features must be on {x.device}, got {features.device}")
+    return features

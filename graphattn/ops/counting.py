@@ -160,11 +160,16 @@ def _of_consensus(operator: Any, *, backward: bool) -> Formula:
             edge_hidden=edge_hidden,
             backward=backward,
         )
-        for side in ("target", "source"):  # first layers that the operator itself applies
-            weight = given.get(f"{side}_weight")
-            if weight is not None:
-                tokens = given[f"{side}_tokens"]
-                total += (3 if backward else 1) * 2 * tokens.numel() * weight.shape[1]
+        # First layers that the operator itself applies: of tokens by kernels, of edges everywhere.
+        for name, layer in (
+            ("target_tokens", "target_weight"),
+            ("source_tokens", "source_weight"),
+            ("edge", "edge_weight"),
+        ):
+            if (weight := given.get(layer)) is not None:
+                networks = weight.shape[0] if name == "edge" else 1
+                once = 2 * given[name].numel() * networks * weight.shape[1]
+                total += 3 * once if backward else once
         return total
 
     return operations

@@ -117,6 +117,11 @@ def clear_invalid(x: Tensor, valid: Tensor | None) -> Tensor:
     return x if valid is None else x.masked_fill(~valid[..., None, None], 0)
 
 
+def clear_invalid_edges(x: Tensor, keep: Tensor | None) -> Tensor:
+    """Zeros in place of edges of x [*, E, G, features] outside `keep` [*, E, 1]: not read."""
+    return x if keep is None else x.masked_fill(~keep[..., None], 0)
+
+
 def valid_edges(valid: ValidPair, source: Tensor, target: Tensor) -> Tensor | None:
     """Bool [*, E, 1]: edges between valid tokens; None where all are."""
     of_target, of_source = valid

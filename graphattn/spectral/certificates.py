@@ -32,6 +32,7 @@ def certify(
     graph: TokenGraph | Tensor | Sequence[TokenGraph] | None = None,
     valid: Tensor | None = None,
     positions: Tensor | None = None,
+    edge_features: Tensor | None = None,
 ) -> Certificate:
     r"""Every theorem that speaks of a graph or a layer, checked on it, and which do not and why.
 
@@ -70,6 +71,7 @@ def certify(
             module's ``forward`` has a default.
         valid: for a layer or module, bool [N] or [*, N], True where a token is real.
         positions: for a layer or module, as its ``forward`` takes them.
+        edge_features: likewise, where its networks see features of edges.
 
     Returns:
         A :class:`Certificate`; a table at the prompt and in a notebook, a list where printed, and
@@ -94,8 +96,13 @@ def certify(
     if isinstance(graph_or_layer, torch.nn.Module):
         from graphattn.spectral.module_certificates import certify_module  # it needs PyG
 
-        return certify_module(graph_or_layer, x, graph, valid, positions)
-    for name, given in (("graph", graph), ("valid", valid), ("positions", positions)):
+        return certify_module(graph_or_layer, x, graph, valid, positions, edge_features)
+    for name, given in (
+        ("graph", graph),
+        ("valid", valid),
+        ("positions", positions),
+        ("edge_features", edge_features),
+    ):
         if given is not None:
             raise ValueError(f"{name} is for layers; pass the graph itself as the first argument")
     return _certify_graph(as_square_graph(graph_or_layer), x)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 
 import numpy as np
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from graphattn.graphs import TokenGraph
 from graphattn.nn import SelfConsensus
+from graphattn.ops.consensus.edge_hidden import form
 from graphattn.ops.consensus.edge_matrix import EdgeMatrix
 from graphattn.ops.consensus.step_size import automatic_step
 from graphattn.spectral.block_laplacian import Array, BlockLaplacian
@@ -31,13 +33,22 @@ class FrozenStep:
     """
 
     def __init__(
-        self, layer: SelfConsensus, x: Tensor, graph: TokenGraph, positions: Tensor | None
+        self,
+        layer: SelfConsensus,
+        x: Tensor,
+        graph: TokenGraph,
+        positions: Tensor | None,
+        edge_features: Tensor | None = None,
     ) -> None:
         self.layer = layer
         self.x, _, self.graph, _ = layer.prepare(x, x, layer.dim, graph, None)
         self.rotations = layer.rotations(self.x, self.x, self.graph, positions)
         net = layer.edge_net
         self.hidden = net.target_hidden(self.x), net.source_hidden(self.x)
+        self.edge_hidden: dict[str, Tensor] = {}  # F e_ij, a keyword of the layer's own step
+        if given := layer.checked_features(edge_features, self.x, self.graph):
+            part = net.edge_hidden(given["edge_features"], self.graph, (None, None))
+            self.edge_hidden["edge_hidden"] = form(part, None)
         R = self._matrices()
         eta = layer.step_tensor()
         if isinstance(eta, str):
@@ -58,9 +69,13 @@ class FrozenStep:
         source, target = self.graph.edge_index
         of_target, of_source = self.hidden
         at_a_time = max(1, EDGES // max(1, of_target[0].numel() if len(of_target) else 1))
+        ends = zip(source.split(at_a_time), target.split(at_a_time), strict=True)
+        of_edges: Sequence[Tensor | None] = [None] * len(target.split(at_a_time))
+        if self.edge_hidden:
+            of_edges = self.edge_hidden["edge_hidden"].split(at_a_time)
         pieces = [
-            self.layer.edge_net.edge_matrix(of_target[t] + of_source[s])
-            for s, t in zip(source.split(at_a_time), target.split(at_a_time), strict=True)
+            self.layer.edge_net.edge_matrix(of_target[t] + of_source[s], of_edge)
+            for (s, t), of_edge in zip(ends, of_edges, strict=True)
         ]
         alpha, beta, rows = (torch.cat(parts) for parts in zip(*pieces, strict=True))
         return EdgeMatrix(alpha, beta, rows)
@@ -72,7 +87,8 @@ class FrozenStep:
         layer = self.layer
         compared = layer.rotate(u, u, self.rotations)
         start = compared[0] if layer.isometric else u
-        moved = layer.move(start, compared, self.hidden, self.graph, (None, None))
+        valid = None, None
+        moved = layer.move(start, compared, self.hidden, self.graph, valid, **self.edge_hidden)
         return layer.turn_back(moved, self.rotations)
 
     @property

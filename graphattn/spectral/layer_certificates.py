@@ -32,7 +32,11 @@ TWO_TRACKS = (
 
 
 def certify_sequence(
-    layer: nn.Module, x: Tensor, graph: TokenGraph, positions: Tensor | None
+    layer: nn.Module,
+    x: Tensor,
+    graph: TokenGraph,
+    positions: Tensor | None,
+    edge_features: Tensor | None = None,
 ) -> Certificate:
     """The certificate of a layer in float64 on the CPU, on tokens x [N, dim]."""
     if isinstance(layer, CrossConsensus) or graph.num_targets != graph.num_sources:
@@ -42,7 +46,7 @@ def certify_sequence(
     else:
         with torch.no_grad():
             facts = (
-                _consensus_facts(layer, x, graph, positions)
+                _consensus_facts(layer, x, graph, positions, edge_features)
                 if isinstance(layer, SelfConsensus)
                 else _attention_facts(layer, x, graph, positions)
             )
@@ -53,11 +57,15 @@ def certify_sequence(
 
 
 def _consensus_facts(
-    layer: SelfConsensus, x: Tensor, graph: TokenGraph, positions: Tensor | None
+    layer: SelfConsensus,
+    x: Tensor,
+    graph: TokenGraph,
+    positions: Tensor | None,
+    edge_features: Tensor | None,
 ) -> list[Fact]:
     if layer.update_rule == "energy":
         check_energy_graph(graph, stacklevel=2)
-    step = FrozenStep(layer, x, graph, positions)
+    step = FrozenStep(layer, x, graph, positions, edge_features)
     ours = step.is_of_layer()
     if not ours:
         reason = (

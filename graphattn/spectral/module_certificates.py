@@ -17,10 +17,9 @@ from torch.utils.hooks import RemovableHandle
 from graphattn.graphs import TokenGraph
 from graphattn.graphs.composites import Parts
 from graphattn.graphs.convert import from_edge_index
-from graphattn.graphs.token_graph import as_token_graph
-from graphattn.nn import CrossConsensus
+from graphattn.nn import CrossConsensus, SelfConsensus
 from graphattn.ops import use_backend
-from graphattn.ops.inputs import check_valid
+from graphattn.ops.inputs import check_graph, check_valid
 from graphattn.spectral.arguments import check_finite
 from graphattn.spectral.facts import Certificate, Fact, worst_of
 from graphattn.spectral.layer_certificates import CERTIFIED, TWO_TRACKS, certify_sequence
@@ -32,11 +31,16 @@ from graphattn.spectral.linear_maps import (
 
 
 def certify_module(
-    module: nn.Module, x: Any, graph: Any, valid: Tensor | None, positions: Tensor | None
+    module: nn.Module,
+    x: Any,
+    graph: Any,
+    valid: Tensor | None,
+    positions: Tensor | None,
+    edge_features: Tensor | None = None,
 ) -> Certificate:
     """See :func:`graphattn.spectral.certify`."""
     with _one_thread():
-        return _certify_module(module, x, graph, valid, positions)
+        return _certify_module(module, x, graph, valid, positions, edge_features)
 
 
 @contextmanager
@@ -55,7 +59,12 @@ def _one_thread() -> Iterator[None]:
 
 
 def _certify_module(
-    module: nn.Module, x: Any, graph: Any, valid: Tensor | None, positions: Tensor | None
+    module: nn.Module,
+    x: Any,
+    graph: Any,
+    valid: Tensor | None,
+    positions: Tensor | None,
+    edge_features: Tensor | None,
 ) -> Certificate:
     if isinstance(module, CrossConsensus):
         raise ValueError(f"graph_or_layer must mix one set of tokens, got {TWO_TRACKS}")
@@ -80,6 +89,8 @@ def _certify_module(
     x, valid, positions = (None if t is None else t.detach().cpu() for t in (x, valid, positions))
     graph = _on_cpu(graph)
     keywords = {"valid": valid, "positions": positions}
+    if edge_features is not None:
+        keywords["edge_features"] = _in_full(edge_features)
     keywords = {name: value for name, value in keywords.items() if value is not None}
     if isinstance(module, CERTIFIED):
         _check_tokens(module, x, graph)
@@ -90,6 +101,15 @@ def _certify_module(
         return _certify_derivative(module, x, graph, keywords, f"{type(module).__name__} {on}")
     parts = {name: _certify_call(layer, given) for name, (layer, given) in calls.items()}
     return worst_of(f"{type(module).__name__} of {len(parts)} layers {on}", parts)
+
+
+def _in_full(edge_features: Any) -> Any:
+    """Features of edges, or those of every block, in float64 on the CPU."""
+    if isinstance(edge_features, list | tuple):
+        return [_in_full(one) for one in edge_features]
+    if not isinstance(edge_features, Tensor):
+        return edge_features
+    return edge_features.detach().to("cpu", torch.float64)
 
 
 def _on_cpu(graph: Any) -> Any:
@@ -149,21 +169,37 @@ def _certify_call(layer: nn.Module, given: Mapping[str, Any]) -> Certificate:
         if isinstance(layer, CrossConsensus):
             reason = TWO_TRACKS
         return Certificate(f"{layer!r}", (Fact("eigenvalues", "not applicable", reason),))
-    graph = as_token_graph(graph, x.shape[-2], x.shape[-2])
+    N, of_edges = x.shape[-2], given.get("edge_features")
+    graph = check_graph(graph, x, N, N, per_edge=of_edges is not None)
+    if of_edges is not None:
+        of_edges = _checked_features(layer, of_edges, x, graph)
     parts = {
         name: certify_sequence(layer, *sequence)
-        for name, sequence in _sequences(x, graph, given.get("valid"), given.get("positions"))
+        for name, sequence in _sequences(
+            x, graph, given.get("valid"), given.get("positions"), of_edges
+        )
     }
     if len(parts) == 1:
         return next(iter(parts.values()))
     return worst_of(f"{layer!r} on {len(parts)} sequences over {graph!r}", parts)
 
 
-Sequence = tuple[Tensor, TokenGraph, Tensor | None]  # tokens, graph, positions
+# tokens, graph, positions, features of edges
+Sequence = tuple[Tensor, TokenGraph, Tensor | None, Tensor | None]
+
+
+def _checked_features(layer: nn.Module, features: Any, x: Tensor, graph: TokenGraph) -> Tensor:
+    """`features`, which only consensus layers know, and only those that were made for some."""
+    if not isinstance(layer, SelfConsensus):
+        raise ValueError(
+            f"edge_features are for consensus layers, got a {type(layer).__name__}: leave them out"
+        )
+    found = layer.checked_features(features, x, graph)
+    return found["edge_features"]
 
 
 def _sequences(
-    x: Tensor, graph: TokenGraph, valid: Any, positions: Any
+    x: Tensor, graph: TokenGraph, valid: Any, positions: Any, edge_features: Tensor | None
 ) -> Iterator[tuple[str, Sequence]]:
     """Every sequence of a batch [*, N, C] or a packed graph by itself, without its padding."""
     batch, N = x.shape[:-2], x.shape[-2]
@@ -180,7 +216,12 @@ def _sequences(
             names = [f"x[{b}]"] if batch else []
             names += [f"sequence {p}"] if len(whole) > 1 else []
             place = None if own_positions is None else own_positions[here]
-            sequence: Sequence = tokens[here], own, place
+            of_edges = edge_features
+            if of_edges is not None:  # sorted by target: those of a sequence stand together
+                first, last = (int(graph.rowptr[t]) for t in (here.start, here.stop))
+                of_sequence = of_edges if of_edges.dim() == 2 else of_edges.flatten(0, -3)[b]
+                of_edges = of_sequence[first:last]
+            sequence: Sequence = tokens[here], own, place, of_edges
             if kept is not None and not bool(kept[here].all()):
                 sequence = _without_padding(*sequence, kept[here])
             yield ", ".join(names), sequence
@@ -207,14 +248,21 @@ def _packed(graph: TokenGraph) -> list[tuple[int, TokenGraph]]:
 
 
 def _without_padding(
-    x: Tensor, graph: TokenGraph, positions: Tensor | None, valid: Tensor
+    x: Tensor,
+    graph: TokenGraph,
+    positions: Tensor | None,
+    edge_features: Tensor | None,
+    valid: Tensor,
 ) -> Sequence:
-    """The valid tokens, the edges between them, and the positions they had."""
+    """The valid tokens, the edges between them, and the positions and features they had."""
     source, target = graph.edge_index
-    place = valid.cumsum(0) - 1
-    edges = place[graph.edge_index[:, valid[source] & valid[target]]]
+    place, kept = valid.cumsum(0) - 1, valid[source] & valid[target]
+    edges = place[graph.edge_index[:, kept]]
+    if edge_features is not None:
+        edge_features = edge_features[kept]
     positions = graph.positions if positions is None else positions
-    return x[valid], from_edge_index(edges, int(valid.sum())), positions[valid]
+    graph = from_edge_index(edges, int(valid.sum()))
+    return x[valid], graph, positions[valid], edge_features
 
 
 # Modules without a layer that theory knows.

@@ -34,7 +34,6 @@ LAYERS = ("DotProductAttention", "KrauseAttention", "GaussianKernelAttention",
         ("attn_mask", "ga.from_mask(mask)"),
         ("device", "layer.to(device)"),
         ("head_dim", "dim / heads"),
-        ("edge_dim", "no values of edges yet"),
         ("valid", "it is an argument of the call"),
         ("position_ids", "it is called 'positions', an argument of the call"),
         ("backnd", "did you mean 'backend'?"),
@@ -83,7 +82,6 @@ CALLS = {
         ("position_ids", "here it is called 'positions'"),
         ("edge_index", "here it is called 'graph'"),
         ("past_key_values", "layer.init_cache(batch, window)"),
-        ("edge_attr", "no values of edges yet"),
         ("posisions", "did you mean 'positions'?"),
     ],
 )
@@ -92,6 +90,24 @@ def test_a_call_answers_foreign_names(kind, name, says):
         CALLS[kind](**{name: None})
     assert says in str(caught.value)
     assert f"the call of {kind} has no argument {name!r}" in str(caught.value)
+
+
+TAKE_FEATURES = ("SelfConsensus", "CrossConsensus", "PreNormBlock", "SequenceEncoder")
+
+
+@pytest.mark.parametrize("kind", CALLS)
+def test_what_pyg_says_of_edges_is_answered(kind):
+    """Consensus sees features of edges; attention says that it does not."""
+    takes = kind in TAKE_FEATURES
+    with pytest.raises(TypeError) as caught:
+        CALLS[kind](edge_attr=None)
+    says = "here it is called 'edge_features'" if takes else "no values of edges yet"
+    assert "no argument 'edge_attr'" in str(caught.value)
+    assert says in str(caught.value)
+    if kind in LAYERS:
+        with pytest.raises(TypeError) as caught:
+            getattr(nn, kind)(DIM, HEADS, edge_dim=3)
+        assert says in str(caught.value)
 
 
 def test_a_call_names_what_belongs_to_the_constructor():

@@ -110,7 +110,7 @@ def test_the_sums_of_consensus_do_too(graph: str, degrees: bool) -> None:
     valid = torch.rand(2, 7) < 0.8
     torch.library.opcheck(
         torch.ops.graphattn.consensus_sums,
-        (*tensors, valid, valid, tokens.code, edges, True, degrees),
+        (*tensors, valid, valid, tokens.code, edges, True, degrees, None, None),
     )
 
 

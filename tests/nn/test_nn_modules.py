@@ -170,6 +170,7 @@ NOT_DEFAULT = {
         "rope": "isometric",
         "edge_input": "full",
         "trunk": "separate",
+        "edge_features": 3,
         "update": "target",
         "bias": False,
         "backend": "reference",

@@ -107,11 +107,19 @@ class Edge(NamedTuple):
     R: list[list[float]]
 
 
-def edge_network(target_hidden: list, source_hidden: list, network: list, h: int) -> Edge:
-    """Algorithm 2 for head h of one edge; hidden vectors [G, xi or 3 xi] as nested lists."""
+def edge_network(
+    target_hidden: list, source_hidden: list, network: list, h: int, of_edge: list | None = None
+) -> Edge:
+    """Algorithm 2 for head h of one edge; hidden vectors [G, xi or 3 xi] as nested lists.
+
+    `of_edge` is F e_ij, a third input of the first layer, in the same form.
+    """
     alpha_w, alpha_b, beta_w, beta_b, shear_w, shear_b = (x[h] for x in network)
     own = h if len(target_hidden) > 1 else 0
-    hidden = [_gelu(a + b) for a, b in zip(target_hidden[own], source_hidden[own], strict=True)]
+    total = [a + b for a, b in zip(target_hidden[own], source_hidden[own], strict=True)]
+    if of_edge is not None:
+        total = [a + b for a, b in zip(total, of_edge[own], strict=True)]
+    hidden = [_gelu(a) for a in total]
     xi = len(alpha_w)
     if len(hidden) == 3 * xi:  # one trunk for each of the three
         of_alpha, of_beta, of_shear = hidden[:xi], hidden[xi : 2 * xi], hidden[2 * xi :]
@@ -135,10 +143,29 @@ def edge_network(target_hidden: list, source_hidden: list, network: list, h: int
     return Edge(alpha, beta, R)
 
 
+def edge_hidden(features: Tensor, weight: Tensor) -> Tensor:
+    """F e_ij, [*, E, G, xi], of features [*, E, F] and weight [G, xi, F]."""
+    batch, (E, F), (G, xi, _) = features.shape[:-2], features.shape[-2:], weight.shape
+    numbers = weight.detach().double().tolist()
+    out = torch.zeros(*batch, E, G, xi, dtype=torch.float64)
+    for place in _places(batch):
+        own = features[place].detach().double().tolist()
+        for e, g, k in itertools.product(range(E), range(G), range(xi)):
+            out[place][e, g, k] = math.fsum(numbers[g][k][f] * own[e][f] for f in range(F))
+    return out
+
+
 def edge_matrices(
-    target_hidden: Tensor, source_hidden: Tensor, network: tuple, mask: Tensor
+    target_hidden: Tensor,
+    source_hidden: Tensor,
+    network: tuple,
+    mask: Tensor,
+    of_edges: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """R [*, E, H, D, D], alpha and beta [*, E, H] of every edge, by target, then source."""
+    """R [*, E, H, D, D], alpha and beta [*, E, H] of every edge, by target, then source.
+
+    `of_edges` [E, G, xi] or [*, E, G, xi] is F e_ij of the edges in that order.
+    """
     H, _, D = network[5].shape
     batch, pairs = target_hidden.shape[:-3], mask.nonzero().tolist()
     R = torch.zeros(*batch, len(pairs), H, D, D, dtype=torch.float64)
@@ -146,9 +173,10 @@ def edge_matrices(
     numbers = [x.detach().double().tolist() for x in network]
     for place in _places(batch):
         a, b = (x[place].detach().double().tolist() for x in (target_hidden, source_hidden))
+        third = _of_edges(of_edges, place)
         for e, (i, j) in enumerate(pairs):
             for h in range(H):
-                edge = edge_network(a[i], b[j], numbers, h)
+                edge = edge_network(a[i], b[j], numbers, h, third[e] if third else None)
                 R[place][e, h] = torch.tensor(edge.R, dtype=torch.float64)
                 alpha[place][e, h], beta[place][e, h] = edge.alpha, edge.beta
     return R, alpha, beta
@@ -167,11 +195,15 @@ def consensus(
     disagreement: tuple[Tensor, Tensor] | None = None,
     valid: Tensor | tuple | None = None,
     lengths: tuple[int, ...] | None = None,
+    of_edges: Tensor | None = None,
 ) -> Tensor:
-    """u' = u - eta g (Algorithms 1 to 6); `lengths` of the sequences side by side, for "auto"."""
+    """u' = u - eta g (Algorithms 1 to 6); `lengths` of the sequences side by side, for "auto".
+
+    `of_edges` [E, G, xi] or [*, E, G, xi] is F e_ij of the edges by target, then source.
+    """
     N, H, D = state.shape[-3:]
     M, batch = neighbor_state.shape[-3], state.shape[:-3]
-    edges = mask.tolist()
+    pairs = mask.nonzero().tolist()
     numbers = [x.detach().double().tolist() for x in network]
     new = torch.zeros(*batch, N, H, D, dtype=torch.float64)
     eta = None
@@ -184,13 +216,14 @@ def consensus(
             for x in (state, u_own, v_own, target_hidden, source_hidden)
         )
         valid_target, valid_source = _valid(valid, place, N, M)
+        third = _of_edges(of_edges, place)
         for h in range(H):
             g = [[0.0] * D for _ in range(N)]
             degree = [0.0] * N
-            for i, j in itertools.product(range(N), range(M)):
-                if not (edges[i][j] and valid_target[i] and valid_source[j]):
+            for e, (i, j) in enumerate(pairs):
+                if not (valid_target[i] and valid_source[j]):
                     continue
-                edge = edge_network(a[i], b[j], numbers, h)
+                edge = edge_network(a[i], b[j], numbers, h, third[e] if third else None)
                 apart = [x - y for x, y in zip(u[i][h], v[j][h], strict=True)]
                 if update == "target":
                     degree[i] += edge.alpha + edge.beta
@@ -225,6 +258,12 @@ def energy(u: Tensor, R: Tensor, mask: Tensor) -> Tensor:
             apart = u[i, h] - u[j, h]
             total = total + apart @ R[e, h] @ apart / 2
     return total
+
+
+def _of_edges(of_edges: Tensor | None, place: tuple) -> list | None:
+    if of_edges is None:
+        return None
+    return (of_edges if of_edges.dim() == 3 else of_edges[place]).detach().double().tolist()
 
 
 def _places(batch: torch.Size) -> itertools.product:

@@ -15,6 +15,7 @@ from graphattn.graphs.arguments import as_choice
 from graphattn.graphs.token_graph import TokenGraph
 from graphattn.ops.backends import choose_backend
 from graphattn.ops.consensus import compiled, operators, reference, structured, triton
+from graphattn.ops.consensus.edge_hidden import EdgeHidden, check_edge_hidden, in_dtype
 from graphattn.ops.consensus.parameters import EdgeNetworkParameters, FirstLayer
 from graphattn.ops.counting import is_watched, note_uncounted
 from graphattn.ops.inputs import (
@@ -43,6 +44,7 @@ def consensus_update(
     disagreement: tuple[Tensor, Tensor] | None = None,
     valid: Valid = None,
     backend: str = "auto",
+    edge_hidden: EdgeHidden = None,
 ) -> Tensor:
     r"""One consensus step: every token moves towards the tokens it shares an edge with.
 
@@ -59,7 +61,8 @@ def consensus_update(
 
     R is positive definite and never formed. An edge's hidden vector is
     ``gelu(target_hidden_i + source_hidden_j)`` (exact GELU): the edge network's first layer acts
-    on [y_i; y_j], so it splits into two products that are computed once per token.
+    on [y_i; y_j], so it splits into two products that are computed once per token. Features of the
+    edge itself (a distance, a kind of bond) are a third input of that layer: `edge_hidden`.
 
     Args:
         state: u, what moves, [*, N, H, D].
@@ -82,7 +85,14 @@ def consensus_update(
             graph in chunks, and over those of a window without listing them; "triton" does so by
             fused kernels, which take one trunk and multiply numbers of the tensors' own dtype.
             "auto" takes "triton" on a GPU and "structured" elsewhere, but "reference" inside
-            torch.func, which looks into its steps.
+            torch.func, which looks into its steps. With `edge_hidden`, "triton" refuses and "auto"
+            takes "structured" on a GPU, too.
+        edge_hidden: what is added to an edge's sum, F e_ij for features e_ij: a
+            :class:`~graphattn.FirstLayer` of ``tokens`` [E, 1, F] or [*, E, 1, F], the features in
+            the order of ``graph.edge_index``, and ``weight`` [G, xi, F] (no bias), which is applied
+            to a chunk of edges at a time; or the product itself, [E, G, xi] or [*, E, G, xi], as
+            large as that is. An edge_index must be sorted. Edge (i, j) and edge (j, i) have each
+            their own; what edges of invalid tokens hold is never read.
 
     Returns:
         u', [*, N, H, D] in the dtype of `state`; half precision is computed in float32 (by "triton"
@@ -103,11 +113,11 @@ def consensus_update(
         >>> ga.consensus_update(u, u, hidden, hidden, network, graph, 0.1).flatten()
         tensor([0.0000, 0.1386, 0.8614])
     """
-    graph, network, pair = _check(
-        state, neighbor_state, target_hidden, source_hidden, edge_network, graph, valid
+    graph, network, pair, edge_hidden = _check(
+        state, neighbor_state, target_hidden, source_hidden, edge_network, graph, valid, edge_hidden
     )
     trunks = _width(target_hidden) // network.alpha.shape[-1]
-    chosen = choose_backend(backend, support(state, trunks), state.device)
+    chosen = choose_backend(backend, support(state, trunks, edge_hidden is not None), state.device)
     if as_choice("update", update, ("energy", "target")) == "energy":
         check_energy_graph(graph)
     dtype = compute_dtype(state.dtype)
@@ -134,6 +144,7 @@ def consensus_update(
         hidden = tuple(x.to(dtype) for x in formed)
         compared = compared[0].to(dtype), compared[1].to(dtype)
         moving = moving.to(dtype)
+    of_edges = {} if edge_hidden is None else {"edge_hidden": in_dtype(edge_hidden, dtype)}
     with full_precision(state.device):
         new = update_by(
             moving,
@@ -144,15 +155,17 @@ def consensus_update(
             update=update,
             disagreement=compared,
             valid=pair,
+            **of_edges,
         )
     if pair[0] is not None and step is None:  # a source that is valid pulls at it all the same
         new = torch.where(pair[0][..., None, None], new, moving)
     return new.to(state.dtype)
 
 
-def support(state: Tensor, trunks: int = 1) -> dict[str, str | None]:
+def support(state: Tensor, trunks: int = 1, edge_hidden: bool = False) -> dict[str, str | None]:
     """Backend -> None where it can run a consensus step, otherwise the reason."""
-    return {"reference": None, "structured": None, "triton": triton.why_not(state, trunks)}
+    reason = triton.why_not(state, trunks, edge_hidden)
+    return {"reference": None, "structured": None, "triton": reason}
 
 
 def consensus_edge_matrices(
@@ -160,6 +173,8 @@ def consensus_edge_matrices(
     source_hidden: Tensor,
     edge_network: EdgeNetworkParameters,
     graph: TokenGraph | Tensor,
+    *,
+    edge_hidden: EdgeHidden = None,
 ) -> Tensor:
     """R of every edge and head, [*, E, H, D, D] in the order of ``graph.edge_index``, for study.
 
@@ -185,10 +200,15 @@ def consensus_edge_matrices(
     graph = check_graph(
         graph, target_hidden, target_hidden.shape[-3], source_hidden.shape[-3], per_edge=True
     )
+    edge_hidden = check_edge_hidden(edge_hidden, target_hidden, target_hidden.shape, graph)
     dtype = compute_dtype(target_hidden.dtype)
     with full_precision(target_hidden.device):
         R = reference.edge_matrices(
-            target_hidden.to(dtype), source_hidden.to(dtype), network, graph
+            target_hidden.to(dtype),
+            source_hidden.to(dtype),
+            network,
+            graph,
+            edge_hidden=in_dtype(edge_hidden, dtype),
         )
         return R.dense().to(target_hidden.dtype)
 
@@ -227,7 +247,8 @@ def _check(
     edge_network: Any,
     graph: Any,
     valid: Any,
-) -> tuple[TokenGraph, EdgeNetworkParameters, tuple[Tensor | None, Tensor | None]]:
+    edge_hidden: Any,
+) -> tuple[TokenGraph, EdgeNetworkParameters, tuple[Tensor | None, Tensor | None], EdgeHidden]:
     tensors = {"state": state, "neighbor_state": neighbor_state}
     hidden = {"target_hidden": target_hidden, "source_hidden": source_hidden}
     layers = {name: x for name, x in hidden.items() if isinstance(x, FirstLayer)}
@@ -251,8 +272,14 @@ def _check(
             f"edge_network must have {state.shape[-2]} heads and {state.shape[-1]} features like "
             f"state, got shear {list(network.shear.shape)} (heads, rank, features, hidden)"
         )
-    graph = check_graph(graph, state, N, M)
-    return graph, network, check_valid(valid, state.shape[:-3], state.device, N, M)
+    graph = check_graph(graph, state, N, M, per_edge=edge_hidden is not None)
+    pair = check_valid(valid, state.shape[:-3], state.device, N, M)
+    return (
+        graph,
+        network,
+        pair,
+        check_edge_hidden(edge_hidden, state, shapes["target_hidden"], graph),
+    )
 
 
 def _disagreement(

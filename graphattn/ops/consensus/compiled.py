@@ -27,19 +27,21 @@ OPTIONS = (
     "Tensor? valid_targets, Tensor? valid_sources, Tensor code, Tensor? listed, "
     "bool energy, bool degrees"
 )
-COUNT = len(NAMES)
+OF_EDGES = "Tensor? edge, Tensor? edge_weight"
+COUNT, PLACES = len(NAMES), len(NAMES) + 6  # how many tensors, and how many arguments before edges
 
 
 def _sums_over_edges(
     graph: TokenGraph,
-    tensors: tuple[Tensor, ...],
+    tensors: tuple[Any, ...],
     valid: ValidPair,
     *,
     energy: bool,
     degrees: bool,
 ) -> tuple[Tensor, Tensor | None]:
+    options = *valid, graph.code, graph.listed, energy, degrees
     gradient, degree = torch.ops.graphattn.consensus_sums(
-        *tensors, *valid, graph.code, graph.listed, energy, degrees
+        *tensors[:COUNT], *options, *tensors[COUNT:]
     )
     return gradient, degree if degrees else None
 
@@ -47,79 +49,88 @@ def _sums_over_edges(
 consensus_update = partial(structured.consensus_update, sums=_sums_over_edges)
 
 
-def _understood(options: tuple[Any, ...], device: torch.device) -> tuple[Any, ...]:
-    """Graph and valid tokens of the operator's options."""
-    of_target, of_source, code, listed, _, _ = options
-    return decode(code, listed, device), (of_target, of_source)
+def _understood(
+    arguments: tuple[Any, ...],
+) -> tuple[tuple[Any, ...], TokenGraph, ValidPair, dict[str, bool]]:
+    """All tensors of a step, the graph, valid tokens and options of the operator's arguments."""
+    tensors = arguments[:COUNT] + arguments[PLACES : PLACES + 2]
+    of_target, of_source, code, listed, energy, degrees = arguments[COUNT:PLACES]
+    graph = decode(code, listed, tensors[0].device)
+    return tensors, graph, (of_target, of_source), {"energy": energy, "degrees": degrees}
 
 
 @torch.library.custom_op(
     "graphattn::consensus_sums",
     mutates_args=(),
-    schema=f"({INPUTS}, {OPTIONS}) -> (Tensor, Tensor)",
+    schema=f"({INPUTS}, {OPTIONS}, {OF_EDGES}) -> (Tensor, Tensor)",
 )
 def _consensus_sums(*arguments: Any) -> tuple[Tensor, Tensor]:
     """g and the degrees; an empty tensor where nobody wants them."""
-    tensors, options = arguments[:COUNT], arguments[COUNT:]
-    graph, valid = _understood(options, tensors[0].device)
-    energy, degrees = options[-2:]
-    gradient, degree = structured.sums_over_edges(
-        graph, tensors, valid, energy=energy, degrees=degrees
-    )
+    tensors, graph, valid, options = _understood(arguments)
+    gradient, degree = structured.sums_over_edges(graph, tensors, valid, **options)
     return gradient, gradient.new_empty(0) if degree is None else degree
 
 
 @_consensus_sums.register_fake
 def _(*arguments: Any) -> tuple[Tensor, Tensor]:
-    u, degrees = arguments[2], arguments[-1]
+    u, degrees = arguments[2], arguments[PLACES - 1]
     return u.new_empty(u.shape), u.new_empty(u.shape[:-1] if degrees else (0,))
 
 
 @torch.library.custom_op(
     "graphattn::consensus_sums_backward",
     mutates_args=(),
-    schema=f"({INPUTS}, {OPTIONS}, Tensor d_gradient, Tensor d_degree) -> "
-    f"({', '.join(['Tensor'] * COUNT)})",
+    schema=f"({INPUTS}, {OPTIONS}, {OF_EDGES}, Tensor d_gradient, Tensor d_degree, "
+    f"bool d_edge, bool d_edge_weight) -> ({', '.join(['Tensor'] * (COUNT + 2))})",
 )
 def _consensus_sums_backward(*arguments: Any) -> tuple[Tensor, ...]:
-    """Gradients of the ten inputs."""
-    tensors, options = arguments[:COUNT], arguments[COUNT:-2]
-    d_gradient, d_degree = arguments[-2:]
-    graph, valid = _understood(options, tensors[0].device)
-    energy, degrees = options[-2:]
-    plan = structured.plan_of(graph, tensors, valid, energy=energy, degrees=degrees)
-    d_sums = d_gradient.contiguous(), d_degree if degrees else None
-    found = structured.gradients_of_sums(tensors, (True,) * COUNT, plan, d_sums)
-    return tuple(x.reshape(like.shape) for x, like in zip(found, tensors, strict=True))  # type: ignore[union-attr]
+    """Gradients of the ten inputs and of what edges have: empty where nobody wants those."""
+    tensors, graph, valid, options = _understood(arguments)
+    d_gradient, d_degree, *wanted = arguments[PLACES + 2 :]
+    plan = structured.plan_of(graph, tensors, valid, **options)
+    d_sums = d_gradient.contiguous(), d_degree if options["degrees"] else None
+    needed = (*[True] * COUNT, *wanted)
+    found = structured.gradients_of_sums(tensors, needed, plan, d_sums)
+    return tuple(
+        d_gradient.new_empty(0) if x is None else x.reshape(like.shape)
+        for x, like in zip(found, tensors, strict=True)
+    )
 
 
 @_consensus_sums_backward.register_fake
 def _(*arguments: Any) -> tuple[Tensor, ...]:
-    return tuple(x.new_empty(x.shape) for x in arguments[:COUNT])
+    of_edges, wanted = arguments[PLACES : PLACES + 2], arguments[-2:]
+    return tuple(x.new_empty(x.shape) for x in arguments[:COUNT]) + tuple(
+        x.new_empty(x.shape) if want else arguments[2].new_empty(0)
+        for x, want in zip(of_edges, wanted, strict=True)
+    )
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.energy, ctx.degrees = inputs
-    ctx.save_for_backward(*tensors)
+    *before, ctx.energy, ctx.degrees, edge, edge_weight = inputs
+    ctx.save_for_backward(*before, edge, edge_weight)
 
 
 def _backward(ctx: Any, d_gradient: Tensor, d_degree: Tensor) -> tuple[Tensor | None, ...]:
-    saved = ctx.saved_tensors
+    *before, edge, edge_weight = ctx.saved_tensors
+    arguments = *before, ctx.energy, ctx.degrees, edge, edge_weight
+    wanted = ctx.needs_input_grad[PLACES:]
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         # create_graph=True: somebody differentiates this again.
-        tensors, options = saved[:COUNT], (*saved[COUNT:], ctx.energy, ctx.degrees)
-        graph, valid = _understood(options, tensors[0].device)
-        plan = structured.plan_of(graph, tensors, valid, energy=ctx.energy, degrees=ctx.degrees)
+        tensors, graph, valid, options = _understood(arguments)
+        plan = structured.plan_of(graph, tensors, valid, **options)
         d_sums = d_gradient, d_degree if ctx.degrees else None
-        with full_precision(tensors[0].device):
-            plainly = structured.gradients_plainly(
-                tensors, ctx.needs_input_grad[:COUNT], plan, d_sums
-            )
-        return (*plainly, *[None] * 6)
-    gradients = torch.ops.graphattn.consensus_sums_backward(
-        *saved, ctx.energy, ctx.degrees, d_gradient, d_degree
+        needed = (*ctx.needs_input_grad[:COUNT], *wanted)
+        with full_precision(d_gradient.device):
+            *plainly, d_edge, d_weight = structured.gradients_plainly(tensors, needed, plan, d_sums)
+        return (*plainly, *[None] * 6, d_edge, d_weight)
+    *gradients, d_edge, d_edge_weight = torch.ops.graphattn.consensus_sums_backward(
+        *arguments, d_gradient, d_degree, *wanted
     )
-    return (*gradients, *[None] * 6)
+    of_edges = (
+        x if want else None for x, want in zip((d_edge, d_edge_weight), wanted, strict=True)
+    )
+    return (*gradients, *[None] * 6, *of_edges)
 
 
 _consensus_sums.register_autograd(_backward, setup_context=_remember)

@@ -13,6 +13,8 @@ class FirstLayer(NamedTuple):
 
     Given in the place of hidden vectors, which are several times as large as the tokens, it lets
     the fused backend form them piece by piece, and again in the backward, instead of keeping them.
+    As `edge_hidden` its tokens are the features of edges, [*, E, 1, F], seen by every group: their
+    hidden vectors are never all there at once.
 
     Example:
         >>> import torch, graphattn as ga
@@ -22,7 +24,7 @@ class FirstLayer(NamedTuple):
         torch.Size([10, 2, 16])
     """
 
-    tokens: Tensor  # y, [*, N, G, in]
+    tokens: Tensor  # y, [*, N, G, in]; features of edges, [*, E, 1, in]
     weight: Tensor  # [G, xi, in]
     bias: Tensor | None = None  # [G, xi]
 

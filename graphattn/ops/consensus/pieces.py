@@ -29,13 +29,17 @@ Tokens = slice | Tensor  # a run of tokens, or their indices [n]
 
 
 class Piece(NamedTuple):
-    """n edges of a few sequences b, for a few networks k: edge e joins target[e] and source[e]."""
+    """n edges of a few sequences b, for a few networks k: edge e joins target[e] and source[e].
+
+    `places` says where their values stand in a list of all edges; None where nobody asks.
+    """
 
     networks: slice
     batch: slice
     target: Tokens
     source: Tokens
     counts: Tensor | None  # bool [b or 1, n]: which of them are edges at all; None: every one
+    places: Tokens | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -54,6 +58,27 @@ class Piece(NamedTuple):
     def clear(self, x: Tensor) -> Tensor:
         """x [k, b, n, heads, features], zero for pairs that are no edges: those may hold NaN."""
         return x if self.counts is None else x.masked_fill(~self.counts[..., None, None], 0)
+
+    def of_edges(self, x: Tensor) -> Tensor:
+        """Values of its edges, [b or 1, n, 1 or G, features], of those of all, [B or 1, E, ...]."""
+        assert self.places is not None
+        x = x if len(x) == 1 else x[self.batch]
+        found = (
+            x[:, self.places] if isinstance(self.places, slice) else x.index_select(1, self.places)
+        )
+        return found if self.counts is None else found.masked_fill(~self.counts[..., None, None], 0)
+
+    def add_to_edges(self, total: Tensor, values: Tensor) -> None:
+        """Adds values [b, n, 1 or G, features], 0 for pairs that are no edges, at the edges."""
+        assert self.places is not None
+        if len(total) == 1:
+            values = values.sum(0, keepdim=True)
+        else:
+            total = total[self.batch]
+        if isinstance(self.places, slice):
+            total[:, self.places].add_(values)
+        else:  # every edge stands here once: the order of additions does not matter
+            total.index_add_(1, self.places, values)
 
 
 def at(x: Tensor, piece: Piece, tokens: Tokens) -> Tensor:
@@ -78,10 +103,18 @@ class Pieces:
     """Every edge of a graph, for every network and every sequence of a batch, exactly once.
 
     Self-loops are left out if `loops` is False. The order, and with it that of every sum, is fixed.
+    With `places`, every piece says where its edges stand in the order of ``graph.edge_index``.
     """
 
     def __init__(
-        self, graph: TokenGraph, *, networks: int, batch: int, valid: ValidPair, loops: bool
+        self,
+        graph: TokenGraph,
+        *,
+        networks: int,
+        batch: int,
+        valid: ValidPair,
+        loops: bool,
+        places: bool = False,
     ) -> None:
         self.networks, self.batch = networks, batch
         self.num_tokens, self.device = graph.num_targets, graph.device
@@ -95,10 +128,15 @@ class Pieces:
             lengths = [band.num_tokens for band in self.bands]
             self.borders = torch.tensor(lengths).cumsum(0).tolist() if len(lengths) > 1 else []
             self.length = self.num_tokens
+            self.middle = _middle_of_rows(graph, self.bands) if places else None
+            self.num_edges = graph.num_edges
         else:
             self.source, self.target = graph.edge_index
+            self.listed: Tensor | None = None  # where an edge stands, if not all are gone over
             if not loops and bool((self.source == self.target).any()):
-                self.source, self.target = graph.edge_index[:, self.source != self.target]
+                apart = self.source != self.target
+                self.source, self.target = graph.edge_index[:, apart]
+                self.listed = apart.nonzero()[:, 0] if places else None
             self.length = len(self.source)
 
     def chunks(self, rows: int | None = None) -> Iterator[Piece]:
@@ -114,18 +152,22 @@ class Pieces:
             for batch in _runs(self.batch, b):
                 for run in _runs(self.length, n):
                     ends = self._band_edges(run) if self.bands else self._listed_edges(run)
-                    for target, source, inside in ends:
+                    for target, source, inside, places in ends:
                         counts = self._counts(batch, target, source, inside)
-                        yield Piece(networks, batch, target, source, counts)
+                        yield Piece(networks, batch, target, source, counts, places)
 
     def no_edges(self) -> Piece:
         """A piece that changes no sum but makes it depend on every tensor, even without edges."""
-        return Piece(slice(0, self.networks), slice(0, self.batch), slice(0, 0), slice(0, 0), None)
+        none = slice(0, 0)
+        return Piece(slice(0, self.networks), slice(0, self.batch), none, none, None, none)
 
-    def _listed_edges(self, run: slice) -> Iterator[tuple[Tokens, Tokens, None]]:
-        yield self.target[run], self.source[run], None
+    def _listed_edges(self, run: slice) -> Iterator[tuple[Tokens, Tokens, None, Tokens]]:
+        places = run if self.listed is None else self.listed[run]
+        yield self.target[run], self.source[run], None, places
 
-    def _band_edges(self, run: slice) -> Iterator[tuple[Tokens, Tokens, Tensor | None]]:
+    def _band_edges(
+        self, run: slice
+    ) -> Iterator[tuple[Tokens, Tokens, Tensor | None, Tensor | None]]:
         """The in-edges of a run of targets, one hop after the other."""
         for move in self.moves:
             start, stop = max(run.start, -move), min(run.stop, self.num_sources - move)
@@ -141,7 +183,19 @@ class Pieces:
                     borders = torch.tensor(self.borders[part:last], device=self.device)
                     sequence = torch.bucketize(token, borders, right=True)
                     inside = (sequence[: stop - start] == sequence[abs(move) :])[None]
-                yield target, source, inside
+                yield target, source, inside, self._places(target, move)
+
+    def _places(self, target: slice, move: int) -> Tensor | None:
+        """Where the edges of one hop stand: so far from the middle of their rows as its hops say.
+
+        A pair that joins two sequences is no edge, and gets the place of some other.
+        """
+        if self.middle is None:
+            return None
+        band = self.bands[0]
+        hop = move // band.dilation
+        skipped = int(hop > 0 and not band.self_loops)
+        return (self.middle[target] + (hop - skipped)).clamp_(0, self.num_edges - 1)
 
     def _counts(
         self, batch: slice, target: Tokens, source: Tokens, inside: Tensor | None
@@ -185,6 +239,14 @@ def moves_of(bands: tuple[Band, ...], *, loops: bool, shift: int = 0) -> list[in
         for hop in range(first, last + 1)
         if (hop or longest.self_loops) and ((move := hop * longest._stride + shift) or loops)
     ]
+
+
+def _middle_of_rows(graph: TokenGraph, bands: tuple[Band, ...]) -> Tensor:
+    """[N]: where the edge of every token to itself stands, or the first beyond, in the list."""
+    before = [
+        (torch.arange(band.num_tokens) // band.dilation).clamp(max=band.before) for band in bands
+    ]
+    return graph.rowptr[:-1] + torch.cat(before).to(graph.device)
 
 
 def _bands(graph: TokenGraph) -> tuple[Band, ...]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from graphattn.graphs.token_graph import TokenGraph
+from graphattn.ops.consensus.edge_hidden import EdgeHidden, form
 from graphattn.ops.consensus.edge_matrix import EdgeMatrix, edge_matrix
 from graphattn.ops.consensus.parameters import EdgeNetworkParameters
 from graphattn.ops.consensus.step_size import automatic_step
@@ -23,12 +24,16 @@ def edge_matrices(
     network: EdgeNetworkParameters,
     graph: TokenGraph,
     valid: ValidPair = (None, None),
+    edge_hidden: EdgeHidden = None,
 ) -> EdgeMatrix:
-    """R of every edge, from the edge network's hidden vectors of its two tokens."""
+    """R of every edge, from the edge network's hidden vectors of its two tokens, and its own."""
     source, target = graph.edge_index
     hidden_i = clear_invalid(target_hidden, valid[0]).index_select(-3, target)
     hidden_j = clear_invalid(source_hidden, valid[1]).index_select(-3, source)
-    return edge_matrix(hidden_i + hidden_j, network)
+    hidden_sum = hidden_i + hidden_j
+    if edge_hidden is not None:
+        hidden_sum = hidden_sum + form(edge_hidden, valid_edges(valid, *graph.edge_index))
+    return edge_matrix(hidden_sum, network)
 
 
 def consensus_update(
@@ -42,11 +47,12 @@ def consensus_update(
     update: str,
     disagreement: tuple[Tensor, Tensor],
     valid: ValidPair,
+    edge_hidden: EdgeHidden = None,
 ) -> Tensor:
     """u' = u - step * g; `step_size` broadcastable to [*, N, H], None for the automatic one."""
     source, target = graph.edge_index
     u, v = clear_invalid(disagreement[0], valid[0]), clear_invalid(disagreement[1], valid[1])
-    R = edge_matrices(target_hidden, source_hidden, network, graph, valid)
+    R = edge_matrices(target_hidden, source_hidden, network, graph, valid, edge_hidden)
     message = R.apply(u.index_select(-3, target) - v.index_select(-3, source))
     keep = valid_edges(valid, source, target)
     if keep is not None:

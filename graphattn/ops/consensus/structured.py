@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from graphattn.graphs.token_graph import TokenGraph
+from graphattn.ops.consensus.edge_hidden import EdgeHidden, as_pair
 from graphattn.ops.consensus.edge_matrix import edge_matrix
 from graphattn.ops.consensus.edge_rows import Buffers, EdgeRows, by_network
 from graphattn.ops.consensus.parameters import EdgeNetworkParameters
@@ -36,18 +37,25 @@ class _Plan(NamedTuple):
 
 
 class _Inputs(NamedTuple):
-    """Hidden vectors [B, N, G, xi], what is compared [B, N, H, D], and the second layer."""
+    """Hidden vectors [B, N, G, xi], what is compared [B, N, H, D], the second layer, and of edges.
+
+    The numbers of edges are [B or 1, E, 1, F] with a weight [G, xi, F] that is to be applied to
+    them, or, without one, what is added to their hidden vectors, [B or 1, E, G, xi].
+    """
 
     target_hidden: Tensor
     source_hidden: Tensor
     u: Tensor
     v: Tensor
     network: EdgeNetworkParameters
+    edge: Tensor | None = None
+    edge_weight: Tensor | None = None
 
     @classmethod
-    def of(cls, tensors: Sequence[Tensor]) -> _Inputs:
-        target_hidden, source_hidden, u, v, *network = tensors
-        return cls(target_hidden, source_hidden, u, v, EdgeNetworkParameters(*network))
+    def of(cls, tensors: Sequence[Any]) -> _Inputs:
+        target_hidden, source_hidden, u, v, *network = tensors[:10]
+        of_edges = tensors[10:] or (None, None)
+        return cls(target_hidden, source_hidden, u, v, EdgeNetworkParameters(*network), *of_edges)
 
 
 class _Pass:
@@ -63,6 +71,7 @@ class _Pass:
         self.states = self.view(inputs.u), self.view(inputs.v)
         self.network = by_network(inputs.network, self.num_networks)
         self.rank, self.features = inputs.network.shear.shape[1:3]
+        self.edge, self.edge_weight = inputs.edge, inputs.edge_weight
 
     def view(self, x: Tensor) -> Tensor:
         """x [B, N, G or H, features] as a view [G, B, N, 1 or H / G, features]."""
@@ -73,6 +82,8 @@ class _Pass:
         buffers = Buffers(self.states[0])
         numbers = CHUNK if self.states[0].device.type == "cpu" else CHUNK_ELSEWHERE
         widest = max(1, self.hidden[0].shape[-1], self.network.shear.shape[1])
+        if self.edge is not None:
+            widest = max(widest, self.edge.shape[-1])
         for piece in self.plan.pieces.chunks(max(1, numbers // widest)):
             hidden_sum, d = self.compare(piece, buffers)
             R = EdgeRows(
@@ -90,7 +101,21 @@ class _Pass:
         hidden_i, u_i = (at(x, piece, piece.target) for x in (self.hidden[0], self.states[0]))
         hidden_j, v_j = (at(x, piece, piece.source) for x in (self.hidden[1], self.states[1]))
         out = None if buffers is None else buffers.get("hidden_sum", *hidden_i.shape)
-        return piece.clear(torch.add(hidden_i, hidden_j, out=out)), piece.clear(u_i - v_j)
+        hidden_sum = torch.add(hidden_i, hidden_j, out=out)
+        if self.edge is not None:
+            of_edges = self.of_edges(piece)
+            hidden_sum = hidden_sum + of_edges if out is None else out.add_(of_edges)
+        return piece.clear(hidden_sum), piece.clear(u_i - v_j)
+
+    def of_edges(self, piece: Piece) -> Tensor:
+        """F e_ij of the edges of a piece, [k, b or 1, n, 1, xi]."""
+        assert self.edge is not None
+        if self.edge_weight is None:
+            numbers = piece.of_edges(self.edge[:, :, piece.networks])
+            return numbers.permute(2, 0, 1, 3)[..., None, :]
+        numbers = piece.of_edges(self.edge)[:, :, 0]
+        weight = self.edge_weight[piece.networks, None]
+        return torch.matmul(numbers, weight.mT)[..., None, :]
 
     def moved(self, total: Tensor) -> tuple[Tensor, Tensor | None]:
         """A total over the edges of every token, as what targets and what sources have of it."""
@@ -112,6 +137,27 @@ class _Pass:
             at_source = at(self.view(totals[1]), piece, piece.source)
             values = torch.add(values, at_source, alpha=sign)
         return piece.clear(values).flatten(1, 2)
+
+    def add_edge_gradients(
+        self, total: _Inputs, needed: Sequence[bool], piece: Piece, d_sum: Tensor
+    ) -> None:
+        """Adds, of what edges have and its weight, those of the needed; d_sum [k, b n, xi]."""
+        assert self.edge is not None
+        d_hidden = d_sum.unflatten(1, piece.shape)  # 0 for pairs that are no edges, as e and d are
+        if self.edge_weight is None:
+            assert total.edge is not None
+            d_edge = total.edge[:, :, piece.networks]
+            piece.add_to_edges(d_edge, d_hidden.permute(1, 2, 0, 3))
+            return
+        if needed[1]:
+            assert total.edge_weight is not None
+            numbers = piece.of_edges(self.edge).expand(piece.shape[0], -1, -1, -1)[:, :, 0]
+            total.edge_weight[piece.networks] += torch.einsum("kbnx,bnf->kxf", d_hidden, numbers)
+        if needed[0]:
+            assert total.edge is not None
+            weight = self.edge_weight[piece.networks]
+            d_edge = torch.einsum("kbnx,kxf->bnf", d_hidden, weight)
+            piece.add_to_edges(total.edge, d_edge[:, :, None])
 
 
 class _Sums(torch.autograd.Function):
@@ -146,7 +192,7 @@ def _no_sums(inputs: _Inputs, plan: _Plan) -> tuple[Tensor, Tensor | None]:
 
 
 def gradients_of_sums(
-    tensors: tuple[Tensor, ...],
+    tensors: tuple[Any, ...],
     needed: tuple[bool, ...],
     plan: _Plan,
     d_sums: tuple[Tensor | None, ...],
@@ -154,8 +200,9 @@ def gradients_of_sums(
     """The gradients of the sums; every chunk is computed again."""
     d_gradient, d_degree = d_sums
     assert d_gradient is not None
-    for_hidden, for_states, for_network = any(needed[:2]), any(needed[2:4]), any(needed[4:])
-    written = [for_hidden] * 2 + [for_states] * 2 + [for_network] * 6
+    for_hidden, for_states, for_network = any(needed[:2]), any(needed[2:4]), any(needed[4:10])
+    for_edges = any(needed[10:])
+    written = [for_hidden] * 2 + [for_states] * 2 + [for_network] * 6 + list(needed[10:])
     totals = [x.new_zeros(x.shape) if w else x for x, w in zip(tensors, written, strict=True)]
     total = _Inputs.of(totals)
     run = _Pass(_Inputs.of(tensors), plan)
@@ -165,7 +212,7 @@ def gradients_of_sums(
         along_d, along_e = R.along(d), R.along(e)
         if for_states:
             run.give((total.u, total.v), piece, R.apply(e, along_e), -1)
-        if not (for_hidden or for_network):
+        if not (for_hidden or for_network or for_edges):
             continue
         d_strength = None
         if d_degree is not None:
@@ -174,8 +221,11 @@ def gradients_of_sums(
         d_rows = R.row_gradients(d, e, along_d, along_e)
         if for_network:
             R.add_network_gradients(piece.of_networks(total_network), d_alpha, d_beta, d_rows)
-        if for_hidden:
+        if for_hidden or for_edges:
             d_sum = R.hidden_gradient(d_alpha, d_beta, d_rows)
+        if for_edges:
+            run.add_edge_gradients(total, needed[10:], piece, d_sum)
+        if for_hidden:
             run.give((total.target_hidden, total.source_hidden), piece, d_sum[..., None, :], 1)
     return tuple(x if need else None for x, need in zip(totals, needed, strict=True))
 
@@ -199,15 +249,15 @@ def _sums_plainly(inputs: _Inputs, plan: _Plan) -> tuple[Tensor, Tensor | None]:
 
 
 def gradients_plainly(
-    tensors: tuple[Tensor, ...],
+    tensors: tuple[Any, ...],
     needed: tuple[bool, ...],
     plan: _Plan,
     d_sums: tuple[Tensor | None, ...],
 ) -> tuple[Tensor | None, ...]:
     """The gradients of the sums, which can be differentiated again."""
     # One tensor may stand in several places (u and v, say); each view has a gradient of its own.
-    places = [x.view_as(x) for x in tensors]
-    wanted = [x for x, need in zip(places, needed, strict=True) if need]
+    places = [None if x is None else x.view_as(x) for x in tensors]
+    wanted = [x for x, need in zip(places, needed, strict=True) if need and x is not None]
     pairs = [
         (total, d_total)
         for total, d_total in zip(_sums_plainly(_Inputs.of(places), plan), d_sums, strict=True)
@@ -221,17 +271,20 @@ def gradients_plainly(
 
 
 def plan_of(
-    graph: TokenGraph, tensors: Sequence[Tensor], valid: ValidPair, *, energy: bool, degrees: bool
+    graph: TokenGraph, tensors: Sequence[Any], valid: ValidPair, *, energy: bool, degrees: bool
 ) -> _Plan:
     """For tensors that are those of :class:`_Inputs`, in its order."""
     batch, _, networks, _ = tensors[0].shape
     # What a self-loop adds at its target under "energy" it takes at its source.
-    pieces = Pieces(graph, networks=networks, batch=batch, valid=valid, loops=not energy)
+    places = len(tensors) > 10 and tensors[10] is not None
+    pieces = Pieces(
+        graph, networks=networks, batch=batch, valid=valid, loops=not energy, places=places
+    )
     return _Plan(pieces, energy, degrees)
 
 
 def sums_over_edges(
-    graph: TokenGraph, tensors: Sequence[Tensor], valid: ValidPair, *, energy: bool, degrees: bool
+    graph: TokenGraph, tensors: Sequence[Any], valid: ValidPair, *, energy: bool, degrees: bool
 ) -> tuple[Tensor, Tensor | None]:
     """g [B, N, H, D], and the sums of alpha + beta [B, N, H] where they are wanted."""
     plan = plan_of(graph, tensors, valid, energy=energy, degrees=degrees)
@@ -250,6 +303,7 @@ def consensus_update(
     update: str,
     disagreement: tuple[Tensor, Tensor],
     valid: ValidPair,
+    edge_hidden: EdgeHidden = None,
     sums: Callable[..., tuple[Tensor, Tensor | None]] = sums_over_edges,
 ) -> Tensor:
     """u' = u - step * g; `step_size` broadcastable to [*, N, H], None for the automatic one."""
@@ -257,7 +311,7 @@ def consensus_update(
     entries = math.prod(state.shape[:-3])
     hidden = (x.reshape(entries, *x.shape[-3:]) for x in (target_hidden, source_hidden))
     compared = (x.reshape(entries, *x.shape[-3:]) for x in disagreement)
-    tensors = (*hidden, *compared, *network)
+    tensors = (*hidden, *compared, *network, *as_pair(edge_hidden, entries))
     gradient, degree = sums(
         graph, tensors, valid, energy=update == "energy", degrees=step_size is None
     )

@@ -29,12 +29,14 @@ if TYPE_CHECKING:
 SHARE_OF_PLACES = 0.4  # of a window's offsets that must be edges; otherwise they are listed
 
 
-def why_not(state: Tensor, trunks: int = 1) -> str | None:
+def why_not(state: Tensor, trunks: int = 1, edge_hidden: bool = False) -> str | None:
     """The reason why no kernel takes a case, whatever its graph; None where one does."""
     if (reason := why_not_heads(state)) is not None:
         return reason
     if trunks > 1:
         return "its kernels take one trunk that feeds alpha, beta and Lambda (trunk='shared')"
+    if edge_hidden:
+        return "its kernels take no features of edges (edge_hidden, edge_features)"
     return None
 
 

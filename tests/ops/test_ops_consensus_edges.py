@@ -1,0 +1,599 @@
+"""Features of edges as a third input of consensus' edge network: gelu(T y_i + S y_j + F e_ij)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import oracle_ops as oracle
+import pytest
+import torch
+from cases_ops import (
+    ENERGY,
+    FEW,
+    GRAPHS,
+    ConsensusInputs,
+    consensus_inputs,
+    random,
+    random_mask,
+    shuffled,
+    valid_tokens,
+)
+from torch import Tensor
+from torch.autograd import gradcheck, gradgradcheck
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import graphattn as ga
+from graphattn.ops.consensus import structured
+
+EXACT = {"rtol": 1e-10, "atol": 1e-10}
+BACKENDS = pytest.mark.parametrize("backend", ["reference", "structured"])
+CASES = [(name, "energy") for name in ENERGY] + [(name, "target") for name in GRAPHS]
+F = 3
+
+
+@pytest.fixture(autouse=True)
+def short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few edges a chunk: most cases then have several, in every direction."""
+    monkeypatch.setattr(structured, "CHUNK", 200)
+
+
+def of_edges(
+    graph: ga.TokenGraph, inputs: ConsensusInputs, *batch: int, features: int = F, seed: int = 40
+) -> ga.FirstLayer:
+    """Random features of every edge and a random F."""
+    groups, width = inputs.target_hidden.shape[-2:]
+    return ga.FirstLayer(
+        random(*batch, graph.num_edges, 1, features, seed=seed),
+        random(groups, width, features, seed=seed + 1),
+    )
+
+
+def by_loops(layer: ga.FirstLayer) -> Tensor:
+    return oracle.edge_hidden(layer.tokens.squeeze(-2), layer.weight)
+
+
+FORMS: dict[str, Any] = {
+    "factored": lambda layer: layer,
+    "formed": by_loops,
+}
+
+
+# Against plain loops.
+
+
+@BACKENDS
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("name", "update"), CASES)
+def test_one_step_is_its_equation(name: str, update: str, form: str, backend: str) -> None:
+    graph = GRAPHS[name]()
+    inputs = consensus_inputs(graph)
+    layer = of_edges(graph, inputs)
+    expected = oracle.consensus(
+        *inputs, graph.to_mask(), 0.1, update=update, of_edges=by_loops(layer)
+    )
+    new = ga.consensus_update(
+        *inputs, graph, 0.1, update=update, edge_hidden=FORMS[form](layer), backend=backend
+    )
+    torch.testing.assert_close(new, expected, **EXACT)
+    if graph.num_edges > (graph.edge_index[0] == graph.edge_index[1]).sum():
+        without = ga.consensus_update(*inputs, graph, 0.1, update=update, backend=backend)
+        assert not torch.allclose(new, without)  # they do count
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "batch": {"batch": (2,)},
+    "two batch dimensions": {"batch": (2, 2), "heads": 1, "hidden": 2},
+    "one network for all heads": {"shared_network": True, "heads": 3, "hidden": 2},
+    "separate trunks": {"separate_trunks": True},
+    "separate trunks, one network": {"separate_trunks": True, "shared_network": True},
+    "rank 1, one feature": {"rank": 1, "features": 1},
+}
+
+
+@BACKENDS
+@pytest.mark.parametrize(
+    ("form", "own"),
+    [("factored", False), ("factored", True), ("formed", True)],
+    ids=["factored, shared", "factored, per sequence", "formed, per sequence"],
+)
+@pytest.mark.parametrize("step", [0.1, "auto"])
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize(
+    ("name", "update"),
+    [
+        ("path with self loops", "energy"),
+        ("batch of windows", "energy"),
+        ("mixed batch", "target"),
+        ("random rectangle", "target"),
+    ],
+)
+def test_every_network_and_step_is_its_equation(
+    name: str, update: str, option: str, step: Any, own: bool, form: str, backend: str
+) -> None:
+    graph = GRAPHS[name]()
+    inputs = consensus_inputs(graph, **OPTIONS[option])
+    layer = of_edges(graph, inputs, *(OPTIONS[option].get("batch", ()) if own else ()))
+    lengths = tuple(targets for targets, _ in graph.sizes)
+    expected = oracle.consensus(
+        *inputs, graph.to_mask(), step, update=update, lengths=lengths, of_edges=by_loops(layer)
+    )
+    new = ga.consensus_update(
+        *inputs, graph, step, update=update, edge_hidden=FORMS[form](layer), backend=backend
+    )
+    torch.testing.assert_close(new, expected, **EXACT)
+
+
+@BACKENDS
+@pytest.mark.parametrize("step", [0.2, "auto"])
+@pytest.mark.parametrize("masks", ["shared", "per sequence", "pair", "nothing valid"])
+@pytest.mark.parametrize(("name", "update"), [("path", "energy"), ("mixed batch", "target")])
+def test_with_padding_and_disagreement_it_is_its_equation(
+    name: str, update: str, masks: str, step: Any, backend: str
+) -> None:
+    graph = GRAPHS[name]()
+    N = graph.num_targets
+    valid: Any = {
+        "shared": valid_tokens(N),
+        "per sequence": valid_tokens(2, N),
+        "pair": (valid_tokens(N), valid_tokens(2, N, seed=1)),
+        "nothing valid": torch.zeros(2, N, dtype=torch.bool),
+    }[masks]
+    inputs = consensus_inputs(graph, batch=(2,))
+    layer = of_edges(graph, inputs, 2)
+    pair = random(*inputs.state.shape, seed=6), random(*inputs.state.shape, seed=7)
+    options = {"update": update, "valid": valid, "disagreement": pair}
+    lengths = tuple(targets for targets, _ in graph.sizes)
+    expected = oracle.consensus(
+        *inputs, graph.to_mask(), step, lengths=lengths, of_edges=by_loops(layer), **options
+    )
+    new = ga.consensus_update(*inputs, graph, step, edge_hidden=layer, backend=backend, **options)
+    keeps = valid[0] if isinstance(valid, tuple) else valid
+    expected = torch.where(keeps.expand(2, N)[..., None, None], expected, inputs.state)
+    torch.testing.assert_close(new, expected, **EXACT)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", ["path", "grid with class token", "random rectangle"])
+def test_edge_matrices_are_their_equation(name: str, form: str) -> None:
+    graph = GRAPHS[name]()
+    for own in ((), (2,)):
+        inputs = consensus_inputs(graph, batch=(2,))
+        layer = of_edges(graph, inputs, *own)
+        expected, _, _ = oracle.edge_matrices(*inputs[2:], graph.to_mask(), by_loops(layer))
+        R = ga.consensus_edge_matrices(*inputs[2:], graph, edge_hidden=FORMS[form](layer))
+        torch.testing.assert_close(R, expected, **EXACT)
+        assert torch.equal(R, R.mT)
+
+
+# What must hold.
+
+
+@BACKENDS
+def test_edges_both_ways_between_two_tokens_have_each_their_own_features(backend: str) -> None:
+    """Of two edges between the same tokens, the features of each change what it pulls."""
+    graph = ga.complete_graph(2, self_loops=False)
+    inputs = consensus_inputs(graph)
+    layer = of_edges(graph, inputs)
+    R, _, _ = oracle.edge_matrices(*inputs[2:], graph.to_mask(), by_loops(layer))
+    assert not torch.allclose(R[0], R[1])
+    u = inputs.state
+    pull = torch.einsum("ehcd,hd->hc", R, u[0] - u[1])
+    new = ga.consensus_update(*inputs, graph, 0.1, edge_hidden=layer, backend=backend)
+    torch.testing.assert_close(new, u - 0.1 * torch.stack([pull, -pull]), **EXACT)
+
+
+@BACKENDS
+@pytest.mark.parametrize("update", ["energy", "target"])
+def test_renumbering_tokens_renumbers_the_result(update: str, backend: str) -> None:
+    mask = random_mask(8, 8, 0.4, seed=3)
+    graph = ga.from_mask(mask)
+    inputs = consensus_inputs(graph)
+    layer = of_edges(graph, inputs)
+    order = torch.randperm(8, generator=torch.Generator().manual_seed(1))
+    dense = torch.zeros(8, 8, F, dtype=torch.float64)
+    dense[graph.edge_index[1], graph.edge_index[0]] = layer.tokens[:, 0]
+    renumbered = ga.from_mask(mask[order][:, order])
+    source, target = renumbered.edge_index
+    moved = layer._replace(tokens=dense[order[target], order[source]][:, None])
+    tokens = (x[order] for x in inputs[:4])
+    options: Any = {"update": update, "backend": backend}
+    mine = ga.consensus_update(
+        *tokens, inputs.network, renumbered, "auto", edge_hidden=moved, **options
+    )
+    theirs = ga.consensus_update(*inputs, graph, "auto", edge_hidden=layer, **options)
+    torch.testing.assert_close(mine, theirs[order], **EXACT)
+
+
+@pytest.mark.parametrize("name", ENERGY)
+def test_energy_is_a_gradient_step_of_the_energy_and_the_automatic_one_never_oscillates(
+    name: str,
+) -> None:
+    graph = GRAPHS[name]()
+    inputs = consensus_inputs(graph, features=2)
+    layer = of_edges(graph, inputs)
+    R, _, _ = oracle.edge_matrices(*inputs[2:], graph.to_mask(), by_loops(layer))
+    u = inputs.state.clone().requires_grad_()
+    before = oracle.energy(u, R, graph.to_mask())
+    (slope,) = torch.autograd.grad(before, u, allow_unused=True)
+    slope = torch.zeros_like(u) if slope is None else slope
+    torch.testing.assert_close(
+        ga.consensus_update(*inputs, graph, 0.05, edge_hidden=layer), u - 0.05 * slope, **EXACT
+    )
+    new = ga.consensus_update(*inputs, graph, "auto", edge_hidden=layer)
+    after = oracle.energy(new, R, graph.to_mask())
+    assert after < before or before == 0
+    N, H, D = inputs.state.shape
+    basis = torch.eye(N * D, dtype=torch.float64).view(N * D, N, 1, D).expand(-1, -1, H, -1)
+    hidden = (x.expand(N * D, *x.shape) for x in inputs[2:4])
+    columns = ga.consensus_update(
+        basis, basis, *hidden, inputs.network, graph, "auto", edge_hidden=layer
+    )
+    step = columns.permute(2, 1, 3, 0).reshape(H, N * D, N * D)
+    torch.testing.assert_close(step, step.mT, **EXACT)
+    values = torch.linalg.eigvalsh(step)
+    assert values.min() >= -1e-12
+    assert values.max() <= 1 + 1e-12
+
+
+@BACKENDS
+@pytest.mark.parametrize("step", [0.7, "auto"])
+@pytest.mark.parametrize("name", FEW)
+def test_a_constant_is_a_fixed_point(name: str, step: Any, backend: str) -> None:
+    graph = GRAPHS[name]()
+    inputs = consensus_inputs(graph, batch=(2,))
+    constant = random(2, 1, 2, 3, seed=5).expand_as(inputs.state)
+    inputs = inputs._replace(state=constant, neighbor_state=constant)
+    layer = of_edges(graph, inputs, 2)
+    new = ga.consensus_update(*inputs, graph, step, edge_hidden=layer, backend=backend)
+    assert torch.equal(new, constant)
+
+
+@BACKENDS
+@pytest.mark.parametrize("name", ["path with self loops", "batch of windows", "longformer"])
+def test_features_of_self_loops_do_nothing_under_energy(name: str, backend: str) -> None:
+    graph = GRAPHS[name]()
+    inputs = consensus_inputs(graph)
+    layer = of_edges(graph, inputs)
+    source, target = graph.edge_index
+    other = layer._replace(
+        tokens=torch.where((source == target)[:, None, None], layer.tokens + 5, layer.tokens)
+    )
+    a, b = (
+        ga.consensus_update(*inputs, graph, "auto", edge_hidden=x, backend=backend)
+        for x in (layer, other)
+    )
+    torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+# Gradients.
+
+
+@BACKENDS
+@pytest.mark.parametrize("form", ["factored", "formed"])
+@pytest.mark.parametrize("step", [0.3, "auto"])
+@pytest.mark.parametrize("own", [False, True], ids=["shared", "per sequence"])
+@pytest.mark.parametrize("update", ["energy", "target"])
+@pytest.mark.parametrize("banded", [True, False])
+def test_gradients_of_both_orders_are_those_of_finite_differences(
+    banded: bool, update: str, own: bool, step: Any, form: str, backend: str
+) -> None:
+    window = ga.window_path_graph(3, 1, self_loops=True)
+    graph = ga.batch([window, window if banded else ga.complete_graph(2)])
+    inputs = consensus_inputs(
+        graph, batch=(2,), heads=2, features=2, hidden=2, separate_trunks=own, shared_network=own
+    )
+    layer = of_edges(graph, inputs, *([2] if own else []), features=2)
+    given = list(layer[:2]) if form == "factored" else [by_loops(layer)]
+    valid = torch.arange(graph.num_targets) != 1
+
+    def operation(u: Tensor, a: Tensor, *rest: Tensor) -> Tensor:
+        edges, network = rest[: len(given)], rest[len(given) :]
+        return ga.consensus_update(
+            u,
+            u,
+            a,
+            inputs.source_hidden,
+            ga.EdgeNetworkParameters(*network),
+            graph,
+            step,
+            update=update,
+            valid=valid,
+            edge_hidden=ga.FirstLayer(*edges) if form == "factored" else edges[0],
+            backend=backend,
+        )
+
+    leaves = [inputs.state, inputs.target_hidden, *given, *inputs.network]
+    leaves = [x.requires_grad_() for x in leaves]
+    torch.manual_seed(0)
+    assert gradcheck(operation, leaves, fast_mode=True)
+    assert gradgradcheck(operation, leaves, fast_mode=True)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("own", [False, True], ids=["shared", "per sequence"])
+@pytest.mark.parametrize(("name", "update"), CASES)
+def test_every_gradient_is_that_of_the_reference(
+    name: str, update: str, own: bool, form: str
+) -> None:
+    graph = GRAPHS[name]()
+    inputs = consensus_inputs(graph, batch=(2,))
+    layer = of_edges(graph, inputs, *([2] if own else []))
+    found = []
+    for backend in ("reference", "structured"):
+        given = list(layer[:2]) if form == "factored" else [by_loops(layer)]
+        leaves = [x.detach().clone().requires_grad_() for x in (*inputs[:4], *inputs[4], *given)]
+        new = ga.consensus_update(
+            *leaves[:4],
+            ga.EdgeNetworkParameters(*leaves[4:10]),
+            graph,
+            "auto",
+            update=update,
+            edge_hidden=ga.FirstLayer(*leaves[10:]) if form == "factored" else leaves[10],
+            backend=backend,
+        )
+        weight = random(*new.shape, seed=9)
+        found.append(torch.autograd.grad((new * weight).sum(), leaves, allow_unused=True))
+    for mine, theirs in zip(*found, strict=True):
+        if mine is None or theirs is None:
+            assert all(x is None or not x.any() for x in (mine, theirs))
+        else:
+            torch.testing.assert_close(mine, theirs, **EXACT)
+
+
+@pytest.mark.parametrize("wanted", [(0,), (1,), (0, 1)], ids=["features", "weight", "both"])
+def test_gradients_that_nobody_wants_are_not_computed(wanted: tuple[int, ...]) -> None:
+    graph = ga.window_path_graph(9, 2)
+    inputs = consensus_inputs(graph)
+    layer = of_edges(graph, inputs)
+    every = [x.clone().requires_grad_() for x in layer[:2]]
+    some = [x.clone().requires_grad_(place in wanted) for place, x in enumerate(layer[:2])]
+    for leaves in (every, some):
+        new = ga.consensus_update(*inputs, graph, "auto", edge_hidden=ga.FirstLayer(*leaves))
+        new.square().sum().backward()
+    for place in range(2):
+        if place in wanted:
+            torch.testing.assert_close(some[place].grad, every[place].grad, **EXACT)
+        else:
+            assert some[place].grad is None
+
+
+# What is never read.
+
+
+@BACKENDS
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize("own", [False, True], ids=["shared", "per sequence"])
+@pytest.mark.parametrize("name", ["path with self loops", "batch of windows", "longformer"])
+def test_features_of_edges_that_touch_padding_reach_nothing(
+    name: str, own: bool, bad: float, form: str, backend: str
+) -> None:
+    """No value, no gradient (that of F included), no second derivative."""
+    graph = GRAPHS[name]()
+    N = graph.num_targets
+    valid = torch.stack([torch.arange(N) % 4 != 1] * 2)
+    if own:
+        valid[1] = torch.arange(N) % 3 != 2
+    inputs = consensus_inputs(graph, batch=(2,))
+    layer = of_edges(graph, inputs, *([2] if own else []))
+    source, target = graph.edge_index
+    keep = (valid[:, source] & valid[:, target])[(...,) if own else 0][..., None, None]
+    results = []
+    for dirty in (False, True):
+        tokens = torch.where(keep, layer.tokens, bad) if dirty else layer.tokens
+        if form == "formed":
+            formed = by_loops(layer)
+            given = [torch.where(keep, formed, bad) if dirty else formed]
+        else:
+            given = [tokens, layer.weight]
+        leaves = [x.detach().clone().requires_grad_() for x in (*inputs[:4], *inputs[4], *given)]
+        new = ga.consensus_update(
+            *leaves[:4],
+            ga.EdgeNetworkParameters(*leaves[4:10]),
+            graph,
+            "auto",
+            valid=valid,
+            edge_hidden=ga.FirstLayer(*leaves[10:]) if form == "factored" else leaves[10],
+            backend=backend,
+        )
+        first = torch.autograd.grad(new.square().sum(), leaves[1:], create_graph=True)
+        second = torch.autograd.grad(sum(x.square().sum() for x in first), leaves[4:])
+        results.append((new, *first, *second))
+    for clean, dirty in zip(*results, strict=True):
+        assert clean.isfinite().all()
+        assert torch.equal(clean, dirty)
+
+
+@BACKENDS
+@pytest.mark.parametrize("name", ["path with self loops", "batch of windows", "grid"])
+def test_nan_of_an_edge_reaches_the_tokens_that_it_moves_and_no_other(
+    name: str, backend: str
+) -> None:
+    graph = GRAPHS[name]()
+    inputs = consensus_inputs(graph)
+    layer = of_edges(graph, inputs)
+    source, target = graph.edge_index
+    for e in (source != target).nonzero().flatten().tolist():
+        tokens = layer.tokens.clone()
+        tokens[e] = torch.nan
+        for update in ("energy", "target"):
+            new = ga.consensus_update(
+                *inputs,
+                graph,
+                0.1,
+                update=update,
+                edge_hidden=layer._replace(tokens=tokens),
+                backend=backend,
+            )
+            ends = {int(target[e])} | ({int(source[e])} if update == "energy" else set())
+            assert set(new.isnan().flatten(1).any(1).nonzero().flatten().tolist()) == ends
+
+
+# Dtypes, memory, compilers, and what is refused.
+
+
+@BACKENDS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_half_precision_is_computed_in_float32(dtype: torch.dtype, backend: str) -> None:
+    """Beside the rounding of the result there is that of float32."""
+    graph = GRAPHS["grid with class token"]()
+    inputs = consensus_inputs(graph, batch=(2,), dtype=dtype)
+    layer = of_edges(graph, inputs, 2)
+    layer = ga.FirstLayer(layer.tokens.to(dtype), layer.weight.to(dtype))
+    for given in (layer, by_loops(layer).to(dtype)):
+        formed = by_loops(layer) if isinstance(given, ga.FirstLayer) else given.double()
+        wide = [x.double() for x in inputs[:4]]
+        network = tuple(x.double() for x in inputs.network)
+        expected = oracle.consensus(*wide, network, graph.to_mask(), 0.1, of_edges=formed)
+        new = ga.consensus_update(*inputs, graph, 0.1, edge_hidden=given, backend=backend)
+        assert new.dtype == dtype
+        torch.testing.assert_close(new.double(), expected, rtol=torch.finfo(dtype).eps, atol=1e-5)
+
+
+class Largest(TorchDispatchMode):
+    """The numbers in the largest tensor that any operation makes."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, operation, types, arguments=(), options=None):
+        result = operation(*arguments, **(options or {}))
+        if isinstance(result, Tensor):
+            self.numel = max(self.numel, result.untyped_storage().nbytes() // result.itemsize)
+        return result
+
+
+@pytest.mark.parametrize("listed", [False, True])
+def test_hidden_vectors_of_all_edges_are_never_there_at_once(
+    monkeypatch: pytest.MonkeyPatch, listed: bool
+) -> None:
+    monkeypatch.setattr(structured, "CHUNK", 1 << 12)
+    graph = ga.window_path_graph(600, 8)  # 9,528 edges
+    if listed:
+        graph = ga.from_edge_index(graph.edge_index, 600)
+    inputs = consensus_inputs(graph, hidden=16)
+    given = [x.requires_grad_() for x in of_edges(graph, inputs)[:2]]
+    for backend in ("structured", "reference"):
+        with Largest() as largest:
+            new = ga.consensus_update(
+                *inputs, graph, "auto", edge_hidden=ga.FirstLayer(*given), backend=backend
+            )
+            torch.autograd.grad(new.sum(), given)
+        features = graph.num_edges * F
+        if backend == "structured":
+            assert largest.numel <= max(features, graph.num_edges * 2 * listed)
+        else:
+            assert largest.numel >= graph.num_edges * 2 * 16
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("degrees", [False, True])
+def test_the_operator_keeps_the_promises_of_torch_library(degrees: bool, form: str) -> None:
+    graph = ga.batch([ga.window_path_graph(4, 1), ga.window_path_graph(3, 1)])
+    inputs = consensus_inputs(graph, batch=(2,))
+    layer = of_edges(graph, inputs, 2)
+    pair = layer[:2] if form == "factored" else (by_loops(layer), None)
+    tensors = (*inputs[2:4], inputs.state, inputs.neighbor_state.clone(), *inputs.network)
+    tensors, pair = (
+        tuple(None if x is None else x.clone().requires_grad_() for x in own)
+        for own in (tensors, pair)
+    )
+    valid = torch.rand(2, 7) < 0.8
+    torch.library.opcheck(
+        torch.ops.graphattn.consensus_sums,
+        (*tensors, valid, valid, graph.code, None, True, degrees, *pair),
+    )
+
+
+def test_torch_func_and_forward_differentiation_look_into_it() -> None:
+    graph = GRAPHS["path"]()
+    inputs = consensus_inputs(graph)
+    layer = of_edges(graph, inputs)
+
+    def step(tokens: Tensor) -> Tensor:
+        return ga.consensus_update(
+            *inputs, graph, "auto", edge_hidden=layer._replace(tokens=tokens)
+        )
+
+    mapped = torch.func.vmap(step)(torch.stack([layer.tokens, 2 * layer.tokens]))
+    torch.testing.assert_close(mapped[1], step(2 * layer.tokens), **EXACT)
+    forward = torch.func.jacfwd(step)(layer.tokens)
+    backward = torch.autograd.functional.jacobian(step, layer.tokens)
+    torch.testing.assert_close(forward, backward, **EXACT)
+
+
+def test_kernels_say_that_they_take_none() -> None:
+    graph = GRAPHS["path"]()
+    inputs = consensus_inputs(graph, dtype=torch.float32)
+    state = inputs.state.to("meta")
+    reason = ga.ops.consensus.api.support(state, 1, True)["triton"]
+    assert reason is not None
+    with pytest.raises(ValueError, match="backend 'triton' cannot run this case"):
+        ga.consensus_update(
+            *inputs,
+            graph,
+            0.1,
+            edge_hidden=torch.zeros(graph.num_edges, 2, 4),
+            backend="triton",
+        )
+
+
+E = 14  # edges of ga.window_path_graph(5, 2)
+REFUSED: dict[str, tuple[Any, str]] = {
+    "no tensor": ([[0.0]], r"edge_hidden must be a tensor, got list"),
+    "integers": (torch.zeros(E, 2, 4).long(), r"edge_hidden must be torch.float64, got .*int64"),
+    "another dtype": (torch.zeros(E, 2, 4), r"edge_hidden must be torch.float64, got .*float32"),
+    "an edge too few": (
+        torch.zeros(E - 1, 2, 4).double(),
+        r"edge_hidden must have shape \[14, 2, 4\] or \[3, 14, 2, 4\].*got \[13, 2, 4\]",
+    ),
+    "another batch": (torch.zeros(2, E, 2, 4).double(), r"edge_hidden must have shape"),
+    "one group": (torch.zeros(E, 1, 4).double(), r"edge_hidden must have shape"),
+    "a bias": (
+        ga.FirstLayer(torch.zeros(E, 1, F), torch.zeros(2, 4, F), torch.zeros(2, 4)),
+        r"edge_hidden\.bias must be None",
+    ),
+    "features without their group dimension": (
+        ga.FirstLayer(torch.zeros(E, F), torch.zeros(2, 4, F)),
+        r"edge_hidden\.tokens must have shape \[14, 1, 3\] or \[3, 14, 1, 3\]",
+    ),
+    "features of another graph": (
+        ga.FirstLayer(torch.zeros(E + 1, 1, F), torch.zeros(2, 4, F)),
+        r"edge_hidden\.tokens must have shape .*got \[15, 1, 3\]",
+    ),
+    "a weight for other features": (
+        ga.FirstLayer(torch.zeros(E, 1, F), torch.zeros(2, 4, F + 1)),
+        r"edge_hidden\.weight must have shape \[2, 4, 3\].*got \[2, 4, 4\]",
+    ),
+    "whole numbers": (
+        ga.FirstLayer(torch.zeros(E, 1, F).int(), torch.zeros(2, 4, F)),
+        r"edge_hidden\.tokens must be floating-point, got torch.int32",
+    ),
+    "another device": (
+        ga.FirstLayer(torch.zeros(E, 1, F, device="meta"), torch.zeros(2, 4, F)),
+        r"edge_hidden\.tokens must be on cpu, got meta",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_does_not_fit_is_refused_by_name(case: str) -> None:
+    given, message = REFUSED[case]
+    graph = ga.window_path_graph(5, 2)
+    assert graph.num_edges == E
+    inputs = consensus_inputs(graph, batch=(3,))
+    with pytest.raises(ValueError, match=message):
+        ga.consensus_update(*inputs, graph, 0.1, edge_hidden=given)
+    with pytest.raises(ValueError, match=message):
+        ga.consensus_edge_matrices(*inputs[2:], graph, edge_hidden=given)
+
+
+def test_an_edge_list_must_be_sorted() -> None:
+    mask = random_mask(6, 6, 0.5, seed=2)
+    graph = ga.from_mask(mask)
+    inputs = consensus_inputs(graph)
+    layer = of_edges(graph, inputs)
+    expected = ga.consensus_update(*inputs, graph, 0.1, edge_hidden=layer)
+    new = ga.consensus_update(*inputs, graph.edge_index, 0.1, edge_hidden=layer)
+    torch.testing.assert_close(new, expected, **EXACT)
+    with pytest.raises(ValueError, match="edge_index must be sorted"):
+        ga.consensus_update(*inputs, shuffled(mask), 0.1, edge_hidden=layer)
