@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +12,9 @@ from torch import Tensor, nn
 from graphattn.graphs import TokenGraph, complete_graph, window_path_graph
 from graphattn.graphs.arguments import as_choice, as_int
 from graphattn.nn import CrossConsensus, DotProductAttention, PreNormBlock, SelfConsensus
+from graphattn.nn.attention import GraphAttention
 from graphattn.nn.config import Configured
+from graphattn.nn.graph_layer import GraphLayer
 from graphattn.ops.inputs import check_valid
 
 MixerName = Literal["dot", "consensus"]
@@ -56,6 +59,9 @@ class SequenceEncoder(Configured, nn.Module):
           sequences come as a :func:`~graphattn.batch`
         - **valid**: bool [N] or [*, N], True where a token is real (keyword)
         - **positions**: [N] or [*, N]; those of the graph if None (keyword)
+        - **edge_bias**: for the attention layers of all blocks, as they take it: [E, heads] or
+          [*, E, heads] over their graph, or a table [offsets, heads]; or one per block (a sequence
+          of `depth`), None where a block has none (keyword)
         - **output**: [*, N, vocab_size]
 
     Raises:
@@ -161,6 +167,7 @@ class SequenceEncoder(Configured, nn.Module):
         *,
         valid: Tensor | None = None,
         positions: Tensor | None = None,
+        edge_bias: Tensor | Sequence[Tensor | None] | None = None,
     ) -> Tensor:
         """The features before the head, [*, N, dim]."""
         tokens = self._readable(tokens, valid)
@@ -177,8 +184,10 @@ class SequenceEncoder(Configured, nn.Module):
         else:
             graphs = [graph] * len(self.blocks)
         x = self.embedding(tokens)
-        for block, own in zip(self.blocks, graphs, strict=True):
-            x = block(x, own, valid=valid, positions=positions)
+        biases = self._biases(edge_bias)
+        for block, own, bias in zip(self.blocks, graphs, biases, strict=True):
+            given = {} if bias is None else {"edge_bias": bias}
+            x = block(x, own, valid=valid, positions=positions, **given)
         return self.norm(x)
 
     def forward(
@@ -188,9 +197,30 @@ class SequenceEncoder(Configured, nn.Module):
         *,
         valid: Tensor | None = None,
         positions: Tensor | None = None,
+        edge_bias: Tensor | Sequence[Tensor | None] | None = None,
     ) -> Tensor:
         """Logits over the vocabulary for every token, [*, N, vocab_size]."""
-        return self.head(self.encode(tokens, graph, valid=valid, positions=positions))
+        features = self.encode(tokens, graph, valid=valid, positions=positions, edge_bias=edge_bias)
+        return self.head(features)
+
+    def _biases(self, edge_bias: Any) -> Sequence[Tensor | None]:
+        """The bias of every block: one for all that take it, or one per block."""
+        if isinstance(edge_bias, list | tuple):
+            if len(edge_bias) != len(self.blocks):
+                raise ValueError(
+                    "edge_bias must be one tensor, or one per block "
+                    f"({len(self.blocks)}), got {len(edge_bias)}"
+                )
+            return edge_bias
+        if edge_bias is None:
+            return [None] * len(self.blocks)
+        takers = [_takes_edge_bias(cast(PreNormBlock, block).mixer) for block in self.blocks]
+        if not any(takers):
+            raise ValueError(
+                "edge_bias must be None in a model without attention layers, "
+                f"got {type(edge_bias).__name__}"
+            )
+        return [edge_bias if takes else None for takes in takers]
 
     def _readable(self, tokens: Tensor, valid: Tensor | None) -> Tensor:
         """The tokens, checked; padding may hold any number and is set to 0."""
@@ -223,6 +253,15 @@ class SequenceEncoder(Configured, nn.Module):
                     f"tokens must be 0 .. {self.vocab_size - 1} (vocab_size - 1), got {bad}"
                 )
         return tokens
+
+
+def _takes_edge_bias(mixer: nn.Module) -> bool:
+    """Attention layers do, and modules of somebody else that have the keyword."""
+    if isinstance(mixer, GraphAttention):
+        return True
+    if isinstance(mixer, GraphLayer):
+        return False
+    return "edge_bias" in inspect.signature(mixer.forward).parameters
 
 
 def _one_per_block(mixer: object, depth: int) -> Sequence[object]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor, nn
 
 from graphattn.graphs.arguments import as_float
@@ -32,6 +34,7 @@ class PreNormBlock(Configured, nn.Module):
         - **graph**: as the mixer takes it
         - **context**: [*, M, context_dim], for a mixer across two tracks
         - **valid**, **positions**: passed on to the mixer (keyword)
+        - **edge_bias**: passed on to a mixer that takes it, as attention layers do (keyword)
         - **output**: [*, N, dim]
 
     Raises:
@@ -80,9 +83,13 @@ class PreNormBlock(Configured, nn.Module):
         *,
         valid: Valid = None,
         positions: Positions = None,
+        edge_bias: Tensor | None = None,
     ) -> Tensor:
         """Mix the tokens along the graph, then transform each by itself."""
         tracks = () if context is None else (context,)
-        mixed = self.mixer(self.mixer_norm(x), graph, *tracks, valid=valid, positions=positions)
+        given: dict[str, Any] = {"valid": valid, "positions": positions}
+        if edge_bias is not None:  # a mixer of somebody else need not know it
+            given["edge_bias"] = edge_bias
+        mixed = self.mixer(self.mixer_norm(x), graph, *tracks, **given)
         x = x + self.dropout(mixed)
         return x + self.dropout(self.mlp(self.mlp_norm(x)))

@@ -139,7 +139,7 @@ class TablePlan:
 
 
 def _all_sound(inputs: Inputs, *upstream: Tensor | None) -> bool:
-    """Whether nothing has to be kept from spreading; a bias of -inf, which no edge survives, may."""
+    """Whether nothing has to be kept from spreading; a bias of -inf takes an edge away, no more."""
     *tensors, scale, bias = inputs
     limit = largest(scale)
     finite = all_sound(limit, *tensors, *upstream)
