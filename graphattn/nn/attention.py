@@ -13,7 +13,13 @@ from graphattn.graphs.arguments import as_float, as_int
 from graphattn.graphs.token_graph import TokenGraph
 from graphattn.nn.graph_layer import Positions, Rotations, edge_mask, valid_for_propagate
 from graphattn.nn.layer_cache import LayerCache
-from graphattn.nn.overrides import names_of, overridden_rows, overridden_weights
+from graphattn.nn.overrides import (
+    message_takes,
+    names_of,
+    overridden_rows,
+    overridden_weights,
+    propagate_without,
+)
 from graphattn.nn.rotary import RotaryEmbedding
 from graphattn.nn.streaming import StreamingLayer
 from graphattn.ops.attention.api import attention_weights, rbf_attention
@@ -163,9 +169,10 @@ class GraphAttention(StreamingLayer):
         self.check_message_masks(valid)
         if edge_bias is not None:
             self.check_message_bias()
+        propagate = propagate_without(self, "edge_bias") if edge_bias is None else self.propagate
         dtype = compute_dtype(query.dtype)
         with full_precision(query.device):
-            return self.propagate(
+            averages: Tensor = propagate(
                 graph.edge_index,
                 size=(graph.num_sources, graph.num_targets),
                 query=query.to(dtype),
@@ -174,11 +181,12 @@ class GraphAttention(StreamingLayer):
                 valid=valid_for_propagate(valid),
                 rowptr=graph.rowptr,
                 edge_bias=self.bias_of_edges(edge_bias, query, graph),
-            ).to(query.dtype)
+            )
+        return averages.to(query.dtype)
 
     def check_message_bias(self) -> None:
         """A `message()` of somebody else must know of biases where there are some."""
-        if "edge_bias" not in self._user_args:
+        if not message_takes(self, "edge_bias"):
             raise ValueError(
                 f"edge_bias cannot be used with the message() of {type(self).__name__}, which "
                 "would ignore it: let it take edge_bias ([E, heads] or [*, E, heads], or None) and "

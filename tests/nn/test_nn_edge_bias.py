@@ -176,6 +176,32 @@ def test_a_message_that_does_not_take_it_is_not_passed_over_in_silence() -> None
         layer(x, graph, edge_bias=draw(graph.num_edges, HEADS))
 
 
+def test_nor_is_one_that_was_put_into_an_instance_or_a_class_since(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def silent(self, query_i, key_j, value_j, valid_i, valid_j, index, rowptr):
+        return torch.zeros_like(value_j)
+
+    layer, graph, x = ATTENTION[0].make(), irregular_graph(), draw(9, DIM)
+    bias, nothing = draw(graph.num_edges, HEADS), layer.output_proj(torch.zeros_like(x))
+    with monkeypatch.context() as patch:
+        patch.setattr(type(layer), "message", silent)
+        torch.testing.assert_close(layer(x, graph), nothing, **TIGHT)
+        with pytest.raises(ValueError, match=r"edge_bias cannot be used with the message\(\)"):
+            layer(x, graph, edge_bias=bias)
+    layer.message = types.MethodType(silent, layer)
+    torch.testing.assert_close(layer(x, graph), nothing, **TIGHT)
+    with pytest.raises(ValueError, match=r"edge_bias cannot be used with the message\(\)"):
+        layer(x, graph, edge_bias=bias)
+    layer.message = lambda value_j, edge_bias, **_: value_j * edge_bias[..., None]
+    value = layer.value_proj(x).unflatten(-1, (HEADS, -1))
+    source, target = graph.edge_index
+    mixed = torch.zeros_like(value).index_add_(0, target, bias[..., None] * value[source])
+    torch.testing.assert_close(
+        layer(x, graph, edge_bias=bias), layer.output_proj(mixed.flatten(-2)), **TIGHT
+    )
+
+
 def test_a_message_that_takes_it_gets_it_edge_by_edge() -> None:
     layer, plain = twins(Hearing, ga.nn.KrauseAttention)
     graph, x = ga.window_path_graph(9, 2), draw(2, 9, DIM)
