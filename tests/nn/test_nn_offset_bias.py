@@ -18,7 +18,7 @@ OffsetBias = ga.nn.OffsetBias
 
 
 def t5_bucket_by_hand(offset: int, buckets: int, farthest: int, bidirectional: bool) -> int:
-    """Raffel et al. (2020), Section 2.1, as their published code counts; offset = source - target."""
+    """Raffel et al. (2020), Section 2.1, as their code counts; offset = source - target."""
     start = 0
     if bidirectional:
         buckets //= 2
