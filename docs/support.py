@@ -112,6 +112,12 @@ def _lse(backend: str) -> None:
     _attend(backend, return_lse=True)[1].sum().backward()
 
 
+def _per_sample(backend: str) -> None:
+    graph = ga.window_path_graph(12, 2, self_loops=True)
+    x, bias = torch.randn(3, 12, 2, 4), torch.zeros(3, 54, 2, requires_grad=True)
+    ga.rbf_attention(x, x, x, graph, 1.0, edge_bias=bias, backend=backend).sum().backward()
+
+
 CYCLE = ga.window_cycle_graph(12, 2)
 FEATURES: dict[str, Callable[[str], object]] = {
     "float64": lambda b: _attend(b, torch.float64).sum().backward(),
@@ -124,6 +130,7 @@ FEATURES: dict[str, Callable[[str], object]] = {
     "`valid`": lambda b: _attend(b, valid=torch.arange(12) < 9).sum().backward(),
     "`edge_bias` per offset": lambda b: _attend(b, edge_bias=torch.zeros(5, 2)).sum().backward(),
     "`edge_bias` per edge": lambda b: _attend(b, edge_bias=torch.zeros(54, 2)).sum().backward(),
+    "`edge_bias` per sample": _per_sample,
     "grouped-query heads": lambda b: _attend(b, kv_heads=1).sum().backward(),
     "gradient of `return_lse`": _lse,
     "second derivatives": _twice,

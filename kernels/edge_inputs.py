@@ -28,7 +28,7 @@ class EdgeInputs:
         scale: [H], float32.
         tables: the edges between N targets and M sources.
         rbf: logits -scale ||q - k||^2 / 2 instead of scale q . k.
-        bias: [E, H], float32, added to the logits.
+        bias: [E, H], or [B, E, H] where every sample has its own; float32, added to the logits.
         valid_target, valid_source: bool [B, N] and [B, M]; None: all are.
         kept: uint8 [B, E, H], the edges that count; None: all do.
     """
@@ -59,7 +59,7 @@ class EdgeInputs:
     @property
     def num_edges(self) -> int:
         """E: values per edge. Where nobody has some, a table's empty entries are counted, too."""
-        return self.tables.num_edges if self.bias is None else len(self.bias)
+        return self.tables.num_edges if self.bias is None else self.bias.shape[-2]
 
     def common(self) -> dict[str, Any]:
         """The arguments that all edge kernels take, whether they look at them or not."""
@@ -90,7 +90,7 @@ class EdgeInputs:
             "BLOCK_D": triton.next_power_of_2(D),
             "BLOCK_DV": triton.next_power_of_2(DV),
             "RBF": self.rbf,
-            "BIAS": self.bias is not None,
+            "BIAS": 0 if self.bias is None else self.bias.dim() - 1,  # 2: every sample has its own
             "KEPT": self.kept is not None,
             "VALID_TARGET": self.valid_target is not None,
             "VALID": self.valid_source is not None,

@@ -76,6 +76,8 @@ def select_kernel(
     p_query += i_b * N * stride_qn + i_h.to(tl.int64) * stride_qh
     p_key += i_b * M * stride_kn + i_head.to(tl.int64) * stride_kh
     p_valid_source += i_b * M
+    if BIAS == 2:
+        p_bias += i_b * E * H
     b_query = load_rows(p_query, b_row, b_row >= 0, stride_qn, D, BLOCK_D)
     i_scale = tl.load(p_scale + i_h)
     i_most = tl.max(b_count, axis=0)

@@ -58,6 +58,8 @@ def edges_forward_kernel(
     p_query += i_b * N * stride_qn + i_h.to(tl.int64) * stride_qh
     p_key += i_b * M * stride_kn + i_head.to(tl.int64) * stride_kh
     p_value += i_b * M * stride_vn + i_head.to(tl.int64) * stride_vh
+    if BIAS == 2:
+        p_bias += i_b * E * H
     # [ROWS, BLOCK_D]
     b_query = load_rows(p_query, b_row, m_row, stride_qn, D, BLOCK_D)
     i_scale = tl.load(p_scale + i_h) * LOG2E

@@ -57,6 +57,8 @@ def edges_d_query_kernel(
     p_d_out += i_b * N * stride_on + i_h.to(tl.int64) * stride_oh
     p_key += i_b * M * stride_kn + i_head.to(tl.int64) * stride_kh
     p_value += i_b * M * stride_vn + i_head.to(tl.int64) * stride_vh
+    if BIAS == 2:
+        p_bias += i_b * E * H
     # [ROWS, BLOCK_D] and [ROWS, BLOCK_DV]
     b_query = load_rows(p_query, b_row, m_row, stride_qn, D, BLOCK_D)
     o_number = (i_b * H + i_h) * N + b_row
@@ -125,6 +127,8 @@ def edges_d_source_kernel(
     p_d_out += i_b * N * stride_on
     p_key += i_b * M * stride_kn + i_head.to(tl.int64) * stride_kh
     p_value += i_b * M * stride_vn + i_head.to(tl.int64) * stride_vh
+    if BIAS == 2:
+        p_bias += i_b * E * H
     # [ROWS, BLOCK_D] and [ROWS, BLOCK_DV]
     m_seen = m_row & (b_count > 0)  # what nobody sees is not read
     b_key = load_rows(p_key, b_row, m_seen, stride_kn, D, BLOCK_D)
@@ -210,7 +214,7 @@ def backward(
     scale_gradient: bool,
     bias_gradient: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Gradients of query, key, value, scale [H] and bias [E, H], the last two where asked for.
+    """Gradients of query, key, value, scale [H] and bias, the last two where asked for.
 
     `out` and `d_out` are [B, N, H, Dv], `saved` [B, H, N], `d_lse` [B, N, H]. `saved` is what
     the forward kept, or base-2 log-sums (+inf for empty rows) over these and other edges together;
@@ -235,7 +239,7 @@ def backward(
     d_bias = None
     if bias_gradient:
         assert x.bias is not None
-        d_bias = saved.new_zeros(B, *x.bias.shape)
+        d_bias = saved.new_zeros(B, *x.bias.shape[-2:])
     launch_over(
         edges_d_query_kernel,
         choice,
@@ -272,10 +276,6 @@ def backward(
     )
     launch_over_split(add_parts_kernel, rows, d_key, p_part=part_key, p_sum=d_key)
     launch_over_split(add_parts_kernel, rows, d_value, p_part=part_value, p_sum=d_value)
-    return (
-        d_query,
-        d_key,
-        d_value,
-        None if d_scale is None else d_scale.sum((0, 1)),
-        d_bias if d_bias is None else d_bias[0] if B == 1 else d_bias.sum(0),
-    )
+    if d_bias is not None and x.bias is not None and x.bias.dim() == 2:
+        d_bias = d_bias[0] if B == 1 else d_bias.sum(0)
+    return d_query, d_key, d_value, None if d_scale is None else d_scale.sum((0, 1)), d_bias

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +18,9 @@ from graphattn.nn import (
     PreNormBlock,
     SelfConsensus,
 )
+from graphattn.nn.attention import GraphAttention
 from graphattn.nn.config import Configured
+from graphattn.nn.graph_layer import GraphLayer
 from graphattn.nn.overrides import names_of, replaced_beside
 from graphattn.nn.rotary import check_positions
 from graphattn.nn.streaming import step_mask
@@ -69,6 +72,9 @@ class SequenceEncoder(Configured, nn.Module):
         - **edge_features**: [E, F] or [*, E, F] for all consensus layers that take them, in the
           order of their graph's ``edge_index``; or one entry per block, None where a block takes
           none (keyword)
+        - **edge_bias**: for the attention layers of all blocks, as they take it: [E, heads] or
+          [*, E, heads] over their graph, or a table [offsets, heads]; or one per block (a sequence
+          of `depth`), None where a block has none (keyword)
         - **output**: [*, N, vocab_size]
 
     Raises:
@@ -181,6 +187,7 @@ class SequenceEncoder(Configured, nn.Module):
         *,
         valid: Tensor | None = None,
         positions: Tensor | None = None,
+        edge_bias: Tensor | Sequence[Tensor | None] | None = None,
         edge_features: Tensor | Sequence[Tensor | None] | None = None,
     ) -> Tensor:
         """The features before the head, [*, N, dim]."""
@@ -198,9 +205,8 @@ class SequenceEncoder(Configured, nn.Module):
         else:
             graphs = [graph] * len(self.blocks)
         x = self.embedding(tokens)
-        of_edges = self._features_of_blocks(edge_features)
-        for block, own, features in zip(self.blocks, graphs, of_edges, strict=True):
-            given = {} if features is None else {"edge_features": features}
+        of_edges = self._of_blocks({"edge_bias": edge_bias, "edge_features": edge_features})
+        for block, own, given in zip(self.blocks, graphs, of_edges, strict=True):
             x = block(x, own, valid=valid, positions=positions, **given)
         return self.norm(x)
 
@@ -211,32 +217,45 @@ class SequenceEncoder(Configured, nn.Module):
         *,
         valid: Tensor | None = None,
         positions: Tensor | None = None,
+        edge_bias: Tensor | Sequence[Tensor | None] | None = None,
         edge_features: Tensor | Sequence[Tensor | None] | None = None,
     ) -> Tensor:
         """Logits over the vocabulary for every token, [*, N, vocab_size]."""
-        return self.head(
-            self.encode(
-                tokens, graph, valid=valid, positions=positions, edge_features=edge_features
-            )
+        x = self.encode(
+            tokens,
+            graph,
+            valid=valid,
+            positions=positions,
+            edge_bias=edge_bias,
+            edge_features=edge_features,
         )
+        return self.head(x)
 
-    def _features_of_blocks(self, edge_features: Any) -> Sequence[Any]:
-        """Those of every block's edges: one tensor goes to the consensus layers that take some."""
-        if isinstance(edge_features, list | tuple):
-            if len(edge_features) != len(self.blocks):
+    def _of_blocks(self, of_edges: dict[str, Any]) -> list[dict[str, Any]]:
+        """What the edges of every block have: one for all that take it, or one per block."""
+        given: list[dict[str, Any]] = [{} for _ in self.blocks]
+        for name, tensors in of_edges.items():
+            if tensors is None:
+                continue
+            if not isinstance(tensors, list | tuple):
+                mixers = [cast(PreNormBlock, block).mixer for block in self.blocks]
+                takes_it, takers = OF_EDGES[name]
+                takes = [takes_it(mixer) for mixer in mixers]
+                if not any(takes):
+                    raise ValueError(
+                        f"{name} must be None in a model without {takers}, "
+                        f"got {type(tensors).__name__}"
+                    )
+                tensors = [tensors if own_takes else None for own_takes in takes]
+            if len(tensors) != len(self.blocks):
                 raise ValueError(
-                    "edge_features must be one tensor, or one entry per block "
-                    f"({len(self.blocks)}), got {len(edge_features)}"
+                    f"{name} must be one tensor, or one per block ({len(self.blocks)}), "
+                    f"got {len(tensors)}"
                 )
-            return edge_features
-        widths = [getattr(block.mixer, "edge_features", None) for block in self.blocks]
-        takes = [isinstance(width, int) and width > 0 for width in widths]
-        if edge_features is not None and not any(takes):
-            raise ValueError(
-                "edge_features cannot be given to this SequenceEncoder: no layer of it was made "
-                "with edge_features > 0"
-            )
-        return [edge_features if takes_some else None for takes_some in takes]
+            for own, tensor in zip(given, tensors, strict=True):
+                if tensor is not None:
+                    own[name] = tensor
+        return given
 
     # Token by token.
 
@@ -413,6 +432,27 @@ class SequenceEncoder(Configured, nn.Module):
                     f"tokens must be 0 .. {self.vocab_size - 1} (vocab_size - 1), got {bad}"
                 )
         return tokens
+
+
+def _takes_edge_bias(mixer: nn.Module) -> bool:
+    """Attention layers do, and modules of somebody else that have the keyword."""
+    if isinstance(mixer, GraphAttention):
+        return True
+    if isinstance(mixer, GraphLayer):
+        return False
+    return "edge_bias" in inspect.signature(mixer.forward).parameters
+
+
+def _takes_edge_features(mixer: nn.Module) -> bool:
+    """Consensus layers do that were made for some."""
+    width = getattr(mixer, "edge_features", None)
+    return isinstance(width, int) and width > 0
+
+
+OF_EDGES = {  # which layers take it, and what they are called
+    "edge_bias": (_takes_edge_bias, "attention layers"),
+    "edge_features": (_takes_edge_features, "consensus layers made with edge_features > 0"),
+}
 
 
 def _one_per_block(mixer: object, depth: int) -> Sequence[object]:

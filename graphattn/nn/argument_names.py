@@ -20,6 +20,7 @@ _RENAMED = {
     "dim_model in_channels out_channels in_features out_features hidden_channels channels head_dim",
     "dropout": "drop dropout_p drop_rate hidden_dropout_prob hidden_dropout resid_pdrop embd_pdrop "
     "proj_drop proj_drop_rate resid_dropout",
+    "edge_bias": "position_bias relative_position_bias rel_pos_bias attn_bias",
     "edge_features": "edge_attr edge_attrs edge_dim edge_feats edge_feat",
     "edge_hidden": "hidden xi edge_hidden_dim",
     "graph": "edge_index adj adj_t adjacency adj_matrix token_graph",
@@ -62,9 +63,10 @@ _DROPOUT = (
 )
 _LENGTH = "no length is fixed: leave it out"
 _EDGES = (
-    "layers take no values of edges yet: leave it out (ga.rbf_attention and "
-    "ga.dot_product_attention take edge_bias=)"
+    "what an edge holds becomes a bias per head in the call of an attention layer: "
+    "edge_bias=ga.nn.EdgeProjection(features, heads)({name})"
 )
+_BIAS = "attention layers take it in their call: edge_bias= [E, heads]"
 _CACHE = "generation is cache = layer.init_cache(batch, window) and layer.step(x, cache)"
 _PLACE = "leave it out and convert the layer: layer.to({name})"
 _MLP = "mlp_ratio= of PreNormBlock and SequenceEncoder sets the perceptron's width, in units of dim"
@@ -110,9 +112,10 @@ _ADVICE = {
     "edge_attr": _EDGES,
     "edge_features": "consensus layers take them, made with edge_features=F: leave it out here",
     "edge_weight": _EDGES,
-    "edge_bias": _EDGES,
+    "edge_bias": _BIAS,
     "edge_dim": _EDGES,
-    "position_bias": _EDGES,
+    "position_bias": _BIAS,
+    "relative_position_bias": _BIAS,
     "past_key_value": _CACHE,
     "past_key_values": _CACHE,
     "use_cache": _CACHE,

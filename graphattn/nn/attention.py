@@ -13,10 +13,17 @@ from graphattn.graphs.arguments import as_float, as_int
 from graphattn.graphs.token_graph import TokenGraph
 from graphattn.nn.graph_layer import Positions, Rotations, edge_mask, valid_for_propagate
 from graphattn.nn.layer_cache import LayerCache
-from graphattn.nn.overrides import names_of, overridden_rows, overridden_weights
+from graphattn.nn.overrides import (
+    message_takes,
+    names_of,
+    overridden_rows,
+    overridden_weights,
+    propagate_without,
+)
 from graphattn.nn.rotary import RotaryEmbedding
 from graphattn.nn.streaming import StreamingLayer
 from graphattn.ops.attention.api import attention_weights, rbf_attention
+from graphattn.ops.attention.edge_bias import check_edge_bias, per_edge
 from graphattn.ops.attention.streaming import has_step_kernel, step_by_kernel
 from graphattn.ops.inputs import (
     Valid,
@@ -40,6 +47,7 @@ class GraphAttention(StreamingLayer):
         "value": Tensor,
         "valid": tuple[OptTensor, OptTensor],
         "rowptr": Tensor,
+        "edge_bias": OptTensor,
     }
 
     def __init__(
@@ -77,13 +85,26 @@ class GraphAttention(StreamingLayer):
         raise NotImplementedError
 
     def fused(
-        self, query: Tensor, key: Tensor, value: Tensor, graph: TokenGraph, valid: ValidPair
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        graph: TokenGraph,
+        valid: ValidPair,
+        *,
+        edge_bias: Tensor | None = None,
     ) -> Tensor:
         """The operation that gives the same as `propagate`, [*, N, H, D]."""
         raise NotImplementedError
 
     def edge_weights(
-        self, query: Tensor, key: Tensor, graph: TokenGraph, valid: ValidPair
+        self,
+        query: Tensor,
+        key: Tensor,
+        graph: TokenGraph,
+        valid: ValidPair,
+        *,
+        edge_bias: Tensor | None = None,
     ) -> Tensor:
         """The weights of the operation, [*, E, H]."""
         raise NotImplementedError
@@ -116,10 +137,12 @@ class GraphAttention(StreamingLayer):
         valid_j: Tensor | None,
         index: Tensor,
         rowptr: Tensor,
+        edge_bias: Tensor | None = None,
     ) -> Tensor:
         """weight_ij * v_j, with weights that sum to 1 over the edges of target i."""
+        logits = self.log_affinity(query_i, key_j)
         weights, _, keep = edge_softmax(
-            self.log_affinity(query_i, key_j),
+            logits if edge_bias is None else logits + edge_bias,
             index,
             rowptr,
             keep=edge_mask(valid_i, valid_j),
@@ -131,15 +154,25 @@ class GraphAttention(StreamingLayer):
         return weights[..., None] * value_j
 
     def mix(
-        self, query: Tensor, key: Tensor, value: Tensor, graph: TokenGraph, valid: ValidPair
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        graph: TokenGraph,
+        valid: ValidPair,
+        *,
+        edge_bias: Tensor | None = None,
     ) -> Tensor:
         """The averages, [*, N, H, D], by `message()` or by the operation."""
         if not self.uses_propagate():
-            return self.fused(query, key, value, graph, valid)
+            return self.fused(query, key, value, graph, valid, **_given(edge_bias))
         self.check_message_masks(valid)
+        if edge_bias is not None:
+            self.check_message_bias()
+        propagate = propagate_without(self, "edge_bias") if edge_bias is None else self.propagate
         dtype = compute_dtype(query.dtype)
         with full_precision(query.device):
-            return self.propagate(
+            averages: Tensor = propagate(
                 graph.edge_index,
                 size=(graph.num_sources, graph.num_targets),
                 query=query.to(dtype),
@@ -147,7 +180,26 @@ class GraphAttention(StreamingLayer):
                 value=repeat_heads(value, self.heads).to(dtype),
                 valid=valid_for_propagate(valid),
                 rowptr=graph.rowptr,
-            ).to(query.dtype)
+                edge_bias=self.bias_of_edges(edge_bias, query, graph),
+            )
+        return averages.to(query.dtype)
+
+    def check_message_bias(self) -> None:
+        """A `message()` of somebody else must know of biases where there are some."""
+        if not message_takes(self, "edge_bias"):
+            raise ValueError(
+                f"edge_bias cannot be used with the message() of {type(self).__name__}, which "
+                "would ignore it: let it take edge_bias ([E, heads] or [*, E, heads], or None) and "
+                "add it to its logits, or hand it on to super().message(...)"
+            )
+
+    def bias_of_edges(
+        self, edge_bias: Tensor | None, query: Tensor, graph: TokenGraph
+    ) -> Tensor | None:
+        """The biases per edge and head, [E, H] or [*, E, H], checked and in the compute dtype."""
+        dtype, batch = compute_dtype(query.dtype), query.shape[:-3]
+        checked = check_edge_bias(edge_bias, graph, self.heads, dtype, query.device, batch)
+        return per_edge(checked, graph)
 
     def attend(
         self,
@@ -158,25 +210,35 @@ class GraphAttention(StreamingLayer):
         valid: Valid,
         positions: Positions,
         return_attention_weights: bool,
+        *,
+        edge_bias: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """The forward pass of every attention layer."""
+        sorted_edges = return_attention_weights or edge_bias is not None
         x, context, graph, pair = self.prepare(
-            x, context, context_dim, graph, valid, per_edge=return_attention_weights
+            x, context, context_dim, graph, valid, per_edge=sorted_edges
         )
         query, key, value = self.project(x, context, graph, positions)
-        mixed = self.mix(query, key, value, graph, pair)
+        given = _given(edge_bias)
+        mixed = self.mix(query, key, value, graph, pair, **given)
         out = self.output_proj(mixed.flatten(-2))
         if not return_attention_weights:
             return out
-        return out, self.weights_of_edges(query, key, graph, pair)
+        return out, self.weights_of_edges(query, key, graph, pair, **given)
 
     def weights_of_edges(
-        self, query: Tensor, key: Tensor, graph: TokenGraph, valid: ValidPair
+        self,
+        query: Tensor,
+        key: Tensor,
+        graph: TokenGraph,
+        valid: ValidPair,
+        *,
+        edge_bias: Tensor | None = None,
     ) -> Tensor:
         """:meth:`edge_weights`, or those of a :meth:`log_affinity` that somebody has replaced."""
         replaced = overridden_weights(self)
         if not replaced:
-            return self.edge_weights(query, key, graph, valid)
+            return self.edge_weights(query, key, graph, valid, **_given(edge_bias))
         if replaced != ("log_affinity",):
             raise ValueError(
                 f"return_attention_weights=True: this {type(self).__name__} has its own "
@@ -186,11 +248,13 @@ class GraphAttention(StreamingLayer):
         source, target = graph.edge_index
         dtype = compute_dtype(query.dtype)
         key = repeat_heads(key, self.heads).to(dtype)
+        bias = self.bias_of_edges(edge_bias, query, graph)
         with full_precision(query.device):
+            logits = self.log_affinity(
+                query.to(dtype).index_select(-3, target), key.index_select(-3, source)
+            )
             weights, _, _ = edge_softmax(
-                self.log_affinity(
-                    query.to(dtype).index_select(-3, target), key.index_select(-3, source)
-                ),
+                logits if bias is None else logits + bias,
                 target,
                 graph.rowptr,
                 keep=valid_edges(valid, source, target),
@@ -314,6 +378,11 @@ class GraphAttention(StreamingLayer):
         return out
 
 
+def _given(edge_bias: Tensor | None) -> dict[str, Tensor]:
+    """The keyword where there is one: methods that somebody has replaced may not know it."""
+    return {} if edge_bias is None else {"edge_bias": edge_bias}
+
+
 PAIRS = 1 << 20  # numbers at a time: 4 megabytes of float32; fewer is slower
 
 
@@ -377,7 +446,14 @@ class DistanceAttention(GraphAttention):
         return self.log_sigma.to(compute_dtype(self.log_sigma.dtype)).exp()
 
     def fused(
-        self, query: Tensor, key: Tensor, value: Tensor, graph: TokenGraph, valid: ValidPair
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        graph: TokenGraph,
+        valid: ValidPair,
+        *,
+        edge_bias: Tensor | None = None,
     ) -> Tensor:
         return rbf_attention(
             query,
@@ -387,13 +463,27 @@ class DistanceAttention(GraphAttention):
             self.sigma(),
             top_k=self.top_k,
             eps=self.eps,
+            edge_bias=edge_bias,
             valid=valid,
             backend=self.backend,
         )
 
     def edge_weights(
-        self, query: Tensor, key: Tensor, graph: TokenGraph, valid: ValidPair
+        self,
+        query: Tensor,
+        key: Tensor,
+        graph: TokenGraph,
+        valid: ValidPair,
+        *,
+        edge_bias: Tensor | None = None,
     ) -> Tensor:
         return attention_weights(
-            query, key, graph, sigma=self.sigma(), top_k=self.top_k, eps=self.eps, valid=valid
+            query,
+            key,
+            graph,
+            sigma=self.sigma(),
+            top_k=self.top_k,
+            eps=self.eps,
+            edge_bias=edge_bias,
+            valid=valid,
         )

@@ -40,6 +40,7 @@ class PreNormBlock(Configured, nn.Module):
         - **context**: [*, M, context_dim], for a mixer across two tracks
         - **valid**, **positions**: passed on to the mixer (keyword)
         - **edge_features**: passed on where given, as consensus layers take them (keyword)
+        - **edge_bias**: passed on to a mixer that takes it, as attention layers do (keyword)
         - **output**: [*, N, dim]
 
     Raises:
@@ -88,14 +89,17 @@ class PreNormBlock(Configured, nn.Module):
         *,
         valid: Valid = None,
         positions: Positions = None,
+        edge_bias: Tensor | None = None,
         edge_features: Tensor | None = None,
     ) -> Tensor:
         """Mix the tokens along the graph, then transform each by itself."""
         tracks = () if context is None else (context,)
-        given = {} if edge_features is None else {"edge_features": edge_features}
-        mixed = self.mixer(
-            self.mixer_norm(x), graph, *tracks, valid=valid, positions=positions, **given
-        )
+        given: dict[str, Any] = {"valid": valid, "positions": positions}
+        if edge_bias is not None:  # a mixer of somebody else need not know it
+            given["edge_bias"] = edge_bias
+        if edge_features is not None:
+            given["edge_features"] = edge_features
+        mixed = self.mixer(self.mixer_norm(x), graph, *tracks, **given)
         x = x + self.dropout(mixed)
         return x + self.dropout(self.mlp(self.mlp_norm(x)))
 

@@ -29,6 +29,7 @@ NOT_COMPARED = frozenset(
         "backend",  # all compute the same
         "dropout",  # training alone; nothing of what has been learned
         "init_sigma",  # where training began
+        "zero_init",
         # Names and shapes of the weights tell these.
         "bias",
         "context_dim",

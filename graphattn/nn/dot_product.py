@@ -48,12 +48,16 @@ class DotProductAttention(GraphAttention):
         - **valid**: bool [N] or [*, N], or a pair for targets and sources (keyword); one
           mask serves both tracks where they are equally long
         - **positions**: [N] or [*, N], or a pair (keyword)
+        - **edge_bias**: added to the logits: [E, heads], [*, E, heads], or a table [offsets, heads]
+          where the graph has one (keyword); see :class:`OffsetBias`, :class:`DistanceBias`,
+          :class:`EdgeProjection`
         - **output**: [*, N, dim]; with ``return_attention_weights=True`` also the
           weights [*, E, heads], in the order of ``graph.edge_index``
 
     Raises:
         ValueError: names the argument, its value and what is allowed. With
-            ``return_attention_weights=True`` also for a raw edge_index that is not sorted.
+            ``return_attention_weights=True`` or `edge_bias` also for a raw edge_index that is not
+            sorted.
 
     Example:
         >>> import torch, graphattn as ga
@@ -108,12 +112,20 @@ class DotProductAttention(GraphAttention):
         *,
         valid: Valid = None,
         positions: Positions = None,
+        edge_bias: Tensor | None = None,
         return_attention_weights: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Average the values of the sources of every target."""
         context = x if context is None else context
         return self.attend(
-            x, context, self.context_dim, graph, valid, positions, return_attention_weights
+            x,
+            context,
+            self.context_dim,
+            graph,
+            valid,
+            positions,
+            return_attention_weights,
+            edge_bias=edge_bias,
         )
 
     def log_affinity(self, query_i: Tensor, key_j: Tensor) -> Tensor:
@@ -139,16 +151,38 @@ class DotProductAttention(GraphAttention):
         return None, 1 / math.sqrt(self.head_dim)
 
     def fused(
-        self, query: Tensor, key: Tensor, value: Tensor, graph: TokenGraph, valid: ValidPair
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        graph: TokenGraph,
+        valid: ValidPair,
+        *,
+        edge_bias: Tensor | None = None,
     ) -> Tensor:
         return dot_product_attention(
-            query, key, value, graph, top_k=self.top_k, valid=valid, backend=self.backend
+            query,
+            key,
+            value,
+            graph,
+            top_k=self.top_k,
+            edge_bias=edge_bias,
+            valid=valid,
+            backend=self.backend,
         )
 
     def edge_weights(
-        self, query: Tensor, key: Tensor, graph: TokenGraph, valid: ValidPair
+        self,
+        query: Tensor,
+        key: Tensor,
+        graph: TokenGraph,
+        valid: ValidPair,
+        *,
+        edge_bias: Tensor | None = None,
     ) -> Tensor:
-        return attention_weights(query, key, graph, top_k=self.top_k, valid=valid)
+        return attention_weights(
+            query, key, graph, top_k=self.top_k, edge_bias=edge_bias, valid=valid
+        )
 
     def __repr__(self) -> str:
         options = {

@@ -47,12 +47,16 @@ class KrauseAttention(DistanceAttention):
         - **valid**: bool [N] or [*, N], True where a token is real (keyword); others are not read,
           and their own output means nothing
         - **positions**: [N] or [*, N] (keyword)
+        - **edge_bias**: added to the logits: [E, heads], [*, E, heads], or a table [offsets, heads]
+          where the graph has one (keyword); see :class:`OffsetBias`, :class:`DistanceBias`,
+          :class:`EdgeProjection`
         - **output**: [*, N, dim]; with ``return_attention_weights=True`` also the
           weights [*, E, heads], in the order of ``graph.edge_index``
 
     Raises:
         ValueError: names the argument, its value and what is allowed. With
-            ``return_attention_weights=True`` also for a raw edge_index that is not sorted.
+            ``return_attention_weights=True`` or `edge_bias` also for a raw edge_index that is not
+            sorted.
 
     Example:
         >>> import torch, graphattn as ga
@@ -94,10 +98,20 @@ class KrauseAttention(DistanceAttention):
         *,
         valid: Valid = None,
         positions: Positions = None,
+        edge_bias: Tensor | None = None,
         return_attention_weights: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Average the values of the nearest sources of every target."""
-        return self.attend(x, x, self.dim, graph, valid, positions, return_attention_weights)
+        return self.attend(
+            x,
+            x,
+            self.dim,
+            graph,
+            valid,
+            positions,
+            return_attention_weights,
+            edge_bias=edge_bias,
+        )
 
     def __repr__(self) -> str:
         options = {

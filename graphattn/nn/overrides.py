@@ -7,6 +7,9 @@ at messages, which fused operations never form.
 
 from __future__ import annotations
 
+import functools
+import inspect
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -141,6 +144,35 @@ def replaced_beside(module: Any, names: tuple[str, ...], twins: tuple[str, ...])
             if name in own:
                 found += (name,)
     return found
+
+
+def message_takes(layer: Any, argument: str) -> bool:
+    """Whether `message()` takes it: the one of the class, or what was put in its place since."""
+    if not own_methods(layer, ("message",)):
+        return argument in layer._user_args
+    parameters = inspect.signature(layer.message).parameters
+    any_name = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    return argument in parameters or any_name
+
+
+def propagate_without(layer: Any, argument: str) -> Callable[..., Any]:
+    """`propagate`, for a `message()` that may have been put in place without that argument.
+
+    PyG hands every message what the one took that the class was made with.
+    """
+    run = getattr(layer.propagate, "__func__", None)
+    if message_takes(layer, argument) or argument not in layer._user_args or run is None:
+        propagate: Callable[..., Any] = layer.propagate
+        return propagate
+    message, twin = layer.message, object.__new__(type(layer))
+    vars(twin).update(vars(layer))
+
+    def handed(**arguments: Any) -> Any:
+        del arguments[argument]
+        return message(**arguments)
+
+    vars(twin)["message"] = handed
+    return functools.partial(run, twin)
 
 
 def names_of(methods: tuple[str, ...]) -> str:

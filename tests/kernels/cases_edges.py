@@ -123,6 +123,16 @@ CASES = {
     "one edge": Case(only(20, 30, (19, 0))),
     "one token": Case(only(1, 1, (0, 0))),
     "bias of a list": Case(some(40, 40), per_edge=True, batch=(2,), kv_heads=1),
+    "bias of every sample": Case(
+        some(40, 40), per_edge=True, per_sample=True, batch=(2,), kv_heads=1
+    ),
+    "bias of every sample's neighbours": Case(
+        nearest(40, 6, within=ga.causal_window_graph(40, 9)),
+        per_edge=True, per_sample=True, batch=(2,), score="dot", valid="both",
+    ),
+    "bias of every sample's hubs": Case(
+        hubs(), score="dot", per_edge=True, per_sample=True, batch=(2,)
+    ),
     "bias of neighbours": Case(nearest(40, 5), per_edge=True, score="dot"),
     "bias of fewer neighbours than k": Case(
         nearest(40, 6, within=ga.causal_window_graph(40, 9)), per_edge=True
@@ -178,6 +188,7 @@ CASES |= {
     "top 3 of parts": top(3, CASES["many kinds side by side"]),
     "top 3 with a bias": top(3, CASES["bias of a list"]),
     "top 3 with a bias of neighbours": top(3, CASES["bias of fewer neighbours than k"]),
+    "top 3 with a bias of every sample": top(3, CASES["bias of every sample's neighbours"]),
     "top 3 with a bias and padding": top(3, CASES["padding of neighbours"]),
     "top 2 with padding": top(2, CASES["padding"], eps=0.2),
     "top 4 of padded hubs": top(4, CASES["padding of hubs"]),

@@ -42,6 +42,7 @@ class Case:
     value_features: int = 5
     table: bool = False
     per_edge: bool = False  # a bias for every edge and head
+    per_sample: bool = False  # ... and every sample
     valid: str = ""  # "both", "targets", "sources"
     eps: float = 0.0
     shared: bool = False
@@ -72,7 +73,8 @@ class Case:
             assert rows is not None
             found["table"] = random(rows, H, seed=s + 4).float()
         if self.per_edge:
-            found["edge_bias"] = random(self.graph.num_edges, H, seed=s + 4).float()
+            batch = self.batch if self.per_sample else ()
+            found["edge_bias"] = random(*batch, self.graph.num_edges, H, seed=s + 4).float()
         return found
 
     def upstream(self, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
@@ -185,9 +187,10 @@ def plain(case: Case, dtype: torch.dtype) -> Tensors:
         logit = logit + _dense(leaves["table"].to(dtype), case.graph)
     if case.per_edge:
         source, target = case.graph.edge_index
-        dense = logit.new_zeros(*case.graph.to_mask().shape, case.heads)
-        dense = dense.index_put((target, source), leaves["edge_bias"].to(dtype))
-        logit = logit + dense.movedim(-1, 0)
+        bias = leaves["edge_bias"].to(dtype)
+        dense = logit.new_zeros(*bias.shape[:-2], *case.graph.to_mask().shape, case.heads)
+        dense[..., target, source, :] = bias
+        logit = logit + dense.movedim(-1, -3)
     alive = edges.any(-1, keepdim=True)
     logit = logit.masked_fill(~edges & alive, -torch.inf)
     lse = logit.logsumexp(-1, keepdim=True)

@@ -47,12 +47,13 @@ def test_a_union_with_a_window_keeps_its_window_a_band(device: str) -> None:
     "case",
     [
         Case(some(12, 12), per_edge=True, batch=(2,), kv_heads=1),
+        Case(some(12, 12), per_edge=True, per_sample=True, batch=(2,)),
         Case(nearest(12, 3), score="dot", valid="both"),
         Case(some(5, 12), valid="sources", options={"top_k": 2}),
         Case(ga.longformer_graph(12, 1, [3])),
         Case(nearest(12, 3), shared=True),
     ],
-    ids=["bias", "neighbours", "top_k", "longformer", "one tensor"],
+    ids=["bias", "bias per sample", "neighbours", "top_k", "longformer", "one tensor"],
 )
 def test_the_operator_keeps_the_promises_of_torch_library(case: Case, device: str) -> None:
     leaves = {n: x.to(device).requires_grad_() for n, x in case.tensors().items()}

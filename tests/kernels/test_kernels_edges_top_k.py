@@ -43,6 +43,7 @@ def with_ties(name: str) -> tuple[Case, Tensors]:
         ("hubs", "dot", 1, 512),
         ("bias of neighbours", "rbf", 2, 512),
         ("bias of neighbours", "dot", 1, 8),
+        ("bias of every sample", "dot", 3, 512),
     ],
 )
 def test_of_equal_sources_the_smaller_index_is_kept(

@@ -18,6 +18,7 @@ from torch import Tensor
 from graphattn.graphs.arguments import as_float, as_int
 from graphattn.graphs.token_graph import TokenGraph
 from graphattn.ops.attention import operators, reference, structured, triton
+from graphattn.ops.attention.edge_bias import check_edge_bias, is_table, per_edge
 from graphattn.ops.attention.reference import Score
 from graphattn.ops.backends import check_backend, choose_backend
 from graphattn.ops.counting import is_watched, note_uncounted
@@ -102,9 +103,11 @@ def rbf_attention(
         sigma: bandwidth > 0 in units of the features; a float or a tensor broadcastable to [H].
         top_k: sources kept per target and head; all if None.
         eps: >= 0, added to the normaliser (Eq. 4).
-        edge_bias: added to the log-affinity: [E, H] in the order of ``graph.edge_index``, or on a
-            window, block or grid graph a table [offsets, H], one row per relative offset from
-            the first source to the last (``graph.structure.num_offsets`` rows).
+        edge_bias: added to the log-affinity: [E, H] in the order of ``graph.edge_index``; [*, E, H]
+            where every sample has its own (a batch size may be 1); or on a window, block or grid
+            graph a table [offsets, H], one row per relative offset from the first source to the
+            last (``graph.structure.num_offsets`` rows). :class:`~graphattn.nn.OffsetBias` makes
+            tables, :class:`~graphattn.nn.DistanceBias` biases of edges in space.
         valid: bool [*, N] or [N], or a pair for (targets, sources); an edge that touches an
             invalid token is no edge, and what invalid tokens hold is never read.
         backend: "auto", "reference", "structured" or "triton" (:func:`~graphattn.backends`).
@@ -251,6 +254,7 @@ def attention_weights(
     graph = check_graph(graph, query, query.shape[-3], key.shape[-3], per_edge=True)
     pair = check_valid(valid, query.shape[:-3], query.device, graph.num_targets, graph.num_sources)
     dtype = compute_dtype(query.dtype)
+    bias = check_edge_bias(edge_bias, graph, heads, dtype, query.device, batch=query.shape[:-3])
     with full_precision(query.device):
         weights, _, _ = reference.edge_weights(
             query.to(dtype),
@@ -259,7 +263,7 @@ def attention_weights(
             score=score,
             scale=strength,
             eps=eps,
-            edge_bias=_per_edge(_check_bias(edge_bias, graph, heads, dtype, query.device), graph),
+            edge_bias=per_edge(bias, graph),
             top_k=None if top_k is None else as_int("top_k", top_k, 1),
             valid=pair,
         )
@@ -287,12 +291,13 @@ def _attend(
 ) -> tuple[Tensor, Tensor]:
     """Checks what both front doors share, then runs one backend."""
     check_backend(backend)
-    per_edge = edge_bias is not None
-    graph = check_graph(graph, query, query.shape[-3], key.shape[-3], per_edge=per_edge)
+    biased = edge_bias is not None
+    graph = check_graph(graph, query, query.shape[-3], key.shape[-3], per_edge=biased)
     top_k = None if top_k is None else as_int("top_k", top_k, 1)
     dtype = compute_dtype(query.dtype)
-    bias = _check_bias(edge_bias, graph, query.shape[-2], dtype, query.device)
-    per_offset = bias is not None and bias.shape[0] != graph.num_edges
+    heads, batch = query.shape[-2], query.shape[:-3]
+    bias = check_edge_bias(edge_bias, graph, heads, dtype, query.device, batch)
+    per_offset = is_table(bias, graph)
     able = support(query, value.shape[-1])
     chosen = choose_backend(backend, able, query.device)
     options: dict[str, Any] = {
@@ -314,7 +319,7 @@ def _attend(
                 return operators.attend(*tensors, graph, backend=chosen, **options)
             return structured.attend(*tensors, graph, **options)
         note_uncounted("rbf_attention or dot_product_attention with backend='reference'")
-        return reference.attend(*tensors, graph, edge_bias=_per_edge(bias, graph), **options)
+        return reference.attend(*tensors, graph, edge_bias=per_edge(bias, graph), **options)
 
 
 def support(query: Tensor, value_width: int | None = None) -> dict[str, str | None]:
@@ -372,40 +377,3 @@ def _dot_scale(scale: float | Tensor | None, heads: int, query: Tensor) -> Tenso
     if isinstance(scale, Real) and not math.isfinite(scale):
         raise ValueError(f"scale must be finite, got {scale}")
     return _per_head("scale", scale, heads, query)
-
-
-def _check_bias(
-    edge_bias: Any, graph: TokenGraph, heads: int, dtype: torch.dtype, device: torch.device
-) -> Tensor | None:
-    """The bias in the compute dtype: one per edge, [E, H], or a table of offsets."""
-    if edge_bias is None:
-        return None
-    rows = None if graph.structure is None else graph.structure.num_offsets
-    allowed = f"[{graph.num_edges}, {heads}] (edges, heads)"
-    if rows is not None:
-        allowed += f" or [{rows}, {heads}] (offsets, heads)"
-    if not isinstance(edge_bias, Tensor) or edge_bias.dim() != 2 or edge_bias.shape[1] != heads:
-        got = list(edge_bias.shape) if isinstance(edge_bias, Tensor) else type(edge_bias).__name__
-        raise ValueError(f"edge_bias must have shape {allowed}, got {got}")
-    if edge_bias.device != device:
-        raise ValueError(f"edge_bias must be on {device}, got {edge_bias.device}")
-    edge_bias = edge_bias.to(dtype)
-    per_edge, per_offset = edge_bias.shape[0] == graph.num_edges, edge_bias.shape[0] == rows
-    if per_edge and per_offset and graph.num_edges > 1:
-        raise ValueError(
-            f"edge_bias with {rows} rows is ambiguous: this graph has as many edges as offsets, "
-            "because the window is longer than the sequence. For a table, build the graph with a "
-            "window of at most num_tokens; for one value per edge, use "
-            "from_edge_index(graph.edge_index, ...)"
-        )
-    if not per_edge and not per_offset:
-        raise ValueError(f"edge_bias must have shape {allowed}, got {list(edge_bias.shape)}")
-    return edge_bias
-
-
-def _per_edge(bias: Tensor | None, graph: TokenGraph) -> Tensor | None:
-    """One bias per edge and head, [E, H], from itself or from a table of offsets."""
-    if bias is None or bias.shape[0] == graph.num_edges:
-        return bias
-    source, target = graph.edge_index
-    return bias[graph.structure.offset_index(target, source)]  # type: ignore[union-attr]

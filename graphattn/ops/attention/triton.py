@@ -41,8 +41,8 @@ class Call:
     """One call of the kernels: tensors, tables, options.
 
     `inputs` are query [*, N, H, D], key [*, M, Hk, D], value [*, M, Hk, Dv], scale [H] and a bias
-    or None: [E, H], or a table of offsets [offsets, H] if `per_offset`; `shared` says that the
-    first three are one tensor.
+    or None: [E, H], [*, E, H], or a table of offsets [offsets, H] if `per_offset`; `shared` says
+    that the first three are one tensor.
 
     Bands alone take windows, blocks, causal and complete graphs, with biases per offset and top_k;
     bands and edges together unions with a band in them, without either; edges alone all others.
@@ -69,6 +69,8 @@ class Call:
         self.offset_rows: Tensor | None = None
         self.is_gaussian = self.has_five_products = False
         self.num_offsets = len(bias) if per_offset else 0
+        if bias is not None and bias.dim() > 2:
+            bias = bias.reshape(self.batch.numel(), *bias.shape[-2:])
         structure, device = graph.structure, query.device
         if structure is not None and _reads_bands(structure, bias, per_offset):
             self.bands = self._over_bands(band_tables(structure, device), bias)

@@ -36,8 +36,8 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """Output [*, N, H, Dv] and log-sums [*, N, H]: every target averages the values it sees.
 
-    `bias` is [E, H], per edge, or with the option `per_offset` [offsets, H]; the other options are
-    those of :func:`plan_call`.
+    `bias` is [E, H], per edge, [*, E, H], per sample and edge, or with the option `per_offset`
+    [offsets, H]; the other options are those of :func:`plan_call`.
     """
     inputs, plan = plan_call((query, key, value, scale, bias), graph, **options)
     out, lse = Recomputed.apply(plan, *inputs)
@@ -69,6 +69,8 @@ def plan_call(
     if top_k is not None and graph.num_targets and top_k >= int(graph.in_degree().max()):
         top_k = None
     masks = flat_mask(valid[0]), flat_mask(valid[1])
+    if bias is not None and bias.dim() > 2:
+        bias = bias.reshape(B, *bias.shape[-2:])
     flat_inputs = flat(query, valid[0]), flat(key, valid[1]), flat(value, valid[1]), scale, bias
     if graph.structure is not None and (bias is None or per_offset):
         table = bias is not None

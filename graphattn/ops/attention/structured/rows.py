@@ -38,7 +38,10 @@ class Chunk(NamedTuple):
 
 @dataclass
 class RowPlan:
-    """Attention over the edges of every target; see :class:`~.recompute.Plan`. `bias`: [E, H]."""
+    """Attention over the edges of every target; see :class:`~.recompute.Plan`.
+
+    `bias` is [E, H], or [B, E, H] where every sample has its own.
+    """
 
     rowptr: Tensor  # [N + 1]
     source: Tensor  # [E]
@@ -61,7 +64,7 @@ class RowPlan:
         query, _, value, _, _ = inputs
         out = query.new_zeros((*query.shape[:-1], value.shape[-1]))
         lse = query.new_full(query.shape[:-1], -torch.inf)
-        finite = all_sound(largest(inputs[3]), *inputs[:3])
+        finite = _all_sound(inputs)
         for chunk in self._chunks(inputs):
             rows = _Rows(self, chunk, inputs, finite)
             out[:, chunk.targets], lse[:, chunk.targets] = rows.attend()
@@ -72,7 +75,7 @@ class RowPlan:
     ) -> Gradients:
         """Gradients of the five inputs; every chunk is computed again."""
         sums = zeros_like(inputs)
-        finite = all_sound(largest(inputs[3]), *inputs[:3], d_out, d_lse)
+        finite = _all_sound(inputs, d_out, d_lse)
         for chunk in self._chunks(inputs):
             rows = _Rows(self, chunk, inputs, finite)
             part = None if d_lse is None else d_lse[:, chunk.targets]
@@ -81,7 +84,7 @@ class RowPlan:
 
     def plainly(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
         """Output and log-sums in plain autograd."""
-        finite = all_sound(largest(inputs[3]), *inputs[:3])
+        finite = _all_sound(inputs)
         pieces = [_Rows(self, c, inputs, finite).attend() for c in self._chunks(inputs, empty=True)]
         back = self.order.argsort()
         outs, sums = (torch.cat(x, dim=1).index_select(1, back) for x in zip(*pieces, strict=True))
@@ -135,6 +138,16 @@ class TablePlan:
         return query, key, value, scale, table[self.index]
 
 
+def _all_sound(inputs: Inputs, *upstream: Tensor | None) -> bool:
+    """Whether nothing has to be kept from spreading; a bias of -inf takes an edge away, no more."""
+    *tensors, scale, bias = inputs
+    limit = largest(scale)
+    finite = all_sound(limit, *tensors, *upstream)
+    if not finite or bias is None or bias.numel() == 0:
+        return finite
+    return bool(bias.detach().amax() <= limit)
+
+
 class _Rows:
     """The tensors of a chunk: query [B, n, H, D], key and value [B, n, w, H, D]."""
 
@@ -145,7 +158,7 @@ class _Rows:
         self.query = query.index_select(1, chunk.targets)
         self.heads, self.kv_heads = query.shape[2], key.shape[2]
         self.key, self.value = (self._gathered(x) for x in (key, value))
-        self.bias = None if bias is None else bias[chunk.edges].transpose(-1, -2)  # [n, H, w]
+        self.bias = None if bias is None else self._bias_of(bias)
         of_target, of_source = plan.valid
         self.allowed = chunk.present[:, None]  # bool, broadcastable to [B, n, H, w]
         if of_target is not None:
@@ -159,6 +172,12 @@ class _Rows:
     def _gathered(self, x: Tensor) -> Tensor:
         found = x.index_select(1, self.source.flatten()).unflatten(1, self.source.shape)
         return repeat_heads(found, self.heads)
+
+    def _bias_of(self, bias: Tensor) -> Tensor:
+        """[n, H, w], or [B, n, H, w] where every sample has its own."""
+        edges = self.chunk.edges
+        found = bias.index_select(-2, edges.flatten()).unflatten(-2, edges.shape)
+        return found.transpose(-1, -2)
 
     @cached_property
     def affinity(self) -> Tensor:
@@ -219,8 +238,9 @@ class _Rows:
         d_scale += (d_logits * affinity).sum((0, 1, 3))
         if d_bias is not None:
             d_logits = d_logits.masked_fill(~self.chunk.present[:, None], 0)
-            per_edge = d_logits.sum(0).transpose(-1, -2).flatten(0, 1)
-            d_bias.index_add_(0, self.chunk.edges.flatten(), per_edge)
+            per_slot = d_logits if d_bias.dim() == 3 else d_logits.sum(0)
+            per_edge = per_slot.transpose(-1, -2).flatten(-3, -2)
+            d_bias.index_add_(-2, self.chunk.edges.flatten(), per_edge)
 
     def _add_at_sources(self, into: Tensor, per_edge: Tensor) -> None:
         """into [B, M, Hk, D] += per_edge [B, n, w, H, D] at the source of every edge."""

@@ -1,0 +1,109 @@
+"""How far the source of an edge is from its target, and what T5 and ALiBi make of that."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphattn.graphs.composites import Parts
+from graphattn.graphs.structure import Grid, Structure
+from graphattn.graphs.token_graph import TokenGraph
+
+AXES = {"sequence": 1, "image": 2, "volume": 3}  # of tables of offsets, by what they are over
+
+
+def t5_bucket(
+    offset: Tensor, num_buckets: int, max_distance: int, *, bidirectional: bool
+) -> Tensor:
+    """The bucket of every offset (source - target), as T5's published code has it."""
+    bucket = torch.zeros_like(offset)
+    if bidirectional:
+        num_buckets //= 2
+        bucket = (offset > 0).to(offset.dtype) * num_buckets
+        distance = offset.abs()
+    else:
+        distance = (-offset).clamp(min=0)
+    exact = num_buckets // 2
+    # In float32, as there: what stands at a border must fall on the same side.
+    far = torch.log(distance.clamp(min=1).float() / exact) / math.log(max_distance / exact)
+    far = (exact + (far * (num_buckets - exact)).to(offset.dtype)).clamp(max=num_buckets - 1)
+    return bucket + torch.where(distance < exact, distance, far)
+
+
+def alibi_slopes(heads: int) -> list[float]:
+    """The slope of every head, as ALiBi's published code has it."""
+    power = 2 ** (heads.bit_length() - 1)
+    slopes = [2.0 ** (-8 * (h + 1) / power) for h in range(power)]
+    between = [2.0 ** (-8 * (h + 1) / (2 * power)) for h in range(0, 2 * power, 2)]
+    return slopes + between[: heads - power]
+
+
+def offsets_of_table(graph: TokenGraph, axes: int) -> tuple[Tensor, ...] | None:
+    """The offset of every row of a graph's table, one tensor [rows] per axis; None: no such."""
+    table = None if graph.structure is None else graph.structure.offset_table
+    if table is None or AXES.get(table[0]) != axes:
+        return None
+    _, first, last, step = table
+    along = torch.arange(first, last + 1, device=graph.device) * step
+    return tuple(x.flatten() for x in torch.meshgrid(*[along] * axes, indexing="ij"))
+
+
+def positions_of(
+    graph: TokenGraph, positions: Any, more: tuple[int, ...] = ()
+) -> tuple[Tensor, Tensor]:
+    """Integers [*, N, ...] for targets and [*, M, ...] for sources: given, or the graph's own."""
+    if positions is None:
+        return graph.positions, graph.source_positions
+    if isinstance(positions, Tensor) and graph.num_targets != graph.num_sources:
+        raise ValueError("positions must be a pair (targets, sources) on a bipartite graph")
+    pair = (positions, positions) if isinstance(positions, Tensor) else positions
+    shown = ", ".join(map(str, ("*", "N", *more)))
+    if not isinstance(pair, tuple | list) or len(pair) != 2:
+        raise ValueError(
+            f"positions must be a tensor [{shown}] or a pair (targets, sources) of them, got "
+            f"{type(positions).__name__}"
+        )
+    for places, count in zip(pair, (graph.num_targets, graph.num_sources), strict=True):
+        wanted = (count, *more)
+        if (
+            not isinstance(places, Tensor)
+            or places.is_floating_point()
+            or places.dtype == torch.bool
+            or places.shape[places.dim() - len(wanted) :] != wanted
+        ):
+            got = (
+                f"{places.dtype} of shape {list(places.shape)}"
+                if isinstance(places, Tensor)
+                else type(places).__name__
+            )
+            raise ValueError(
+                f"positions must hold integers of shape [{shown}] with N = {count}, got {got}"
+            )
+    return pair[0].to(graph.device), pair[1].to(graph.device)
+
+
+def cells_of(structure: Structure | None, device: torch.device) -> tuple[Tensor, Tensor] | None:
+    """(down, right) of every token of a grid [N, 2], and whether it is in the image, [N]."""
+    if isinstance(structure, Parts):
+        found = [cells_of(part, device) for part in structure.parts]
+        parts = [cells for cells in found if cells is not None]
+        if len(parts) < len(found):
+            return None
+        return torch.cat([place for place, _ in parts]), torch.cat([known for _, known in parts])
+    if not isinstance(structure, Grid):
+        return None
+    cell = torch.arange(structure.height * structure.width, device=device)
+    place = torch.stack([cell // structure.width, cell % structure.width], dim=-1)
+    known = torch.ones_like(cell, dtype=torch.bool)
+    if structure.class_token:
+        place, known = (torch.cat([torch.zeros_like(x[:1]), x]) for x in (place, known))
+    return place, known
+
+
+def unlike_a_table(bias: Tensor, graph: TokenGraph) -> Tensor:
+    """Values of edges; with a leading dimension where they could be taken for those of offsets."""
+    rows = None if graph.structure is None else graph.structure.num_offsets
+    return bias[None] if bias.dim() == 2 and len(bias) == rows and len(bias) > 1 else bias
