@@ -253,8 +253,8 @@ MUTATIONS = [
     Mutation(
         "the log-sum-exp includes eps",
         "graphattn/ops/attention/api.py",
-        "out = _beside_eps(out, lse, eps)",
-        "out = _beside_eps(out, lse, eps)\n"
+        "out = _beside_eps(out, lse, eps, logits)",
+        "out = _beside_eps(out, lse, eps, logits)\n"
         "        lse = torch.logaddexp(lse, torch.full_like(lse, eps).log())",
         (f"{ATTENTION}::test_eps_adds_to_the_normaliser",),
     ),
@@ -703,8 +703,8 @@ MUTATIONS = [
     Mutation(
         "eps hands NaN back to rows that nobody asks for",
         "graphattn/ops/attention/api.py",
-        "share_beside_eps(lse.masked_fill(lse.isnan(), torch.inf), eps)",
-        "share_beside_eps(lse, eps)",
+        "share_beside_eps(lse.masked_fill(lse.isnan(), torch.inf), eps, sink)",
+        "share_beside_eps(lse, eps, sink)",
         (f"{LAYERS_UNSEEN}::test_what_a_token_does_not_see_changes_no_bit_of_a_layer",),
     ),
     Mutation(

@@ -13,10 +13,12 @@ from graphattn.graphs.composites import Parts, Union
 from graphattn.graphs.structure import Complete, GlobalTokens, Structure
 from graphattn.graphs.token_graph import TokenGraph
 from graphattn.ops.attention.structured.contiguous import TilePlan
+from graphattn.ops.attention.structured.modifiers import NONE, Modifiers
 from graphattn.ops.attention.structured.parts import GlobalTokensPlan, PartsPlan
 from graphattn.ops.attention.structured.recompute import Inputs, Plan, Recomputed
 from graphattn.ops.attention.structured.rows import RowPlan, TablePlan
 from graphattn.ops.attention.structured.tiles import tiles_of
+from graphattn.ops.dropout import dropout_of_call
 from graphattn.ops.inputs import ValidPair, clear_invalid
 from graphattn.ops.memory import keep_freed_memory
 
@@ -52,6 +54,9 @@ def plan_call(
     per_offset: bool,
     top_k: int | None,
     valid: ValidPair,
+    softcap: float | None = None,
+    dropout: float = 0.0,
+    seed: Tensor | None = None,
 ) -> tuple[Inputs, Plan]:
     """Inputs with one leading dimension and zeros in place of invalid tokens, and their plan."""
     keep_freed_memory()
@@ -68,11 +73,14 @@ def plan_call(
     if top_k is not None and graph.num_targets and top_k >= int(graph.in_degree().max()):
         top_k = None
     masks = flat_mask(valid[0]), flat_mask(valid[1])
+    dropped = None if seed is None else dropout_of_call(dropout, seed, query, graph)
+    modifiers = Modifiers(softcap, dropped)
     flat_inputs = flat(query, valid[0]), flat(key, valid[1]), flat(value, valid[1]), scale, bias
     if graph.structure is not None and (bias is None or per_offset):
         table = bias is not None
-        return flat_inputs, _plan(graph.structure, flat_inputs[0], score, top_k, masks, table=table)
-    return flat_inputs, RowPlan(*graph.csr(), score, top_k, masks)
+        options = score, top_k, masks, modifiers
+        return flat_inputs, _plan(graph.structure, flat_inputs[0], *options, table=table)
+    return flat_inputs, RowPlan(*graph.csr(), score, top_k, masks, modifiers)
 
 
 def _plan(
@@ -81,6 +89,7 @@ def _plan(
     score: str,
     top_k: int | None,
     valid: ValidPair,
+    modifiers: Modifiers = NONE,
     *,
     table: bool = False,
 ) -> Plan:
@@ -89,10 +98,10 @@ def _plan(
     `like` [B, ...] says how large a batch is and where it lies.
     """
     of_target, of_source = valid
-    stored = top_k is not None or table  # logits are, and a tile's should be few
+    stored = top_k is not None or table or modifiers.any  # logits are; a tile's should be few
     tiles = tiles_of(structure, 64 if stored else 128, 32 if score == "dot" else 1)
     if tiles is not None:
-        return TilePlan(tiles, score, top_k, valid)
+        return TilePlan(tiles, score, top_k, valid, modifiers)
     apart = top_k is None and not table  # whether rows may be put together from parts
     if isinstance(structure, Parts) and any(_is_fast(part, apart) for part in structure.parts):
         parts: list[tuple[Plan, slice, slice]] = []
@@ -102,12 +111,13 @@ def _plan(
                 None if of_target is None else of_target[:, t],
                 None if of_source is None else of_source[:, s],
             )
-            parts.append((_plan(part, like, score, top_k, own, table=table), t, s))
+            options = score, top_k, own, modifiers.some(t, s)
+            parts.append((_plan(part, like, *options, table=table), t, s))
         return PartsPlan(parts)
     if apart and (found := _global_tokens(structure)):
-        return _plan_of_global_tokens(*found, like, score, valid)
+        return _plan_of_global_tokens(*found, like, score, valid, modifiers)
     graph = _kept(structure, like.device)
-    rows = RowPlan(*graph.csr(), score, top_k, valid)
+    rows = RowPlan(*graph.csr(), score, top_k, valid, modifiers)
     if not table:
         return rows
     source, target = graph.edge_index
@@ -132,7 +142,12 @@ def _global_tokens(structure: Structure) -> tuple[tuple[int, ...], Structure] | 
 
 
 def _plan_of_global_tokens(
-    tokens: tuple[int, ...], rest: Structure, like: Tensor, score: str, valid: ValidPair
+    tokens: tuple[int, ...],
+    rest: Structure,
+    like: Tensor,
+    score: str,
+    valid: ValidPair,
+    modifiers: Modifiers,
 ) -> Plan:
     """Near edges are those of `rest` without the global tokens at either end."""
     N, g = rest.num_targets, torch.tensor(tokens, device=like.device)
@@ -145,11 +160,12 @@ def _plan_of_global_tokens(
     )
     far = others[0], None if of_source is None else of_source[:, g]
     own = None if of_target is None else of_target[:, g], of_source
+    everyone = slice(None)
     return GlobalTokensPlan(
         g,
-        _plan(rest, like, score, None, others),
-        _plan(Complete(N, len(tokens)), like, score, None, far),
-        _plan(Complete(len(tokens), N), like, score, None, own),
+        _plan(rest, like, score, None, others, modifiers),
+        _plan(Complete(N, len(tokens)), like, score, None, far, modifiers.some(everyone, g)),
+        _plan(Complete(len(tokens), N), like, score, None, own, modifiers.some(g, everyone)),
     )
 
 
