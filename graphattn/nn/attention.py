@@ -130,12 +130,8 @@ class GraphAttention(StreamingLayer):
         valid_j: Tensor | None,
         index: Tensor,
         rowptr: Tensor,
-        kept: Tensor | None = None,
     ) -> Tensor:
-        """weight_ij * v_j, with weights that sum to 1 over the edges of target i.
-
-        Dropout leaves the edges `kept`, bool [*, E, H]; all if None.
-        """
+        """weight_ij * v_j, with weights that sum to 1 over the edges of target i."""
         weights, _, keep = edge_softmax(
             capped(self.log_affinity(query_i, key_j), self.softcap),
             index,
@@ -145,12 +141,26 @@ class GraphAttention(StreamingLayer):
             eps=self.eps,
             sink=self.sink_logits(query_i),
         )
-        if kept is not None:
-            dropout = Kept(self.attention_dropout, kept)
-            weights, keep = dropout.weights(weights), dropout.among(keep)
         if keep is not None:  # 0 * NaN is NaN
             value_j = value_j.masked_fill(~keep[..., None], 0)
         return weights[..., None] * value_j
+
+    def aggregate(
+        self,
+        inputs: Tensor,
+        index: Tensor,
+        ptr: Tensor | None = None,
+        dim_size: int | None = None,
+        kept: Tensor | None = None,
+    ) -> Tensor:
+        """The sum of the messages of every target, of the edges `kept` [*, E, H] by dropout.
+
+        Here and not in `message()`, so that one of somebody's own is dropped out, too.
+        """
+        if kept is not None:
+            inputs = Kept(self.attention_dropout, kept[..., None]).weights(inputs)
+        total: Tensor = super().aggregate(inputs, index, ptr, dim_size)
+        return total
 
     def mix(
         self, query: Tensor, key: Tensor, value: Tensor, graph: TokenGraph, valid: ValidPair
@@ -178,15 +188,15 @@ class GraphAttention(StreamingLayer):
         return self.attention_dropout if self.training else 0.0
 
     def kept_edges(self, query: Tensor, graph: TokenGraph) -> Tensor | None:
-        """Which edges the dropout of a call through `message()` leaves, [*, E, H]; None: all."""
+        """Which edges the dropout of a call through `propagate` leaves, [*, E, H]; None: all."""
         p = self.current_dropout
         if p == 0:
             return None
         if "kept" not in self._user_args:
             raise ValueError(
-                f"attention_dropout = {p} cannot be used with the message() of "
-                f"{type(self).__name__}, which would not drop any: let it take kept (bool "
-                "[*, E, heads], or None) and apply it"
+                f"attention_dropout = {p} cannot be used with the aggregate() of "
+                f"{type(self).__name__}, which would not drop any message: let it take kept (bool "
+                "[*, E, heads], or None) and hand it on to super().aggregate()"
             )
         dropout = dropout_of_call(p, draw_seed(None, query.device), query, graph)
         source, target = graph.edge_index

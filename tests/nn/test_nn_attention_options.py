@@ -9,6 +9,7 @@ from nn_by_hand import DIM, HEADS
 from torch.utils.checkpoint import checkpoint
 
 import graphattn as ga
+from graphattn.ops.dropout import draw_seed, dropout_of_call
 
 KINDS = ("DotProductAttention", "KrauseAttention", "GaussianKernelAttention")
 EVERY = pytest.mark.parametrize("kind", KINDS)
@@ -199,14 +200,41 @@ def test_checkpointing_a_layer_drops_the_same_again(kind, reentrant, backend):
         assert torch.equal(a, b)
 
 
-def test_a_message_that_cannot_drop_is_refused():
-    class Stubborn(ga.nn.KrauseAttention):
-        def message(self, query_i, key_j, value_j, valid_i, valid_j, index, rowptr):
-            return value_j
+class Sum(ga.nn.KrauseAttention):
+    """Adds up what it sees."""
+
+    def message(self, value_j):
+        return value_j
+
+
+def test_messages_of_somebody_are_dropped_too():
+    graph, x = ga.causal_graph(12), tokens(12)
+    layer, plain = made_sum(attention_dropout=0.3), made_sum()
+    torch.manual_seed(5)
+    found = layer(x, graph)
+    torch.manual_seed(5)
+    dropout = dropout_of_call(0.3, draw_seed(None, x.device), torch.empty(12, HEADS, 1), graph)
+    kept = dropout.kept_edges(*graph.edge_index, torch.Size())
+    value = plain.split(plain.value_proj(x), HEADS)
+    source, target = graph.edge_index
+    total = torch.zeros_like(value).index_add_(0, target, value[source] * kept[..., None] / 0.7)
+    torch.testing.assert_close(found, plain.output_proj(total.flatten(-2)))
+    torch.testing.assert_close(layer.eval()(x, graph), plain(x, graph))
+
+
+def made_sum(**options):
+    torch.manual_seed(0)
+    return Sum(DIM, HEADS, **options).double()
+
+
+def test_an_aggregate_that_cannot_drop_is_refused():
+    class Twice(ga.nn.KrauseAttention):
+        def aggregate(self, inputs, index, ptr=None, dim_size=None):
+            return 2 * super().aggregate(inputs, index, ptr, dim_size)
 
     graph, x = ga.causal_graph(5), tokens(5)
-    layer = Stubborn(DIM, HEADS, attention_dropout=0.1).double()
-    with pytest.raises(ValueError, match=r"attention_dropout = 0.1 .* message\(\) of Stubborn"):
+    layer = Twice(DIM, HEADS, attention_dropout=0.1).double()
+    with pytest.raises(ValueError, match=r"attention_dropout = 0.1 .* aggregate\(\) of Twice"):
         layer(x, graph)
     layer.eval()(x, graph)
 
