@@ -85,6 +85,12 @@ def _attend(backend: str, dtype: torch.dtype = torch.float32, **options: object)
     return ga.rbf_attention(query, key, key, graph, 1.0, backend=backend, **options)
 
 
+def _capped(backend: str) -> Tensor:
+    x = torch.randn(12, 2, 4).requires_grad_()
+    graph = ga.window_path_graph(12, 2, self_loops=True)
+    return ga.dot_product_attention(x, x, x, graph, softcap=5.0, backend=backend)
+
+
 def _twice(backend: str) -> None:
     x = torch.randn(9, 2, 3, requires_grad=True)
     graph = ga.causal_window_graph(9, 3)
@@ -131,6 +137,9 @@ FEATURES: dict[str, Callable[[str], object]] = {
     "`edge_bias` per offset": lambda b: _attend(b, edge_bias=torch.zeros(5, 2)).sum().backward(),
     "`edge_bias` per edge": lambda b: _attend(b, edge_bias=torch.zeros(54, 2)).sum().backward(),
     "`edge_bias` per sample": _per_sample,
+    "`sink`": lambda b: _attend(b, sink=torch.zeros(2)).sum().backward(),
+    "`dropout`": lambda b: _attend(b, dropout=0.1).sum().backward(),
+    "`softcap` (dot product)": lambda b: _capped(b).sum().backward(),
     "grouped-query heads": lambda b: _attend(b, kv_heads=1).sum().backward(),
     "gradient of `return_lse`": _lse,
     "second derivatives": _twice,

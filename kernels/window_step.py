@@ -107,11 +107,12 @@ def level_of(i_max):
 
 @triton.jit(do_not_specialize=["H", "first", "held", "room", "top_k"])
 def window_step_kernel(
-    p_query, p_key, p_value, p_valid, p_keys, p_values, p_valids, p_out, p_log_sigma,
+    p_query, p_key, p_value, p_valid, p_keys, p_values, p_valids, p_out, p_log_sigma, p_sink,
     scale, eps, H, first, held, room, top_k,
     stride_qb, stride_qh, stride_kb, stride_kh, stride_vb, stride_vh,
     REPEATS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, SLOTS: tl.constexpr,
     CHUNKS: tl.constexpr, RBF: tl.constexpr, SIGMAS: tl.constexpr, EPS: tl.constexpr,
+    SINK: tl.constexpr,
     SHARED: tl.constexpr, SELECT: tl.constexpr, VALID: tl.constexpr, MASKED: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -217,6 +218,9 @@ def window_step_kernel(
     i_total = i_sum
     if EPS:
         i_total += eps * tl.exp2(tl.minimum(0.0 - i_level, 126.0))
+    if SINK:
+        i_sink = tl.load(p_sink + i_h).to(tl.float32) * LOG2E
+        i_total += tl.exp2(tl.minimum(i_sink - i_level, 126.0))
     b_out = tl.where(i_sum == 0, 0.0, b_out / tl.where(i_sum == 0, 1.0, i_total))
     p_out += (i_b * H + i_h) * D
     tl.store(p_out + o_feature, b_out.to(p_out.dtype.element_ty), mask=m_feature)
@@ -236,6 +240,7 @@ def window_step(
     scale: float = 1.0,
     top_k: int | None = None,
     eps: float = 0.0,
+    sink: Tensor | None = None,
     valid: Tensor | None = None,
     valids: Tensor | None = None,
 ) -> Tensor:
@@ -253,6 +258,7 @@ def window_step(
         top_k: how many sources of every head count, the largest logits, of equal ones the oldest;
             None: all. The window must be at most `tuning.HELD_TOKENS` then.
         eps: >= 0, added to the sum of exponentials.
+        sink: [H], logits that join that sum; None: none.
         valid: bool [B], whether the new tokens are real; None: they are.
         valids: bool [B, room], contiguous, which old tokens are real; written in place. None: all.
             Needed with `valid`.
@@ -276,6 +282,7 @@ def window_step(
         p_valids=none if valids is None else as_bytes(valids),
         p_out=out,
         p_log_sigma=none if log_sigma is None else log_sigma,
+        p_sink=none if sink is None else sink,
         scale=scale,
         eps=eps,
         H=H,
@@ -297,6 +304,7 @@ def window_step(
         RBF=log_sigma is not None,
         SIGMAS=1 if log_sigma is None else log_sigma.numel(),
         EPS=eps > 0,
+        SINK=sink is not None,
         SHARED=values is keys,
         SELECT=selects,
         VALID=valids is not None,

@@ -26,7 +26,8 @@ def sink_share(weights: Tensor, graph: TokenGraph, token: int = 0) -> Tensor:
     share near 1 (Xiao et al., *Efficient Streaming Language Models with Attention Sinks*, 2024).
     Queries without an edge to the token count, with a share of 0. In a
     :func:`~graphattn.batch` every sequence has its own token t. Between two tracks of different
-    lengths the token is one of the sources and all targets are queries.
+    lengths the token is one of the sources and all targets are queries. What a layer's own `sink`
+    takes, a logit and no token, is what its rows lack to a sum of 1, and counts for none.
 
     Args:
         weights: [*, E, heads], in the order of ``graph.edge_index``, as
@@ -68,7 +69,7 @@ def attention_entropy(weights: Tensor, graph: TokenGraph) -> Tensor:
 
     over the rows that attend to something, with 0 log 0 = 0: 0 where every query looks at one
     token, log k where it looks at k tokens alike. (A row that sums to less than 1, as with
-    ``eps > 0``, is divided by its sum first.)
+    ``eps > 0`` or a layer's `sink`, is divided by its sum first.)
 
     Args:
         weights: [*, E, heads], in the order of ``graph.edge_index``.

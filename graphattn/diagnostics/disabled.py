@@ -20,7 +20,7 @@ def disabled_parameters(
     """What stands in for the parameters of `layers`, by their names in the model.
 
     Attention projections become the identity, norms plain, other linear maps 0 (the perceptron),
-    bandwidths what they were at the start; embeddings stay.
+    bandwidths and sinks what they were at the start; embeddings stay.
     """
     found: dict[str, Tensor] = {}
     has_attention = False
@@ -38,9 +38,10 @@ def disabled_parameters(
                 is_projection = name.endswith(projections) or _belongs_to_attention(model, name)
                 has_attention |= is_projection
                 found |= _identity(name, own) if is_projection else _filled(own, 0.0)
-            elif is_attention_layer(module) and len(own) == 1 and hasattr(module, "init_sigma"):
-                ((log_sigma, value),) = own.items()
-                found[log_sigma] = torch.full_like(value, math.log(module.init_sigma))
+            elif is_attention_layer(module) and set(own) <= _at_start(name, module).keys():
+                for key, number in _at_start(name, module).items():
+                    if key in own:
+                        found[key] = torch.full_like(own[key], number)
             else:
                 raise ValueError(
                     "weights='disabled' knows no parameter-free form of "
@@ -52,6 +53,15 @@ def disabled_parameters(
             "hold neither attention of graphattn.nn nor torch.nn.MultiheadAttention, and no "
             f"linear map ends in one of {projections}"
         )
+    return found
+
+
+def _at_start(name: str, layer: nn.Module) -> dict[str, float]:
+    """What an attention layer's own parameters are before training, by their names."""
+    found = {f"{name}.sink".strip("."): 0.0}
+    init_sigma: Any = getattr(layer, "init_sigma", None)
+    if init_sigma is not None:
+        found[f"{name}.log_sigma".strip(".")] = math.log(init_sigma)
     return found
 
 

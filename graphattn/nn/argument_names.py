@@ -11,6 +11,8 @@ from collections.abc import Collection, Iterable
 
 # Ours, and what others call the same thing.
 _RENAMED = {
+    "attention_dropout": "attn_dropout attn_drop attn_drop_rate attn_pdrop dropout dropout_p "
+    "attention_probs_dropout_prob",
     "base": "theta rope_theta rotary_base rotary_emb_base",
     "bias": "qkv_bias use_bias attention_bias add_bias proj_bias attn_bias",
     "context": "memory encoder_hidden_states key_value_states cond key value kv",
@@ -32,6 +34,9 @@ _RENAMED = {
     "rank": "r lambda_rank",
     "return_attention_weights": "need_weights output_attentions return_attn return_weights "
     "average_attn_weights",
+    "sink": "sinks attention_sink attention_sinks attn_sink use_sink learnable_sink s_aux",
+    "softcap": "soft_cap logit_softcap logits_softcap logits_soft_cap attn_logit_softcapping "
+    "attn_softcap attention_softcap softclamp logits_softclamp_value",
     "rope": "rotary use_rope rotary_emb use_rotary rotary_embedding pos_emb rotary_embeddings",
     "step_size": "eta lr step step_length",
     "tokens": "input_ids src input inputs x ids",
@@ -58,8 +63,8 @@ _MASK = (
 _WINDOW = "say it in the graph: ga.causal_window_graph(N, window), ga.window_path_graph(N, window)"
 _CAUSAL = "say it in the graph: ga.causal_graph(N), ga.causal_window_graph(N, window)"
 _DROPOUT = (
-    "attention weights are not dropped out yet: leave it out (PreNormBlock and SequenceEncoder "
-    "take dropout=, on features)"
+    "attention layers take attention_dropout=, on weights; PreNormBlock and SequenceEncoder "
+    "dropout=, on features; consensus has no weights to drop: leave it out"
 )
 _LENGTH = "no length is fixed: leave it out"
 _EDGES = (

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +25,9 @@ from graphattn.nn.rotary import RotaryEmbedding
 from graphattn.nn.streaming import StreamingLayer
 from graphattn.ops.attention.api import attention_weights, rbf_attention
 from graphattn.ops.attention.edge_bias import check_edge_bias, per_edge
+from graphattn.ops.attention.softcap import as_softcap, capped
 from graphattn.ops.attention.streaming import has_step_kernel, step_by_kernel
+from graphattn.ops.dropout import Kept, as_share, draw_seed, dropout_of_call
 from graphattn.ops.inputs import (
     Valid,
     ValidPair,
@@ -48,6 +51,7 @@ class GraphAttention(StreamingLayer):
         "valid": tuple[OptTensor, OptTensor],
         "rowptr": Tensor,
         "edge_bias": OptTensor,
+        "kept": OptTensor,
     }
 
     def __init__(
@@ -59,16 +63,26 @@ class GraphAttention(StreamingLayer):
         top_k: int | None = None,
         rope: bool | RotaryEmbedding = False,
         backend: str = "auto",
+        attention_dropout: float = 0.0,
+        sink: bool = False,
+        softcap: float | None = None,
     ) -> None:
         super().__init__(dim, heads, rope=rope, backend=backend)
         self.kv_heads = self.heads if kv_heads is None else as_int("kv_heads", kv_heads, 1)
         if self.heads % self.kv_heads:
             raise ValueError(f"kv_heads must divide heads = {heads}, got {kv_heads}")
         self.top_k = None if top_k is None else as_int("top_k", top_k, 1)
+        self.attention_dropout = as_share("attention_dropout", attention_dropout)
+        self.softcap = as_softcap(softcap)
+        if not isinstance(sink, bool):
+            raise ValueError(f"sink must be True or False, got {sink!r}")
+        self.sink = nn.Parameter(torch.zeros(self.heads)) if sink else None
 
     def reset_parameters(self) -> None:
-        """Draw every projection anew."""
+        """Draw every projection anew; sinks return to 0."""
         super().reset_parameters()
+        if self.sink is not None:
+            nn.init.zeros_(self.sink)
         for projection in self.children():
             if isinstance(projection, nn.Linear):
                 projection.reset_parameters()
@@ -81,7 +95,7 @@ class GraphAttention(StreamingLayer):
     output_proj: nn.Linear
 
     def log_affinity(self, query_i: Tensor, key_j: Tensor) -> Tensor:
-        """How alike the two tokens of every edge are, [*, E, H]."""
+        """How alike the two tokens of every edge are, [*, E, H]; before the softcap."""
         raise NotImplementedError
 
     def fused(
@@ -140,7 +154,7 @@ class GraphAttention(StreamingLayer):
         edge_bias: Tensor | None = None,
     ) -> Tensor:
         """weight_ij * v_j, with weights that sum to 1 over the edges of target i."""
-        logits = self.log_affinity(query_i, key_j)
+        logits = capped(self.log_affinity(query_i, key_j), self.softcap)
         weights, _, keep = edge_softmax(
             logits if edge_bias is None else logits + edge_bias,
             index,
@@ -148,10 +162,28 @@ class GraphAttention(StreamingLayer):
             keep=edge_mask(valid_i, valid_j),
             top_k=self.top_k,
             eps=self.eps,
+            sink=self.sink_logits(query_i),
         )
         if keep is not None:  # 0 * NaN is NaN
             value_j = value_j.masked_fill(~keep[..., None], 0)
         return weights[..., None] * value_j
+
+    def aggregate(
+        self,
+        inputs: Tensor,
+        index: Tensor,
+        ptr: Tensor | None = None,
+        dim_size: int | None = None,
+        kept: Tensor | None = None,
+    ) -> Tensor:
+        """The sum of the messages of every target, of the edges `kept` [*, E, H] by dropout.
+
+        Here and not in `message()`, so that one of somebody's own is dropped out, too.
+        """
+        if kept is not None:
+            inputs = Kept(self.attention_dropout, kept[..., None]).weights(inputs)
+        total: Tensor = super().aggregate(inputs, index, ptr, dim_size)
+        return total
 
     def mix(
         self,
@@ -181,6 +213,7 @@ class GraphAttention(StreamingLayer):
                 valid=valid_for_propagate(valid),
                 rowptr=graph.rowptr,
                 edge_bias=self.bias_of_edges(edge_bias, query, graph),
+                kept=self.kept_edges(query, graph),
             )
         return averages.to(query.dtype)
 
@@ -200,6 +233,38 @@ class GraphAttention(StreamingLayer):
         dtype, batch = compute_dtype(query.dtype), query.shape[:-3]
         checked = check_edge_bias(edge_bias, graph, self.heads, dtype, query.device, batch)
         return per_edge(checked, graph)
+
+    @property
+    def current_dropout(self) -> float:
+        """The share of weights that a call drops: none but in training."""
+        return self.attention_dropout if self.training else 0.0
+
+    def kept_edges(self, query: Tensor, graph: TokenGraph) -> Tensor | None:
+        """Which edges the dropout of a call through `propagate` leaves, [*, E, H]; None: all."""
+        p = self.current_dropout
+        if p == 0:
+            return None
+        if "kept" not in self._user_args:
+            raise ValueError(
+                f"attention_dropout = {p} cannot be used with the aggregate() of "
+                f"{type(self).__name__}, which would not drop any message: let it take kept (bool "
+                "[*, E, heads], or None) and hand it on to super().aggregate()"
+            )
+        dropout = dropout_of_call(p, draw_seed(None, query.device), query, graph)
+        source, target = graph.edge_index
+        return dropout.kept_edges(source, target, query.shape[:-3])
+
+    def sink_logits(self, like: Tensor) -> Tensor | None:
+        """The sink of every head in the dtype of `like`, [heads]; None where there is none."""
+        return None if self.sink is None else self.sink.to(like.dtype)
+
+    def without_dropout(self) -> Self:
+        """This layer, or one with the same weights that is not in training."""
+        if self.current_dropout == 0:
+            return self
+        same = copy.copy(self)
+        same.training = False
+        return same
 
     def attend(
         self,
@@ -250,9 +315,10 @@ class GraphAttention(StreamingLayer):
         key = repeat_heads(key, self.heads).to(dtype)
         bias = self.bias_of_edges(edge_bias, query, graph)
         with full_precision(query.device):
-            logits = self.log_affinity(
+            affinity = self.log_affinity(
                 query.to(dtype).index_select(-3, target), key.index_select(-3, source)
             )
+            logits = capped(affinity, self.softcap)
             weights, _, _ = edge_softmax(
                 logits if bias is None else logits + bias,
                 target,
@@ -260,6 +326,7 @@ class GraphAttention(StreamingLayer):
                 keep=valid_edges(valid, source, target),
                 top_k=self.top_k,
                 eps=self.eps,
+                sink=self.sink_logits(key),
             )
         return weights.to(query.dtype)
 
@@ -283,7 +350,8 @@ class GraphAttention(StreamingLayer):
         valid: ValidPair,
     ) -> Tensor:
         key = sources["key"]
-        return self.mix(targets[0], key, sources.get("value", key), graph, valid)
+        layer = self.without_dropout()
+        return layer.mix(targets[0], key, sources.get("value", key), graph, valid)
 
     def step_row(self, targets: tuple[Tensor, ...], cache: LayerCache) -> Tensor:
         if self.uses_propagate() or overridden_rows(self):
@@ -304,7 +372,8 @@ class GraphAttention(StreamingLayer):
         return out.to(query.dtype).reshape(query.shape)
 
     def has_step_kernel(self, like: Tensor, cache_dtype: torch.dtype, window: int | None) -> bool:
-        if not has_step_kernel(self.backend, like, cache_dtype, window, self.top_k):
+        options = cache_dtype, window, self.top_k, self.softcap
+        if not has_step_kernel(self.backend, like, *options):
             return False
         return not (self.uses_propagate() or overridden_rows(self))
 
@@ -338,6 +407,7 @@ class GraphAttention(StreamingLayer):
             scale=scale,
             top_k=self.top_k,
             eps=self.eps,
+            sink=self.sink,
             valid=None if valid is None else valid.reshape(entries),
             valids=cache.buffers.get("valid"),
         )
@@ -353,7 +423,7 @@ class GraphAttention(StreamingLayer):
 
     def fused_row(self, query: Tensor, key: Tensor, value: Tensor, keep: Tensor | None) -> Tensor:
         """One row of attention per query, [B * Hk, g, D]; sources are those of `keep`."""
-        logits = self.row_logits(query, key)
+        logits = capped(self.row_logits(query, key), self.softcap)
         if keep is not None:
             logits = logits.masked_fill(~keep, -torch.inf)
         worse = None
@@ -373,8 +443,11 @@ class GraphAttention(StreamingLayer):
             seen = torch.bmm((~worse).to(value.dtype), bad.to(value.dtype)) > 0
             # By the very product of before, so that other texts keep their bits.
             out = torch.where(seen, spoilt, torch.bmm(weights, torch.where(bad, 0, value)))
-        if self.eps > 0:
-            out = out * share_beside_eps(logits.logsumexp(dim=-1), self.eps)[..., None]
+        if self.eps > 0 or self.sink is not None:
+            lse = logits.logsumexp(dim=-1).unflatten(0, (-1, self.kv_heads))
+            sink = self.sink_logits(lse)
+            sink = None if sink is None else sink.view(self.kv_heads, -1)
+            out = out * share_beside_eps(lse, self.eps, sink).flatten(0, 1)[..., None]
         return out
 
 
@@ -466,6 +539,8 @@ class DistanceAttention(GraphAttention):
             edge_bias=edge_bias,
             valid=valid,
             backend=self.backend,
+            sink=self.sink,
+            dropout=self.current_dropout,
         )
 
     def edge_weights(
@@ -486,4 +561,5 @@ class DistanceAttention(GraphAttention):
             eps=self.eps,
             edge_bias=edge_bias,
             valid=valid,
+            sink=self.sink,
         )

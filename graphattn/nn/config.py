@@ -28,6 +28,7 @@ NOT_COMPARED = frozenset(
         # These change no mathematics of given weights.
         "backend",  # all compute the same
         "dropout",  # training alone; nothing of what has been learned
+        "attention_dropout",
         "init_sigma",  # where training began
         "zero_init",
         # Names and shapes of the weights tell these.
@@ -41,6 +42,7 @@ NOT_COMPARED = frozenset(
         "mlp_ratio",
         "rank",
         "sigma_per_head",
+        "sink",
         "trunk",
         "value_projection",
         "vocab_size",

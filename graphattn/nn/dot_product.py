@@ -40,6 +40,13 @@ class DotProductAttention(GraphAttention):
         bias: whether the projections have biases.
         backend: "auto", or one of :func:`~graphattn.backends`; "reference" runs `message()` through
             PyG's `propagate`.
+        attention_dropout: share of the attention weights set to 0 in training, in [0, 1), the
+            others divided by 1 - attention_dropout. Never in :meth:`step`, nor in the weights of
+            ``return_attention_weights=True``, which are those of no draw.
+        sink: whether every head learns a logit that joins the normaliser, the parameter `sink`
+            [heads] (GPT-OSS). It starts at 0, which is the weight of one token of logit 0
+            (transformers draws it from N(0, 0.02^2)); -inf is none.
+        softcap: cap c > 0 on logits, ``c * tanh(logits / c)`` (Gemma 2: 50); none if None.
 
     Shapes:
         - **x**: [*, N, dim]
@@ -82,8 +89,21 @@ class DotProductAttention(GraphAttention):
         top_k: int | None = None,
         bias: bool = True,
         backend: str = "auto",
+        attention_dropout: float = 0.0,
+        sink: bool = False,
+        softcap: float | None = None,
     ) -> None:
-        super().__init__(dim, heads, kv_heads=kv_heads, top_k=top_k, rope=rope, backend=backend)
+        super().__init__(
+            dim,
+            heads,
+            kv_heads=kv_heads,
+            top_k=top_k,
+            rope=rope,
+            backend=backend,
+            attention_dropout=attention_dropout,
+            sink=sink,
+            softcap=softcap,
+        )
         self.context_dim = (
             self.dim if context_dim is None else as_int("context_dim", context_dim, 1)
         )
@@ -169,6 +189,9 @@ class DotProductAttention(GraphAttention):
             edge_bias=edge_bias,
             valid=valid,
             backend=self.backend,
+            sink=self.sink,
+            softcap=self.softcap,
+            dropout=self.current_dropout,
         )
 
     def edge_weights(
@@ -181,7 +204,14 @@ class DotProductAttention(GraphAttention):
         edge_bias: Tensor | None = None,
     ) -> Tensor:
         return attention_weights(
-            query, key, graph, top_k=self.top_k, edge_bias=edge_bias, valid=valid
+            query,
+            key,
+            graph,
+            top_k=self.top_k,
+            edge_bias=edge_bias,
+            valid=valid,
+            sink=self.sink,
+            softcap=self.softcap,
         )
 
     def __repr__(self) -> str:
@@ -190,5 +220,8 @@ class DotProductAttention(GraphAttention):
             "kv_heads": (self.kv_heads, self.heads),
             "context_dim": (self.context_dim, self.dim),
             "top_k": (self.top_k, None),
+            "attention_dropout": (self.attention_dropout, 0.0),
+            "sink": (self.sink is not None, False),
+            "softcap": (self.softcap, None),
         }
         return self.describe(options)

@@ -42,6 +42,12 @@ class GaussianKernelAttention(DistanceAttention):
         bias: whether the output projection has a bias.
         backend: "auto", or one of :func:`~graphattn.backends`; "reference" runs `message()` through
             PyG's `propagate`.
+        attention_dropout: share of the attention weights set to 0 in training, in [0, 1), the
+            others divided by 1 - attention_dropout. Never in :meth:`step`, nor in the weights of
+            ``return_attention_weights=True``, which are those of no draw.
+        sink: whether every head learns a logit that joins the normaliser, the parameter `sink`
+            [heads] (GPT-OSS). It starts at 0, which is the weight of one token of logit 0
+            (transformers draws it from N(0, 0.02^2)); -inf is none.
 
     Shapes:
         - **x**: [*, N, dim]
@@ -81,8 +87,17 @@ class GaussianKernelAttention(DistanceAttention):
         eps: float = 0.0,
         bias: bool = True,
         backend: str = "auto",
+        attention_dropout: float = 0.0,
+        sink: bool = False,
     ) -> None:
-        super().__init__(dim, heads, rope=rope, backend=backend)
+        super().__init__(
+            dim,
+            heads,
+            rope=rope,
+            backend=backend,
+            attention_dropout=attention_dropout,
+            sink=sink,
+        )
         self.normalize = bool(normalize)
         self.eps = as_float("eps", eps, positive=False)
         self.output_proj = nn.Linear(self.dim, self.dim, bias=bias)
@@ -138,5 +153,7 @@ class GaussianKernelAttention(DistanceAttention):
             "init_sigma": (self.init_sigma, math.sqrt(self.head_dim)),
             "normalize": (self.normalize, False),
             "eps": (self.eps, 0.0),
+            "attention_dropout": (self.attention_dropout, 0.0),
+            "sink": (self.sink is not None, False),
         }
         return self.describe(options)

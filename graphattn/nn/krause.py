@@ -39,6 +39,12 @@ class KrauseAttention(DistanceAttention):
         bias: whether the projections have biases.
         backend: "auto", or one of :func:`~graphattn.backends`; "reference" runs `message()` through
             PyG's `propagate`.
+        attention_dropout: share of the attention weights set to 0 in training, in [0, 1), the
+            others divided by 1 - attention_dropout. Never in :meth:`step`, nor in the weights of
+            ``return_attention_weights=True``, which are those of no draw.
+        sink: whether every head learns a logit that joins the normaliser, the parameter `sink`
+            [heads] (GPT-OSS). It starts at 0, which is the weight of one token of logit 0
+            (transformers draws it from N(0, 0.02^2)); -inf is none.
 
     Shapes:
         - **x**: [*, N, dim]
@@ -80,8 +86,19 @@ class KrauseAttention(DistanceAttention):
         rope: bool | RotaryEmbedding = False,
         bias: bool = True,
         backend: str = "auto",
+        attention_dropout: float = 0.0,
+        sink: bool = False,
     ) -> None:
-        super().__init__(dim, heads, kv_heads=kv_heads, top_k=top_k, rope=rope, backend=backend)
+        super().__init__(
+            dim,
+            heads,
+            kv_heads=kv_heads,
+            top_k=top_k,
+            rope=rope,
+            backend=backend,
+            attention_dropout=attention_dropout,
+            sink=sink,
+        )
         kv_dim = self.kv_heads * self.head_dim
         self.query_proj = nn.Linear(self.dim, self.dim, bias=bias)
         self.key_proj = nn.Linear(self.dim, kv_dim, bias=bias)
@@ -119,5 +136,7 @@ class KrauseAttention(DistanceAttention):
             "init_sigma": (self.init_sigma, math.sqrt(self.head_dim)),
             "sigma_per_head": (self.log_sigma.numel() == self.heads, True),
             "kv_heads": (self.kv_heads, self.heads),
+            "attention_dropout": (self.attention_dropout, 0.0),
+            "sink": (self.sink is not None, False),
         }
         return self.describe(options)

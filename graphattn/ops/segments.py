@@ -52,10 +52,12 @@ def edge_softmax(
     keep: Tensor | None = None,
     top_k: int | None = None,
     eps: float = 0.0,
+    sink: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Weights [*, E, H], log-sums without eps [*, N, H], and the edges that count (None: all).
+    """Weights [*, E, H], log-sums [*, N, H], and the edges that count (None: all).
 
-    Those of `keep` (broadcastable to the logits), and of them the `top_k` largest of every target.
+    Log-sums are those without eps and sink. Edges are those of `keep` (broadcastable to the
+    logits), and of them the `top_k` largest of every target.
     """
     if keep is not None:
         keep = keep.expand_as(logits)
@@ -64,14 +66,22 @@ def edge_softmax(
         best = segment_top_k(candidates, target, rowptr, top_k)
         keep = best if keep is None else best & keep
     weights, lse = segment_softmax(logits, target, len(rowptr) - 1, keep)
-    if eps > 0:
-        weights = weights * share_beside_eps(lse, eps).index_select(-2, target)
+    if eps > 0 or sink is not None:
+        weights = weights * share_beside_eps(lse, eps, sink).index_select(-2, target)
     return weights, lse, keep
 
 
-def share_beside_eps(lse: Tensor, eps: float) -> Tensor:
-    """sum / (eps + sum) from log(sum), in the form whose gradient cannot overflow."""
-    return torch.sigmoid(lse - math.log(eps))
+def share_beside_eps(lse: Tensor, eps: float, sink: Tensor | None = None) -> Tensor:
+    """sum / (eps + exp(sink) + sum) from log(sum), in the form whose gradient cannot overflow.
+
+    `lse` is [*, H] and `sink` [H]; a sink of -inf is none, and gets no gradient.
+    """
+    if sink is None:
+        return torch.sigmoid(lse - math.log(eps))
+    if eps > 0:
+        sink = torch.logaddexp(sink, torch.full_like(sink, math.log(eps)))
+    none = sink == -torch.inf  # -inf - -inf is NaN
+    return torch.sigmoid(lse - sink.masked_fill(none, 0)).masked_fill(none, 1)
 
 
 def segment_sum(messages: Tensor, target: Tensor, num_targets: int) -> Tensor:

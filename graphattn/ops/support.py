@@ -10,12 +10,21 @@ from torch import Tensor
 from graphattn.graphs.arguments import as_choice
 from graphattn.graphs.token_graph import TokenGraph, as_token_graph
 from graphattn.ops.attention.api import support as attention_support
+from graphattn.ops.attention.softcap import as_softcap
 from graphattn.ops.consensus.api import support as consensus_support
+from graphattn.ops.dropout import as_share
 
 OPERATIONS = ("rbf_attention", "dot_product_attention", "consensus_update")
 
 
-def backends(op: str, graph: Any, query: Tensor) -> dict[str, str | None]:
+def backends(
+    op: str,
+    graph: Any,
+    query: Tensor,
+    *,
+    softcap: float | None = None,
+    dropout: float = 0.0,
+) -> dict[str, str | None]:
     """Which backends can run an operation on these inputs, and why the others cannot.
 
     Args:
@@ -23,6 +32,7 @@ def backends(op: str, graph: Any, query: Tensor) -> dict[str, str | None]:
         graph: the TokenGraph (or edge_index) of the call.
         query: its query, or the state of a consensus update, [*, N, H, D]: shape, dtype and device
             count, not what it holds.
+        softcap, dropout: those of the call, which not every backend has; of attention alone.
 
     Returns:
         Backend -> None where it can run, otherwise the reason why it cannot. An operation that is
@@ -30,7 +40,8 @@ def backends(op: str, graph: Any, query: Tensor) -> dict[str, str | None]:
         fastest of the others.
 
     Raises:
-        ValueError: for an unknown operation, or tensors that do not fit the graph.
+        ValueError: for an unknown operation or an option that it does not have, or tensors that do
+            not fit the graph.
 
     Example:
         >>> import torch, graphattn as ga
@@ -42,6 +53,10 @@ def backends(op: str, graph: Any, query: Tensor) -> dict[str, str | None]:
         its kernels run on CUDA and HIP devices, not on cpu
     """
     as_choice("op", op, OPERATIONS)
+    softcap, dropout = as_softcap(softcap), as_share("dropout", dropout)
+    for name, value in (("softcap", softcap), ("dropout", dropout)):
+        if value and (op == "consensus_update" or (name, op) == ("softcap", "rbf_attention")):
+            raise ValueError(f"{name} is no option of {op}, got {value}")
     if not isinstance(query, Tensor) or query.dim() < 3 or not query.is_floating_point():
         got = list(query.shape) if isinstance(query, Tensor) else type(query).__name__
         raise ValueError(f"query must be a floating-point tensor [*, N, H, D], got {got}")
@@ -52,5 +67,6 @@ def backends(op: str, graph: Any, query: Tensor) -> dict[str, str | None]:
         sources = int(edges[0].max()) + 1 if isinstance(edges, Tensor) and edges.numel() else N
         graph = as_token_graph(edges, N, sources)
     graph = as_token_graph(graph, N, graph.num_sources)
-    support = consensus_support if op == "consensus_update" else attention_support
-    return support(query)
+    if op == "consensus_update":
+        return consensus_support(query)
+    return attention_support(query, softcap=softcap, dropout=dropout)

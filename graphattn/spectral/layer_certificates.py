@@ -218,7 +218,7 @@ def _attention_facts(
             "holds" if averages else "not applicable",
             "every token's values are an average of those it sees: nothing leaves their hull"
             if averages
-            else "rows do not sum to 1 (eps > 0): values shrink towards 0",
+            else "rows do not sum to 1 (eps > 0, or a sink): values shrink towards 0",
             {"largest |row sum - 1|": error},
         )
     ]

@@ -23,10 +23,10 @@ def parameter_groups(model: nn.Module, weight_decay: float = 0.01) -> list[dict[
     """Two groups for an optimizer: weights of maps, which decay, and the rest, which does not.
 
     Decay pulls towards 0. That is a prior for the weights of linear maps and convolutions, and
-    none for biases, norms, embeddings, class tokens, step sizes (``raw_step_size``) and bandwidths
-    (GKA paper, Section 4.1): a ``log_sigma`` of 0 would be sigma = 1, where attention by distance
-    is nearly the identity. A map is a parameter of two or more dimensions that is called a weight
-    and belongs to no embedding or norm, or to an edge network.
+    none for biases, norms, embeddings, class tokens, step sizes (``raw_step_size``), attention
+    sinks and bandwidths (GKA paper, Section 4.1): a ``log_sigma`` of 0 would be sigma = 1, where
+    attention by distance is nearly the identity. A map is a parameter of two or more dimensions
+    that is called a weight and belongs to no embedding or norm, or to an edge network.
 
     Args:
         model: any module; a parameter used in two places counts once.

@@ -32,6 +32,9 @@ LAYERS: dict[str, tuple[str, dict[str, Any]]] = {
     "Krause, top 3": ("KrauseAttention", {"top_k": 3, "rope": True}),
     "Krause, top 1, shared heads": ("KrauseAttention", {"top_k": 1, "kv_heads": 1}),
     "Krause, one sigma, all kept": ("KrauseAttention", {"top_k": 5, "sigma_per_head": False}),
+    "Krause, a sink, top 2": ("KrauseAttention", {"sink": True, "top_k": 2}),
+    "Gaussian, a sink beside eps": ("GaussianKernelAttention", {"sink": True, "eps": 0.3}),
+    "dot product, a sink, shared heads": ("DotProductAttention", {"kv_heads": 1, "sink": True}),
     "dot product, shared heads": ("DotProductAttention", {"kv_heads": 1, "rope": True}),
     "values are the input, top 2": (
         "DotProductAttention",
@@ -59,6 +62,9 @@ def layer_of(name: str, device: str, dtype: torch.dtype = torch.float32, dim: in
     if hasattr(layer, "log_sigma"):
         with torch.no_grad():
             layer.log_sigma.add_(0.5 * torch.randn_like(layer.log_sigma))
+    if layer.sink is not None:
+        with torch.no_grad():
+            layer.sink.add_(torch.randn_like(layer.sink))
     return layer.to(device, dtype)
 
 

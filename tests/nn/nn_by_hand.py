@@ -69,6 +69,9 @@ def _cases() -> list[Case]:
         {"value_projection": False, "rope": True, "top_k": 2},
         {"rope": True},
         {"rope": BASE_100, "kv_heads": 2},
+        {"sink": True, "kv_heads": 2},
+        {"softcap": 0.5, "top_k": 3},
+        {"softcap": 0.3, "sink": True, "kv_heads": 1, "rope": True},
     ]
     krause = [
         {},
@@ -78,6 +81,7 @@ def _cases() -> list[Case]:
         {"kv_heads": 2},
         {"rope": True},
         {"init_sigma": 0.7},
+        {"sink": True, "top_k": 2},
         {"top_k": 3, "init_sigma": 0.5, "sigma_per_head": False, "kv_heads": 1, "rope": BASE_100},
     ]
     gaussian = [
@@ -85,6 +89,7 @@ def _cases() -> list[Case]:
         {"bias": False},
         {"init_sigma": 0.5},
         {"eps": 0.3},
+        {"eps": 0.3, "sink": True},
         {"rope": True},
         {"normalize": True},
         {"rope": BASE_100, "normalize": True, "eps": 0.01, "init_sigma": 1.5},
@@ -257,12 +262,13 @@ def _attention_by_hand(
         if case.options.get("value_projection", True):
             context = linear(state, "value_proj", context)
         value = into_heads(context, kv_heads)
-    top_k = case.options.get("top_k")
+    options: dict[str, Any] = {"top_k": case.options.get("top_k"), "sink": state.get("sink")}
     if case.kind == "DotProductAttention":
-        mixed = ga.dot_product_attention(query, key, value, graph, top_k=top_k, valid=valid)
+        options["softcap"] = case.options.get("softcap")
+        mixed = ga.dot_product_attention(query, key, value, graph, valid=valid, **options)
     else:
-        sigma, eps = state["log_sigma"].exp(), case.options.get("eps", 0.0)
-        mixed = ga.rbf_attention(query, key, value, graph, sigma, top_k=top_k, eps=eps, valid=valid)
+        sigma, options["eps"] = state["log_sigma"].exp(), case.options.get("eps", 0.0)
+        mixed = ga.rbf_attention(query, key, value, graph, sigma, valid=valid, **options)
     return linear(state, "output_proj", mixed.flatten(-2))
 
 

@@ -23,8 +23,6 @@ LAYERS = ("DotProductAttention", "KrauseAttention", "GaussianKernelAttention",
         ("hidden_size", "here it is called 'dim'"),
         ("in_channels", "here it is called 'dim' (output and input have one width)"),
         ("batch_first", "always batch first"),
-        ("dropout", "not dropped out yet"),
-        ("attn_drop", "not dropped out yet"),
         ("qkv_bias", "here it is called 'bias'"),
         ("rotary", "here it is called 'rope'"),
         ("is_causal", "ga.causal_graph(N)"),
@@ -128,7 +126,7 @@ def test_a_call_names_what_belongs_to_the_constructor():
         ("num_hidden_layers", "here it is called 'depth'"),
         ("nhead", "here it is called 'heads'"),
         ("hidden_dropout_prob", "here it is called 'dropout'"),
-        ("attention_dropout", "not dropped out yet"),
+        ("attention_dropout", "attention layers take attention_dropout="),
         ("dim_feedforward", "mlp_ratio"),
         ("activation", "GELU"),
         ("norm_first", "always normalises first"),
@@ -180,3 +178,19 @@ def test_a_warning_of_a_call_points_to_the_line_that_calls():
     with pytest.warns(UserWarning, match="target") as caught:
         layer(torch.randn(9, DIM), backward)
     assert [warning.filename for warning in caught] == [__file__]
+
+
+@pytest.mark.parametrize("name", ["dropout", "attn_drop", "attention_probs_dropout_prob"])
+def test_dropout_of_weights_has_one_name(name):
+    for kind in LAYERS:
+        says = "no weights to drop" if "Consensus" in kind else "called 'attention_dropout'"
+        with pytest.raises(TypeError, match=says):
+            getattr(nn, kind)(DIM, HEADS, **{name: 0.1})
+
+
+@pytest.mark.parametrize(
+    ("name", "ours"), [("s_aux", "sink"), ("attn_logit_softcapping", "softcap")]
+)
+def test_names_of_gpt_oss_and_gemma_are_answered(name, ours):
+    with pytest.raises(TypeError, match=f"here it is called '{ours}'"):
+        nn.DotProductAttention(DIM, HEADS, **{name: 1.0})

@@ -54,6 +54,8 @@ def test_the_config_is_what_was_said_and_the_defaults():
         "rope": {"class": "RotaryEmbedding", "dim": 4, "base": 100.0},
         "bias": True,
         "backend": "auto",
+        "attention_dropout": 0.0,
+        "sink": False,
     }
     block = ga.nn.PreNormBlock(layer, dropout=0.5)
     assert block.config == {

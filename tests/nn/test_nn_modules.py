@@ -84,6 +84,8 @@ def test_reset_parameters_draws_anew_and_returns_to_the_initial_scalars(case):
         elif name == "raw_step_size":
             expected = torch.full_like(parameter, 0.1)
             torch.testing.assert_close(functional.softplus(parameter), expected)
+        elif name == "sink":
+            assert (parameter == 0).all()
         else:
             assert not torch.equal(parameter, first[name]), name
 
@@ -145,6 +147,9 @@ NOT_DEFAULT = {
         "top_k": 3,
         "bias": False,
         "backend": "reference",
+        "attention_dropout": 0.25,
+        "sink": True,
+        "softcap": 5.5,
     },
     "KrauseAttention": {
         "top_k": 3,
@@ -154,6 +159,8 @@ NOT_DEFAULT = {
         "rope": True,
         "bias": False,
         "backend": "reference",
+        "attention_dropout": 0.25,
+        "sink": True,
     },
     "GaussianKernelAttention": {
         "init_sigma": 2.5,
@@ -162,6 +169,8 @@ NOT_DEFAULT = {
         "eps": 0.5,
         "bias": False,
         "backend": "reference",
+        "attention_dropout": 0.25,
+        "sink": True,
     },
     "SelfConsensus": {
         "rank": 2,
@@ -290,7 +299,7 @@ def test_attention_weights_sum_to_one_over_the_sources_of_a_target(case, batch, 
     total = row_sums(weights, graph)
     has_edges = graph.in_degree() > 0
     assert (total[..., ~has_edges, :] == 0).all()
-    if case.options.get("eps"):  # eps takes its share of every row
+    if case.options.get("eps") or case.options.get("sink"):  # they take their share of every row
         assert (total[..., has_edges, :] < 1).all()
         assert (total[..., has_edges, :] > 0).all()
     else:

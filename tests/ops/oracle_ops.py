@@ -35,8 +35,16 @@ def attention(
     eps: float = 0.0,
     bias: Tensor | None = None,
     valid: Tensor | tuple | None = None,
+    sink: float | Tensor | None = None,
+    softcap: float | None = None,
+    dropped: Tensor | None = None,
+    dropout: float = 0.0,
 ) -> Attention:
-    """RBF attention with `sigma`, dot-product attention otherwise; `bias` [N, M, H]."""
+    """RBF attention with `sigma`, dot-product attention otherwise; `bias` [N, M, H].
+
+    The share `dropout` of the weights, which pairs are `dropped` [*, N, M, H], is left out of the
+    output alone.
+    """
     N, H, D = query.shape[-3:]
     M, Hk, Dv = value.shape[-3:]
     batch = query.shape[:-3]
@@ -44,6 +52,7 @@ def attention(
         scales = _per_head(1 / math.sqrt(D) if scale is None else scale, H)
     else:
         sigmas = _per_head(sigma, H)
+    sinks = None if sink is None else _per_head(sink, H)
     edges, biases = mask.tolist(), None if bias is None else bias.tolist()
     out = torch.zeros(*batch, N, H, Dv, dtype=torch.float64)
     lse = torch.full((*batch, N, H), -math.inf, dtype=torch.float64)
@@ -61,6 +70,8 @@ def attention(
                     score = scales[h] * math.fsum(
                         a * b for a, b in zip(q[i][h], k[j][g], strict=True)
                     )
+                    if softcap is not None:
+                        score = softcap * math.tanh(score / softcap)
                 else:
                     squared = math.fsum((a - b) ** 2 for a, b in zip(q[i][h], k[j][g], strict=True))
                     score = -squared / (2 * sigmas[h] ** 2)
@@ -73,10 +84,17 @@ def attention(
             total = math.fsum(exponential.values())
             log_sum = highest + math.log(total)
             # sum / (eps + sum), in the log domain
-            share = 1.0 if eps == 0 else math.exp(log_sum - _log_add(log_sum, math.log(eps)))
+            beside = log_sum if eps == 0 else _log_add(log_sum, math.log(eps))
+            if sinks is not None and sinks[h] > -math.inf:
+                beside = _log_add(beside, sinks[h])
+            share = math.exp(log_sum - beside)
             lse[place][i, h] = log_sum
             own = [exponential[j] / total * share for j in kept]
             weights[place][i, kept, h] = torch.tensor(own, dtype=torch.float64)
+            if dropped is not None:
+                left = [j for j in kept if not dropped[place][i, j, h]]
+                own = [w / (1 - dropout) for w, j in zip(own, kept, strict=True) if j in left]
+                kept = left
             mean = [
                 math.fsum(a * v[j][g][d] for a, j in zip(own, kept, strict=True)) for d in range(Dv)
             ]

@@ -20,8 +20,10 @@ from graphattn.graphs.token_graph import TokenGraph
 from graphattn.ops.attention import operators, reference, structured, triton
 from graphattn.ops.attention.edge_bias import check_edge_bias, is_table, per_edge
 from graphattn.ops.attention.reference import Score
+from graphattn.ops.attention.softcap import as_softcap
 from graphattn.ops.backends import check_backend, choose_backend
 from graphattn.ops.counting import is_watched, note_uncounted
+from graphattn.ops.dropout import as_share, draw_seed, dropout_of_call
 from graphattn.ops.inputs import (
     Valid,
     check_graph,
@@ -47,6 +49,9 @@ def rbf_attention(
     valid: Valid = None,
     backend: str = "auto",
     return_lse: Literal[False] = False,
+    sink: float | Tensor | None = None,
+    dropout: float = 0.0,
+    generator: torch.Generator | None = None,
 ) -> Tensor: ...
 
 
@@ -64,6 +69,9 @@ def rbf_attention(
     valid: Valid = None,
     backend: str = "auto",
     return_lse: Literal[True],
+    sink: float | Tensor | None = None,
+    dropout: float = 0.0,
+    generator: torch.Generator | None = None,
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -80,13 +88,16 @@ def rbf_attention(
     valid: Valid = None,
     backend: str = "auto",
     return_lse: bool = False,
+    sink: float | Tensor | None = None,
+    dropout: float = 0.0,
+    generator: torch.Generator | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     r"""Attention by distance: every target averages the sources near its query.
 
     .. math::
         \ell_{ij} = -\frac{\lVert q_i - k_j \rVert^2}{2 \sigma_h^2}, \qquad
         y_i = \sum_{j \in S(i)} \frac{e^{\ell_{ij}}}
-              {\varepsilon + \sum_{j' \in S(i)} e^{\ell_{ij'}}} \, v_j
+              {\varepsilon + e^{s_h} + \sum_{j' \in S(i)} e^{\ell_{ij'}}} \, v_j
 
     with S(i) the sources of i, or the `top_k` of them with the largest log-affinity (the nearest;
     of equally near ones the smaller index; `edge_bias` counts). Gaussian kernel attention
@@ -111,8 +122,17 @@ def rbf_attention(
         valid: bool [*, N] or [N], or a pair for (targets, sources); an edge that touches an
             invalid token is no edge, and what invalid tokens hold is never read.
         backend: "auto", "reference", "structured" or "triton" (:func:`~graphattn.backends`).
-        return_lse: also return the logarithm of the sum above (after top-k, without eps),
-            [*, N, H], -inf for a target without edges; float32 for half-precision inputs.
+        return_lse: also return the logarithm of the sum above (after top-k, without eps, sink and
+            dropout), [*, N, H], -inf for a target without edges; float32 for half-precision inputs.
+        sink: the logits s_h of one more term in the normaliser, an attention sink: a number or a
+            tensor broadcastable to [H]; none if None, and where it is -inf. A learned eps per head:
+            sink = log(eps). A target without edges still gets 0.
+        dropout: share of the weights set to 0, in [0, 1), the others divided by 1 - dropout, after
+            all of the above, as in torch's attention. Every call drops others; all backends drop
+            the same for the same seed (:mod:`graphattn.ops.dropout` says which). The value of a
+            dropped edge is not read. "triton" has none.
+        generator: from which the seed of the dropout is drawn, once a call; torch's default
+            generator of the CPU if None (``torch.manual_seed``).
 
     Returns:
         [*, N, H, Dv] in the dtype of `query`; with `return_lse` a pair. Half-precision inputs are
@@ -133,9 +153,11 @@ def rbf_attention(
     heads = _check_qkv(query, key, value)
     strength = _rbf_scale(sigma, heads, query)
     eps = as_float("eps", eps, positive=False)
-    out, lse = _attend(query, key, value, graph, "rbf", strength, top_k, edge_bias, valid, backend)
-    if eps > 0:
-        out = _beside_eps(out, lse, eps)
+    logits = _sink(sink, heads, query)
+    options = top_k, edge_bias, valid, backend, None, dropout, generator
+    out, lse = _attend(query, key, value, graph, "rbf", strength, *options)
+    if eps > 0 or logits is not None:
+        out = _beside_eps(out, lse, eps, logits)
     out = out.to(query.dtype)
     return (out, lse) if return_lse else out
 
@@ -153,6 +175,10 @@ def dot_product_attention(
     valid: Valid = None,
     backend: str = "auto",
     return_lse: Literal[False] = False,
+    sink: float | Tensor | None = None,
+    softcap: float | None = None,
+    dropout: float = 0.0,
+    generator: torch.Generator | None = None,
 ) -> Tensor: ...
 
 
@@ -169,6 +195,10 @@ def dot_product_attention(
     valid: Valid = None,
     backend: str = "auto",
     return_lse: Literal[True],
+    sink: float | Tensor | None = None,
+    softcap: float | None = None,
+    dropout: float = 0.0,
+    generator: torch.Generator | None = None,
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -184,6 +214,10 @@ def dot_product_attention(
     valid: Valid = None,
     backend: str = "auto",
     return_lse: bool = False,
+    sink: float | Tensor | None = None,
+    softcap: float | None = None,
+    dropout: float = 0.0,
+    generator: torch.Generator | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     r"""Softmax attention over the edges of a graph.
 
@@ -194,6 +228,11 @@ def dot_product_attention(
     The same arguments, rules and results as :func:`rbf_attention`, which documents them; here
     `scale` s is a float or a tensor broadcastable to [H], 1 / sqrt(D) if None.
     On a complete graph this is Vaswani et al. (2017), on ``causal_graph`` the decoder's.
+
+    `sink` is GPT-OSS's learned logit per head: :math:`e^{s_h}` joins the denominator. `softcap` c,
+    a number > 0, is Gemma 2's: the logits are :math:`c \tanh(s \, q_i \cdot k_j / c)`, to which
+    `edge_bias` is added and among which `top_k` chooses (far beyond the cap all are c to the last
+    digit, and tie). "triton" has no softcap.
 
     Example:
         >>> import torch, graphattn as ga
@@ -207,7 +246,11 @@ def dot_product_attention(
     """
     heads = _check_qkv(query, key, value)
     scale_h = _dot_scale(scale, heads, query)
-    out, lse = _attend(query, key, value, graph, "dot", scale_h, top_k, edge_bias, valid, backend)
+    logits = _sink(sink, heads, query)
+    options = top_k, edge_bias, valid, backend, as_softcap(softcap), dropout, generator
+    out, lse = _attend(query, key, value, graph, "dot", scale_h, *options)
+    if logits is not None:
+        out = _beside_eps(out, lse, 0.0, logits)
     out = out.to(query.dtype)
     return (out, lse) if return_lse else out
 
@@ -223,15 +266,18 @@ def attention_weights(
     eps: float = 0.0,
     edge_bias: Tensor | None = None,
     valid: Valid = None,
+    sink: float | Tensor | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """The weights themselves, [*, E, H] in the order of ``graph.edge_index``, for study.
 
     With `sigma` those of :func:`rbf_attention`, otherwise those of :func:`dot_product_attention`,
-    whose arguments the others are. Edges that are not kept have weight 0.
+    whose arguments the others are. Edges that are not kept have weight 0. There is no dropout: a
+    row sums to 1, or with `eps` or `sink` to less.
 
     Raises:
-        ValueError: if both `sigma` and `scale` are given, or `eps` without `sigma`, or as in the
-            two operations.
+        ValueError: if both `sigma` and `scale` are given, or `eps` without `sigma`, or `softcap`
+            with it, or as in the two operations.
 
     Example:
         >>> import torch, graphattn as ga
@@ -251,6 +297,10 @@ def attention_weights(
     eps = as_float("eps", eps, positive=False)
     if eps > 0 and sigma is None:
         raise ValueError(f"eps needs sigma (RBF attention), got eps = {eps} without")
+    softcap = as_softcap(softcap)
+    if softcap is not None and sigma is not None:
+        raise ValueError(f"softcap is of dot products, got softcap = {softcap} with sigma")
+    logits = _sink(sink, heads, query)
     graph = check_graph(graph, query, query.shape[-3], key.shape[-3], per_edge=True)
     pair = check_valid(valid, query.shape[:-3], query.device, graph.num_targets, graph.num_sources)
     dtype = compute_dtype(query.dtype)
@@ -266,13 +316,15 @@ def attention_weights(
             edge_bias=per_edge(bias, graph),
             top_k=None if top_k is None else as_int("top_k", top_k, 1),
             valid=pair,
+            softcap=softcap,
+            sink=logits,
         )
     return weights.to(query.dtype)
 
 
-def _beside_eps(out: Tensor, lse: Tensor, eps: float) -> Tensor:
-    """out * sum / (eps + sum); rows that nobody asks for send back 0, whatever they hold."""
-    share = share_beside_eps(lse.masked_fill(lse.isnan(), torch.inf), eps)[..., None]
+def _beside_eps(out: Tensor, lse: Tensor, eps: float, sink: Tensor | None) -> Tensor:
+    """out * sum / (eps + exp(sink) + sum); rows that nobody asks for send back 0."""
+    share = share_beside_eps(lse.masked_fill(lse.isnan(), torch.inf), eps, sink)[..., None]
     bad = ~out.isfinite()  # 0 * NaN is NaN
     return torch.where(bad, out * share.detach(), out.masked_fill(bad, 0) * share)
 
@@ -288,9 +340,13 @@ def _attend(
     edge_bias: Tensor | None,
     valid: Valid,
     backend: str,
+    softcap: float | None,
+    dropout: float,
+    generator: torch.Generator | None,
 ) -> tuple[Tensor, Tensor]:
     """Checks what both front doors share, then runs one backend."""
     check_backend(backend)
+    dropout = as_share("dropout", dropout)
     biased = edge_bias is not None
     graph = check_graph(graph, query, query.shape[-3], key.shape[-3], per_edge=biased)
     top_k = None if top_k is None else as_int("top_k", top_k, 1)
@@ -298,8 +354,9 @@ def _attend(
     heads, batch = query.shape[-2], query.shape[:-3]
     bias = check_edge_bias(edge_bias, graph, heads, dtype, query.device, batch)
     per_offset = is_table(bias, graph)
-    able = support(query, value.shape[-1])
+    able = support(query, value.shape[-1], softcap=softcap, dropout=dropout)
     chosen = choose_backend(backend, able, query.device)
+    seed = draw_seed(generator, query.device) if dropout > 0 else None
     options: dict[str, Any] = {
         "score": score,
         "scale": scale,
@@ -313,18 +370,27 @@ def _attend(
             options |= {"bias": bias, "per_offset": per_offset, "backend": chosen}
             return operators.attend(query, key, value, graph, **options)
         tensors = query.to(dtype), key.to(dtype), value.to(dtype)
+        options["softcap"] = softcap
         if chosen == "structured":
-            options |= {"bias": bias, "per_offset": per_offset}
+            options |= {"bias": bias, "per_offset": per_offset, "dropout": dropout, "seed": seed}
             if is_watched(query):
                 return operators.attend(*tensors, graph, backend=chosen, **options)
             return structured.attend(*tensors, graph, **options)
         note_uncounted("rbf_attention or dot_product_attention with backend='reference'")
+        if seed is not None:
+            options["dropout"] = dropout_of_call(dropout, seed, query, graph)
         return reference.attend(*tensors, graph, edge_bias=per_edge(bias, graph), **options)
 
 
-def support(query: Tensor, value_width: int | None = None) -> dict[str, str | None]:
+def support(
+    query: Tensor,
+    value_width: int | None = None,
+    *,
+    softcap: float | None = None,
+    dropout: float = 0.0,
+) -> dict[str, str | None]:
     """Backend -> None where it can run attention, over whatever graph; otherwise the reason."""
-    why_not = triton.why_not(query, value_width)
+    why_not = triton.why_not(query, value_width, softcap=softcap, dropout=dropout)
     return {"reference": None, "structured": None, "triton": why_not}
 
 
@@ -377,3 +443,15 @@ def _dot_scale(scale: float | Tensor | None, heads: int, query: Tensor) -> Tenso
     if isinstance(scale, Real) and not math.isfinite(scale):
         raise ValueError(f"scale must be finite, got {scale}")
     return _per_head("scale", scale, heads, query)
+
+
+def _sink(sink: float | Tensor | None, heads: int, query: Tensor) -> Tensor | None:
+    """The sink's logits [H]. Tensors on other devices are not read: that would wait for them."""
+    if sink is None:
+        return None
+    per_head = _per_head("sink", sink, heads, query)
+    looks = per_head.device.type == "cpu" and not torch.compiler.is_compiling()
+    if looks and not bool((per_head < torch.inf).all()):
+        got = sink.tolist() if isinstance(sink, Tensor) else sink
+        raise ValueError(f"sink must be finite, or -inf for none, got {got}")
+    return per_head

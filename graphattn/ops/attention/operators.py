@@ -19,8 +19,9 @@ from graphattn.ops.inputs import ValidPair, compute_dtype
 
 INPUTS = "Tensor query, Tensor key, Tensor value, Tensor scale, Tensor? bias"
 OPTIONS = (
-    "Tensor? valid_targets, Tensor? valid_sources, Tensor code, Tensor? listed, "
-    "str score, int? top_k, bool per_offset, str backend, bool shared"
+    "Tensor? valid_targets, Tensor? valid_sources, Tensor code, Tensor? listed, Tensor? seed, "
+    "str score, int? top_k, bool per_offset, float? softcap, float dropout, "
+    "str backend, bool shared"
 )
 
 
@@ -37,10 +38,13 @@ def attend(
     top_k: int | None,
     valid: ValidPair,
     backend: str,
+    softcap: float | None = None,
+    dropout: float = 0.0,
+    seed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Output [*, N, H, Dv] and log-sums [*, N, H]; kernels take the inputs in their own dtype."""
     shared = backend == "triton" and query is key and key is value
-    options = score, top_k, per_offset, backend, shared
+    options = seed, score, top_k, per_offset, softcap, dropout, backend, shared
     out, lse, _ = torch.ops.graphattn.attention(
         query, key, value, scale, bias, *valid, graph.code, graph.listed, *options
     )
@@ -49,7 +53,7 @@ def attend(
 
 def _structured(inputs: tuple[Any, ...], options: tuple[Any, ...]) -> tuple[Any, Any]:
     """The inputs as a plan wants them, and the plan."""
-    of_target, of_source, code, listed, score, top_k, per_offset, _, _ = options
+    of_target, of_source, code, listed, seed, score, top_k, per_offset, *more = options
     return structured.plan_call(
         inputs,
         decode(code, listed, inputs[0].device),
@@ -57,11 +61,14 @@ def _structured(inputs: tuple[Any, ...], options: tuple[Any, ...]) -> tuple[Any,
         per_offset=per_offset,
         top_k=top_k,
         valid=(of_target, of_source),
+        softcap=more[0],
+        dropout=more[1],
+        seed=seed,
     )
 
 
 def _triton(inputs: tuple[Any, ...], options: tuple[Any, ...]) -> triton.Call:
-    of_target, of_source, code, listed, score, top_k, per_offset, _, shared = options
+    of_target, of_source, code, listed, _, score, top_k, per_offset, *_, shared = options
     return triton.Call(
         inputs,
         decode(code, listed, inputs[0].device),
@@ -155,8 +162,7 @@ def _(*arguments: Any) -> tuple[Tensor, ...]:
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    *tensors, score, top_k, per_offset, backend, shared = inputs
-    ctx.options = score, top_k, per_offset, backend, shared
+    tensors, ctx.options = inputs[:-7], inputs[-7:]
     ctx.save_for_backward(*tensors, *output)
 
 
@@ -165,14 +171,14 @@ def _backward(ctx: Any, d_out: Tensor, d_lse: Tensor, _: Tensor) -> tuple[Tensor
     needed = ctx.needs_input_grad[:5]
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         # create_graph=True: somebody differentiates this again.
-        return *_plain_gradients(ctx, tensors, (d_out, d_lse), needed), *[None] * 9
+        return *_plain_gradients(ctx, tensors, (d_out, d_lse), needed), *[None] * 12
     found = torch.ops.graphattn.attention_backward(
         *tensors, *ctx.options, out, lse, saved, d_out, d_lse, *needed[3:]
     )
     there = list(needed)
     if ctx.options[-1]:  # one tensor, one gradient
         there[1] = there[2] = False
-    return *(x if n else None for x, n in zip(found, there, strict=True)), *[None] * 9
+    return *(x if n else None for x, n in zip(found, there, strict=True)), *[None] * 12
 
 
 def _plain_gradients(
@@ -181,10 +187,10 @@ def _plain_gradients(
     upstream: tuple[Tensor, Tensor],
     needed: tuple[bool, ...],
 ) -> list[Tensor | None]:
-    *given, of_target, of_source, code, listed = tensors
+    *given, of_target, of_source, code, listed, seed = tensors
     # Each an alias: one tensor in several places has one gradient for every place.
     inputs: list[Any] = [None if x is None else x.view_as(x) for x in given]
-    score, top_k, per_offset, backend, _ = ctx.options
+    score, top_k, per_offset, softcap, dropout, backend, _ = ctx.options
     dtype = compute_dtype(inputs[0].dtype)
     wide: list[Any] = [None if x is None else x.to(dtype) for x in inputs]
     query, key, value, scale, bias = wide
@@ -199,6 +205,9 @@ def _plain_gradients(
         per_offset=per_offset,
         top_k=top_k,
         valid=(of_target, of_source),
+        softcap=softcap,
+        dropout=dropout,
+        seed=seed,
     )
     results = out, lse.transpose(-1, -2) if backend == "triton" else lse
     wanted = [x for x, n in zip(inputs, needed, strict=True) if n]

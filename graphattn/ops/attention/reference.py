@@ -11,6 +11,8 @@ from typing import Literal
 from torch import Tensor
 
 from graphattn.graphs.token_graph import TokenGraph
+from graphattn.ops.attention.softcap import capped
+from graphattn.ops.dropout import Dropout, Kept
 from graphattn.ops.inputs import ValidPair, clear_invalid, repeat_heads, valid_edges
 from graphattn.ops.segments import edge_softmax, segment_sum
 
@@ -39,6 +41,8 @@ def edge_weights(
     edge_bias: Tensor | None = None,
     top_k: int | None = None,
     valid: ValidPair = (None, None),
+    softcap: float | None = None,
+    sink: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Weights [*, E, H], log-sums [*, N, H], and which edges are kept ([*, E, H]; None: all)."""
     source, target = graph.edge_index
@@ -47,10 +51,11 @@ def edge_weights(
     logits = log_affinity(
         query.index_select(-3, target), key.index_select(-3, source), score, scale
     )
+    logits = capped(logits, softcap)
     if edge_bias is not None:
         logits = logits + edge_bias
     keep = valid_edges(valid, source, target)
-    return edge_softmax(logits, target, graph.rowptr, keep=keep, top_k=top_k, eps=eps)
+    return edge_softmax(logits, target, graph.rowptr, keep=keep, top_k=top_k, eps=eps, sink=sink)
 
 
 def attend(
@@ -64,12 +69,25 @@ def attend(
     edge_bias: Tensor | None = None,
     top_k: int | None = None,
     valid: ValidPair = (None, None),
+    softcap: float | None = None,
+    dropout: Dropout | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Output [*, N, H, Dv] and log-sums [*, N, H]: every target averages the values it sees."""
     weights, lse, keep = edge_weights(
-        query, key, graph, score=score, scale=scale, edge_bias=edge_bias, top_k=top_k, valid=valid
+        query,
+        key,
+        graph,
+        score=score,
+        scale=scale,
+        edge_bias=edge_bias,
+        top_k=top_k,
+        valid=valid,
+        softcap=softcap,
     )
     source, target = graph.edge_index
+    if dropout is not None:
+        kept = Kept(dropout.p, dropout.kept_edges(source, target, query.shape[:-3]))
+        weights, keep = kept.weights(weights), kept.among(keep)
     value_j = repeat_heads(clear_invalid(value, valid[1]), query.shape[-2]).index_select(-3, source)
     if keep is not None:  # 0 * NaN is NaN: a value that is not kept must not be read either
         value_j = value_j.masked_fill(~keep[..., None], 0)

@@ -16,7 +16,12 @@ from graphattn.ops.backends import choose_backend, wanted_backend
 
 
 def has_step_kernel(
-    backend: str, like: Tensor, cache_dtype: torch.dtype, window: int | None, top_k: int | None
+    backend: str,
+    like: Tensor,
+    cache_dtype: torch.dtype,
+    window: int | None,
+    top_k: int | None,
+    softcap: float | None = None,
 ) -> bool:
     """Whether a kernel takes a step of targets like these, [*, H, D]: device, dtype and D count.
 
@@ -27,15 +32,21 @@ def has_step_kernel(
     on_device = like.device.type == "cuda" and not torch.compiler.is_compiling()
     if wanted != "triton" and not (wanted == "auto" and on_device):
         return False  # on a CPU every microsecond counts
-    reason = why_no_step(like, cache_dtype, window, top_k)
+    reason = why_no_step(like, cache_dtype, window, top_k, softcap)
     support = {"reference": None, "structured": None, "triton": reason}
     return choose_backend(backend, support, like.device) == "triton"
 
 
 def why_no_step(
-    like: Tensor, cache_dtype: torch.dtype, window: int | None, top_k: int | None
+    like: Tensor,
+    cache_dtype: torch.dtype,
+    window: int | None,
+    top_k: int | None,
+    softcap: float | None = None,
 ) -> str | None:
     """The reason why no kernel takes a step; None where one does."""
+    if softcap is not None:
+        return "its step kernel has no softcap"
     if window is None:
         return "its step kernel needs a window, init_cache(..., window=W)"
     if top_k is not None and top_k < window and window > HELD_TOKENS:

@@ -31,8 +31,18 @@ LOG2E = math.log2(math.e)
 Gradients = tuple[Tensor | None, ...]
 
 
-def why_not(query: Tensor, value_width: int | None = None) -> str | None:
+def why_not(
+    query: Tensor,
+    value_width: int | None = None,
+    *,
+    softcap: float | None = None,
+    dropout: float = 0.0,
+) -> str | None:
     """The reason why no kernel takes a case, whatever its graph; None where one does."""
+    if softcap is not None:
+        return "its kernels have no softcap"
+    if dropout > 0:
+        return "its kernels have no dropout"
     width = query.shape[-1]
     return why_not_heads(query, width, width if value_width is None else value_width)
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from graphattn.ops.attention.structured.group import EXTREME, STEEP, Group
+from graphattn.ops.attention.structured.modifiers import NONE, Modifiers
 from graphattn.ops.attention.structured.recompute import (
     Gradients,
     Inputs,
@@ -46,6 +47,7 @@ class TilePlan:
     score: str
     top_k: int | None
     valid: ValidPair  # [B, N] and [B, M], or None
+    modifiers: Modifiers = NONE
     finite: bool | None = None  # whether all inputs of the forward were
     tame: bool | None = None  # whether no product of queries and keys can be large
 
@@ -190,14 +192,15 @@ class TilePlan:
     def _special_rows(self, inputs: Inputs) -> Tensor:
         """Bool [B, N]: rows that see something that is not sound, or hold it themselves.
 
-        With top-k, a value is seen by the rows that keep it.
+        With top-k or dropout, a value is seen by the rows that keep it.
         """
         query, key, value, scale, table = inputs
         limit = largest(scale)
         of_query, of_key, of_value = (
             ~sound(x, limit).flatten(2).all(-1) for x in (query, key, value)
         )
-        if self.top_k is None:
+        chooses = self.top_k is not None or self.modifiers.dropout is not None
+        if not chooses:
             of_key = of_key | of_value
         clean = _cleaned(inputs)
         special = of_query
@@ -205,7 +208,7 @@ class TilePlan:
             group.mark(special, group.rows_that_see(of_key))
             if table is not None:
                 group.mark(special, group.rows_that_read(~sound_entries(table, limit).all(-1)))
-        if self.top_k is not None and bool(of_value.any()):
+        if chooses and bool(of_value.any()):
             for group, rows, _ in self._ordinary_passes(clean, special.clone()):
                 kept = group.rows_that_keep(of_value)
                 group.mark(special, kept if rows is None else kept & rows)
@@ -213,7 +216,7 @@ class TilePlan:
 
     def _fusable(self, inputs: Inputs) -> bool:
         query, _, value, _, table = inputs
-        plain = self.top_k is None and table is None
+        plain = self.top_k is None and table is None and not self.modifiers.any
         return plain and query.device.type == "cpu" and 0 not in (*query.shape, *value.shape)
 
     def _fused_groups(self, inputs: Inputs) -> Iterator[Group]:

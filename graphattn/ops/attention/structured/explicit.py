@@ -12,12 +12,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from graphattn.ops.attention.softcap import capped
 from graphattn.ops.attention.structured.operands import (
     Differences,
     Operands,
     Pulled,
     product,
 )
+from graphattn.ops.dropout import Kept
 
 ROWS_AT_A_TIME = 256  # whose logits are computed one by one
 
@@ -61,7 +63,7 @@ class Exact(NamedTuple):
         if self.operands.bias is not None:
             logits = scale / -2 * (query - key).square().sum(-1)
         else:
-            logits = scale * (query * key).sum(-1)
+            logits = capped(scale * (query * key).sum(-1), self.operands.softcap)
         return logits if self.bias is None else logits + self.bias[h, i].detach()
 
 
@@ -158,10 +160,17 @@ def forward(
     top_k: int | None,
     finite: bool,
     exact: Exact | None,
+    *,
+    kept: Kept | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Output [G, H, n, Dv] and the log-sums of the operands' logits [G, H, n]."""
+    """Output [G, H, n, Dv] and the log-sums of the operands' logits [G, H, n].
+
+    Pairs that are not `kept` are dropped from the output alone.
+    """
     logits = logits_of(operands, bias)
     weights, lse, keep = softmax(logits, allowed, top_k, finite, exact)
+    if kept is not None:
+        weights, keep = kept.weights(weights), kept.among(keep)
     return product(weights, value, keep, finite), lse
 
 
@@ -175,6 +184,8 @@ def backward(
     exact: Exact | None,
     d_out: Tensor,
     d_lse: Tensor | None,
+    *,
+    kept: Kept | None = None,
 ) -> tuple[Pulled, Tensor, Tensor]:
     """Gradients of query, key and scale, of the value, and of the logits [G, H, n, m]."""
     logits = logits_of(operands, bias)
@@ -182,9 +193,14 @@ def backward(
     hidden = None if finite or keep is None else ~keep
     if hidden is not None:
         weights.masked_fill_(hidden, 0)  # 0 / NaN
-    back = None if keep is None else keep.transpose(-1, -2)
-    d_value = product(weights.transpose(-1, -2), d_out, back, finite)
+    averaged, read = weights, keep
+    if kept is not None:
+        averaged, read = kept.weights(weights), kept.among(keep)
+    back = None if read is None else read.transpose(-1, -2)
+    d_value = product(averaged.transpose(-1, -2), d_out, back, finite)
     d_logits = d_out @ value.transpose(-1, -2)
+    if kept is not None:
+        d_logits = kept.weights(d_logits)
     if hidden is not None:
         d_logits.masked_fill_(hidden, 0)
     mean = (weights * d_logits).sum(-1, keepdim=True)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from graphattn.graphs.structure import Band
 from graphattn.ops.attention.structured import explicit, fused
+from graphattn.ops.attention.structured.modifiers import Modifiers
 from graphattn.ops.attention.structured.operands import (
     Differences,
     Operands,
@@ -20,6 +21,7 @@ from graphattn.ops.attention.structured.operands import (
 from graphattn.ops.attention.structured.recompute import Gradients, Inputs
 from graphattn.ops.attention.structured.tiles import Tiles
 from graphattn.ops.attention.structured.workspace import Workspace
+from graphattn.ops.dropout import Kept, keeps
 from graphattn.ops.inputs import ValidPair
 
 SEVERAL = 16  # sources whose mean is a centre
@@ -38,6 +40,7 @@ class Options(Protocol):
     score: str
     top_k: int | None
     valid: ValidPair
+    modifiers: Modifiers
 
 
 class Group:
@@ -128,8 +131,20 @@ class Group:
             self.finite,
             exact,
         )
+        if self.kept is not None:
+            keep = self.kept.among(keep)
         seen = self._columns_of(marked)
         return (seen if keep is None else (seen & keep).any(1, keepdim=True)).any(-1)
+
+    @cached_property
+    def kept(self) -> Kept | None:
+        """Which pairs dropout leaves, [G, H, n, m]; None: there is no dropout."""
+        dropout = self.options.modifiers.dropout
+        if dropout is None:
+            return None
+        rows = self._rows(dropout.rows[..., None])
+        columns = self._columns(dropout.columns.expand(len(self.inputs[0]), -1)[..., None, None])
+        return Kept(dropout.p, keeps(dropout.p, rows, columns.mT))
 
     def _columns_of(self, marked: Tensor) -> Tensor:
         """Bool [G, 1, n, m] of bool [B, M]."""
@@ -148,7 +163,8 @@ class Group:
 
     def _products(self, query: Tensor) -> Operands:
         if self.options.score == "dot":
-            return dot_operands(query, self.key, self.scale, self.workspace)
+            softcap = self.options.modifiers.softcap
+            return dot_operands(query, self.key, self.scale, self.workspace, softcap)
         return rbf_operands(query, self.key, self.scale, self.center, self.workspace)
 
     def _scores(self, query: Tensor) -> tuple[Operands | Differences, explicit.Exact | None]:
@@ -252,7 +268,8 @@ class Group:
         """The same, with the logits stored."""
         scores, exact = self._scores(self.query)
         options = self.allowed, self._bias(), self.options.top_k, self.finite, exact
-        return self._results(scores, *explicit.forward(scores, self.value, *options))
+        found = explicit.forward(scores, self.value, *options, kept=self.kept)
+        return self._results(scores, *found)
 
     def _results(
         self, scores: Operands | Differences, out: Tensor, raw: Tensor
@@ -318,7 +335,9 @@ class Group:
                 d_lse = None if d_lse is None else d_lse.masked_fill(quiet, 0)
         scores, exact = self._scores(query)
         options = allowed, self._bias(), self.options.top_k, self.finite, exact
-        pulled, d_value, d_logits = explicit.backward(scores, self.value, *options, d_out, d_lse)
+        pulled, d_value, d_logits = explicit.backward(
+            scores, self.value, *options, d_out, d_lse, kept=self.kept
+        )
         d_table = None
         if self.table is not None:
             places = self.tiles.offsets(self.query.device).flatten()

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from graphattn.ops.attention.softcap import capped, slope
 from graphattn.ops.attention.structured.workspace import Workspace
 
 Pulled = tuple[Tensor, Tensor, Tensor]  # gradients of query, key and scale [H]
@@ -22,7 +23,8 @@ class Operands:
     """Queries [G, H, n, D] and keys [G, H, m, D] of G tiles, and what is added to their products.
 
     Logits are scale * (query . key + bias). For RBF the bias is -||k||^2 / 2, and the true logits
-    are lower by scale * ||q||^2 / 2, which :meth:`true_lse` puts right.
+    are lower by scale * ||q||^2 / 2, which :meth:`true_lse` puts right. Those of dot products may
+    have a `softcap`.
     """
 
     query: Tensor
@@ -31,6 +33,7 @@ class Operands:
     bias: Tensor | None = None  # [G, H, m]; None: the dot product
     half_square: Tensor | None = None  # ||q||^2 / 2 [G, H, n] if there is a bias
     workspace: Workspace | None = None
+    softcap: float | None = None
 
     @property
     def scaled_query(self) -> Tensor:
@@ -46,7 +49,8 @@ class Operands:
     def logits(self) -> Tensor:
         """[G, H, n, m], up to what :meth:`true_lse` puts right."""
         products, bias = self.scaled_query @ self.key.transpose(-1, -2), self.scaled_bias
-        return products if bias is None else products.add_(bias)
+        products = products if bias is None else products.add_(bias)
+        return capped(products, self.softcap)
 
     def true_lse(self, lse: Tensor) -> Tensor:
         """Log-sums [G, H, n] of the true logits."""
@@ -69,6 +73,10 @@ class Operands:
 
     def pulled(self, d_logits: Tensor, keep: Tensor | None, finite: bool) -> Pulled:
         """Gradients of q, k and scale [H] from those of the logits [G, H, n, m], 0 if not kept."""
+        if self.softcap is not None:
+            d_logits = d_logits * slope(self.logits, self.softcap)
+            if not finite and keep is not None:  # 0 * NaN is NaN
+                d_logits = d_logits.masked_fill(~keep, 0)
         back = None if keep is None else keep.transpose(-1, -2)
         d_query = product(d_logits, self.key, keep, finite)
         d_key = product(d_logits.transpose(-1, -2), self.scaled_query, back, finite)
@@ -152,10 +160,14 @@ def product(weights: Tensor, x: Tensor, keep: Tensor | None, finite: bool) -> Te
 
 
 def dot_operands(
-    query: Tensor, key: Tensor, scale: Tensor, workspace: Workspace | None = None
+    query: Tensor,
+    key: Tensor,
+    scale: Tensor,
+    workspace: Workspace | None = None,
+    softcap: float | None = None,
 ) -> Operands:
     """For scale * q . k."""
-    return Operands(query, key, scale[:, None, None], workspace=workspace)
+    return Operands(query, key, scale[:, None, None], workspace=workspace, softcap=softcap)
 
 
 def rbf_operands(

@@ -14,10 +14,12 @@ from graphattn.graphs.sections import Section
 from graphattn.graphs.structure import Complete, GlobalTokens, Structure
 from graphattn.graphs.token_graph import TokenGraph
 from graphattn.ops.attention.structured.contiguous import TilePlan
+from graphattn.ops.attention.structured.modifiers import NONE, Modifiers
 from graphattn.ops.attention.structured.parts import GlobalTokensPlan, PartsPlan
 from graphattn.ops.attention.structured.recompute import Inputs, Plan, Recomputed
 from graphattn.ops.attention.structured.rows import RowPlan, TablePlan
 from graphattn.ops.attention.structured.tiles import tiles_of
+from graphattn.ops.dropout import dropout_of_call
 from graphattn.ops.inputs import ValidPair, clear_invalid
 from graphattn.ops.memory import keep_freed_memory
 
@@ -53,6 +55,9 @@ def plan_call(
     per_offset: bool,
     top_k: int | None,
     valid: ValidPair,
+    softcap: float | None = None,
+    dropout: float = 0.0,
+    seed: Tensor | None = None,
 ) -> tuple[Inputs, Plan]:
     """Inputs with one leading dimension and zeros in place of invalid tokens, and their plan."""
     keep_freed_memory()
@@ -71,11 +76,14 @@ def plan_call(
     masks = flat_mask(valid[0]), flat_mask(valid[1])
     if bias is not None and bias.dim() > 2:
         bias = bias.reshape(B, *bias.shape[-2:])
+    dropped = None if seed is None else dropout_of_call(dropout, seed, query, graph)
+    modifiers = Modifiers(softcap, dropped)
     flat_inputs = flat(query, valid[0]), flat(key, valid[1]), flat(value, valid[1]), scale, bias
     if graph.structure is not None and (bias is None or per_offset):
         table = bias is not None
-        return flat_inputs, _plan(graph.structure, flat_inputs[0], score, top_k, masks, table=table)
-    return flat_inputs, RowPlan(*graph.csr(), score, top_k, masks)
+        options = score, top_k, masks, modifiers
+        return flat_inputs, _plan(graph.structure, flat_inputs[0], *options, table=table)
+    return flat_inputs, RowPlan(*graph.csr(), score, top_k, masks, modifiers)
 
 
 def _plan(
@@ -84,6 +92,7 @@ def _plan(
     score: str,
     top_k: int | None,
     valid: ValidPair,
+    modifiers: Modifiers = NONE,
     *,
     table: bool = False,
 ) -> Plan:
@@ -92,10 +101,10 @@ def _plan(
     `like` [B, ...] says how large a batch is and where it lies.
     """
     of_target, of_source = valid
-    stored = top_k is not None or table  # logits are, and a tile's should be few
+    stored = top_k is not None or table or modifiers.any  # logits are; a tile's should be few
     tiles = tiles_of(structure, 64 if stored else 128, 32 if score == "dot" else 1)
     if tiles is not None:
-        return TilePlan(tiles, score, top_k, valid)
+        return TilePlan(tiles, score, top_k, valid, modifiers)
     apart = top_k is None and not table  # whether rows may be put together from parts
     if isinstance(structure, Parts) and any(_is_fast(part, apart) for part in structure.parts):
         parts: list[tuple[Plan, slice, slice]] = []
@@ -105,12 +114,13 @@ def _plan(
                 None if of_target is None else of_target[:, t],
                 None if of_source is None else of_source[:, s],
             )
-            parts.append((_plan(part, like, score, top_k, own, table=table), t, s))
+            options = score, top_k, own, modifiers.some(t, s)
+            parts.append((_plan(part, like, *options, table=table), t, s))
         return PartsPlan(parts)
     if apart and (found := _global_tokens(structure)):
-        return _plan_of_global_tokens(found, like, score, valid)
+        return _plan_of_global_tokens(found, like, score, valid, modifiers)
     graph = _kept(structure, like.device)
-    rows = RowPlan(*graph.csr(), score, top_k, valid)
+    rows = RowPlan(*graph.csr(), score, top_k, valid, modifiers)
     if not table:
         return rows
     source, target = graph.edge_index
@@ -154,7 +164,9 @@ def _are_global(part: Structure) -> bool:
     return isinstance(part.whole if isinstance(part, Section) else part, GlobalTokens)
 
 
-def _plan_of_global_tokens(hubs: _Hubs, like: Tensor, score: str, valid: ValidPair) -> Plan:
+def _plan_of_global_tokens(
+    hubs: _Hubs, like: Tensor, score: str, valid: ValidPair, modifiers: Modifiers
+) -> Plan:
     """Near edges are those of `rest` without the global tokens at either end."""
     targets, sources = (torch.tensor(x, dtype=torch.int64, device=like.device) for x in hubs[:2])
     N, M = hubs.rest.num_targets, hubs.rest.num_sources
@@ -166,12 +178,13 @@ def _plan_of_global_tokens(hubs: _Hubs, like: Tensor, score: str, valid: ValidPa
     of_target, of_source = valid
     far = others[0], None if of_source is None else of_source[:, sources]
     own = None if of_target is None else of_target[:, targets], of_source
+    beside = modifiers.some(slice(None), sources), modifiers.some(targets, slice(None))
     return GlobalTokensPlan(
         targets,
         sources,
-        _plan(hubs.rest, like, score, None, (others[0], others[1])),
-        _plan(Complete(N, len(sources)), like, score, None, far),
-        _plan(Complete(len(targets), M), like, score, None, own),
+        _plan(hubs.rest, like, score, None, (others[0], others[1]), modifiers),
+        _plan(Complete(N, len(sources)), like, score, None, far, beside[0]),
+        _plan(Complete(len(targets), M), like, score, None, own, beside[1]),
     )
 
 

@@ -14,7 +14,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from graphattn.ops.attention.softcap import capped, slope
 from graphattn.ops.attention.structured import explicit
+from graphattn.ops.attention.structured.modifiers import NONE, Modifiers
 from graphattn.ops.attention.structured.recompute import (
     Gradients,
     Inputs,
@@ -23,6 +25,7 @@ from graphattn.ops.attention.structured.recompute import (
     silent,
     zeros_like,
 )
+from graphattn.ops.dropout import Kept, keeps
 from graphattn.ops.inputs import ValidPair, repeat_heads
 
 CHUNK = 1 << 18  # numbers of a chunk's gathered keys: a megabyte of float32
@@ -48,6 +51,7 @@ class RowPlan:
     score: str
     top_k: int | None
     valid: ValidPair  # [B, N] and [B, M], or None
+    modifiers: Modifiers = NONE
 
     @cached_property
     def degree(self) -> Tensor:
@@ -189,10 +193,23 @@ class _Rows:
             found = (query * self.key).sum(-1)
         return found.transpose(-1, -2)
 
+    @property
+    def logits(self) -> Tensor:
+        """Of every edge, without its bias, [B, n, H, w]."""
+        return capped(self.scale[:, None] * self.affinity, self.plan.modifiers.softcap)
+
+    @cached_property
+    def kept(self) -> Kept | None:
+        """Which edges dropout leaves, [B, n, H, w]; None: there is no dropout."""
+        dropout = self.plan.modifiers.dropout
+        if dropout is None:
+            return None
+        rows = dropout.rows.index_select(1, self.chunk.targets)[..., None]
+        return Kept(dropout.p, keeps(dropout.p, rows, dropout.columns[self.source][:, None]))
+
     def softmax(self) -> tuple[Tensor, Tensor, Tensor]:
         """Weights [B, n, H, w], log-sums [B, n, H], and the edges that are kept."""
-        logits = self.scale[:, None] * self.affinity
-        logits = logits if self.bias is None else logits + self.bias
+        logits = self.logits if self.bias is None else self.logits + self.bias
         options = self.allowed, self.plan.top_k, self.finite
         weights, lse, keep = explicit.softmax(logits, *options)
         assert keep is not None
@@ -201,6 +218,8 @@ class _Rows:
     def attend(self) -> tuple[Tensor, Tensor]:
         """Output [B, n, H, Dv] and log-sums [B, n, H]."""
         weights, lse, keep = self.softmax()
+        if self.kept is not None:
+            weights, keep = self.kept.weights(weights), self.kept.among(keep)
         return (_per_edge(weights) * self._seen(self.value, keep)).sum(2), lse
 
     def _seen(self, x: Tensor, keep: Tensor) -> Tensor:
@@ -213,18 +232,28 @@ class _Rows:
         if not self.finite:
             keep = keep & ~silent(d_out, d_lse)[..., None]
             weights = weights.masked_fill(~keep, 0)  # 0 / NaN
-        value = self._seen(self.value, keep)
+        averaged, read = weights, keep
+        if self.kept is not None:
+            averaged, read = self.kept.weights(weights), self.kept.among(keep)
+        value = self._seen(self.value, read)
         d_weights = (d_out[:, :, None] * value).sum(-1).transpose(-1, -2)
+        if self.kept is not None:
+            d_weights = self.kept.weights(d_weights)
         d_logits = d_weights - (weights * d_weights).sum(-1, keepdim=True)
         if d_lse is not None:
             d_logits = d_logits + d_lse.masked_fill(lse == -torch.inf, 0)[..., None]
         d_logits = (weights * d_logits).masked_fill(~keep, 0)
-        pull, query, d_out_i = _per_edge(self.scale[:, None] * d_logits), self.query, d_out
+        d_products = d_logits
+        if self.plan.modifiers.softcap is not None:
+            d_products = d_logits * slope(self.logits, self.plan.modifiers.softcap)
+            d_products = d_products.masked_fill(~keep, 0)  # 0 * NaN is NaN
+        pull, query, d_out_i = _per_edge(self.scale[:, None] * d_products), self.query, d_out
         query_i, d_out_i = query[:, :, None], d_out[:, :, None]
         key = self._seen(self.key, keep)
         if not self.finite:
             hidden = ~_per_edge(keep)
-            query_i, d_out_i = query_i.masked_fill(hidden, 0), d_out_i.masked_fill(hidden, 0)
+            query_i = query_i.masked_fill(hidden, 0)
+            d_out_i = d_out_i.masked_fill(~_per_edge(read), 0)
         d_query, d_key, d_value, d_scale, d_bias = sums
         if self.plan.score == "rbf":
             to_key = pull * (query_i - key)
@@ -233,9 +262,9 @@ class _Rows:
             to_key = pull * query_i
             d_query[:, self.chunk.targets] = (pull * key).sum(2)
         self._add_at_sources(d_key, to_key)
-        self._add_at_sources(d_value, _per_edge(weights) * d_out_i)
+        self._add_at_sources(d_value, _per_edge(averaged) * d_out_i)
         affinity = self.affinity if self.finite else self.affinity.masked_fill(~keep, 0)
-        d_scale += (d_logits * affinity).sum((0, 1, 3))
+        d_scale += (d_products * affinity).sum((0, 1, 3))
         if d_bias is not None:
             d_logits = d_logits.masked_fill(~self.chunk.present[:, None], 0)
             per_slot = d_logits if d_bias.dim() == 3 else d_logits.sum(0)

@@ -1,0 +1,29 @@
+"""Logits kept below a bound, as Gemma 2 does: ``softcap * tanh(logits / softcap)``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphattn.graphs.arguments import as_float
+
+
+def as_softcap(softcap: Any) -> float | None:
+    """A number > 0, or None; a ValueError otherwise."""
+    return None if softcap is None else as_float("softcap", softcap, positive=True)
+
+
+def capped(logits: Tensor, softcap: float | None) -> Tensor:
+    """Logits between -softcap and softcap; as they are for None.
+
+    Every backend forms them by this function, so that logits tie on all of them or on none: far
+    beyond the cap tanh is 1 to the last bit, and many do.
+    """
+    return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+
+
+def slope(found: Tensor, softcap: float) -> Tensor:
+    """The derivative of :func:`capped`, from what it gave; 0 where the cap is reached."""
+    return 1 - (found / softcap).square()

@@ -1,0 +1,148 @@
+"""Which edges dropout drops: a hash of seed, batch entry, head, target and source.
+
+A hash in the place of a stream of random numbers, because backends go over edges in different
+orders, twice where a backward computes its weights again, and must drop the same ones. It is
+whole-number arithmetic that C++ and kernels can repeat to the bit. Numbers are unsigned, products
+and sums are taken modulo 2^64 or 2^32, and ``>>`` brings in zeros:
+
+.. code-block:: text
+
+    mix(z)      z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9          64 bits, SplitMix64's
+                z = (z ^ (z >> 27)) * 0x94D049BB133111EB
+                z ^ (z >> 31)
+    next(s, n)  mix(s + (n + 1) * 0x9E3779B97F4A7C15)
+
+    start       next(0, seed)
+    row         next(next(next(start, b), h), i)                  64 bits: a high and a low word
+    column      the low word of next(~start, j)                   32 bits
+    x           ((low word of row) ^ column) * 0x85EBCA6B
+    x           (x ^ (x >> 15)) * ((high word of row) | 1)
+    dropped     x, read as a signed number, < min(floor(p * 2^32), 2^32 - 1) - 2^31
+
+where b counts the entries of the leading dimensions (one after another, the last dimension
+fastest), h is the query head, and i and j are target and source in the graph of the call. Rows and
+columns are mixed well, and once per token; what is left for every edge are two products of 32
+bits. The first breaks the pattern of ``row ^ column`` (four edges between two targets and two
+sources would decide one another); the second has a factor of the row's own, so that two rows whose
+low words are equal, as some are among a million, still drop different sources.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from graphattn.graphs.arguments import as_float
+from graphattn.graphs.token_graph import TokenGraph
+
+EDGE_FACTOR = 0x85EBCA6B - (1 << 32)  # as the int32 of the same bits
+SEEDS = 1 << 62
+
+
+class Dropout(NamedTuple):
+    """Dropout of one call, or of some of its targets and sources.
+
+    ``rows`` are hashes of targets, int64 [B, N, H]; ``columns`` of sources, int32 [M].
+    """
+
+    p: float
+    rows: Tensor
+    columns: Tensor
+
+    def some(self, targets: Any, sources: Any) -> Dropout:
+        """For the marked targets and sources: slices, or tensors of their numbers."""
+        return Dropout(self.p, self.rows[:, targets], self.columns[sources])
+
+    def kept_edges(self, source: Tensor, target: Tensor, batch: torch.Size) -> Tensor:
+        """Bool [*, E, H]: edges that are not dropped."""
+        kept = keeps(self.p, self.rows.index_select(1, target), self.columns[source][:, None])
+        return kept.reshape(*batch, *kept.shape[1:])
+
+
+class Kept(NamedTuple):
+    """Edges that are not dropped, bool in the shape of the weights, and the share that is."""
+
+    p: float
+    edges: Tensor
+
+    def weights(self, weights: Tensor) -> Tensor:
+        """0 where dropped, and the others larger by 1 / (1 - p): the mean over draws stays."""
+        return weights.masked_fill(~self.edges, 0) / (1 - self.p)
+
+    def among(self, keep: Tensor | None) -> Tensor:
+        """Those of `keep` that are not dropped."""
+        return self.edges if keep is None else self.edges & keep
+
+
+def as_share(name: str, p: Any) -> float:
+    """A share of dropped edges as a float in [0, 1); a ValueError otherwise."""
+    share = as_float(name, p, positive=False)
+    if share >= 1:
+        raise ValueError(f"{name} must be in [0, 1), got {p!r}")
+    return share
+
+
+def draw_seed(generator: Any, device: torch.device) -> Tensor:
+    """A seed, int64 [], from `generator`, or from torch's default generator of the CPU if None.
+
+    A tensor, so that a compiled function draws anew in every call.
+    """
+    if generator is None:
+        seed = torch.randint(SEEDS, ())
+    elif isinstance(generator, torch.Generator):
+        seed = torch.randint(SEEDS, (), generator=generator, device=generator.device)
+    else:
+        raise ValueError(
+            f"generator must be a torch.Generator or None, got {type(generator).__name__}"
+        )
+    return seed.to(device)
+
+
+def dropout_of(
+    p: float, seed: Tensor, *, batch: int, num_targets: int, num_sources: int, heads: int
+) -> Dropout:
+    """The hashes of all rows and columns of a call, on the device of `seed`."""
+    device = seed.device
+    b, h, i, j = (torch.arange(n, device=device) for n in (batch, heads, num_targets, num_sources))
+    start = _next(torch.zeros_like(seed), seed)
+    rows = _next(_next(_next(start, b)[:, None, None], h), i[:, None])
+    return Dropout(p, rows, _next(~start, j).to(torch.int32))
+
+
+def dropout_of_call(p: float, seed: Tensor, query: Tensor, graph: TokenGraph) -> Dropout:
+    """:func:`dropout_of` a query [*, N, H, D] over a graph."""
+    return dropout_of(
+        p,
+        seed,
+        batch=query.shape[:-3].numel(),
+        num_targets=graph.num_targets,
+        num_sources=graph.num_sources,
+        heads=query.shape[-2],
+    )
+
+
+def keeps(p: float, rows: Tensor, columns: Tensor) -> Tensor:
+    """Bool, whether edges are kept, from hashes of targets and sources that broadcast."""
+    x = (rows.to(torch.int32) ^ columns) * EDGE_FACTOR
+    x = (x ^ _shifted(x, 15, 32)) * ((rows >> 32).to(torch.int32) | 1)
+    return x >= min(int(p * (1 << 32)), (1 << 32) - 1) - (1 << 31)
+
+
+def _next(state: Tensor, number: Tensor) -> Tensor:
+    """A hash of a hash and another number, int64."""
+    z = state + (number + 1) * _signed(0x9E3779B97F4A7C15)
+    z = (z ^ _shifted(z, 30)) * _signed(0xBF58476D1CE4E5B9)
+    z = (z ^ _shifted(z, 27)) * _signed(0x94D049BB133111EB)
+    return z ^ _shifted(z, 31)
+
+
+def _signed(number: int) -> int:
+    """The int64 of the same bits."""
+    return number - (1 << 64) if number >= 1 << 63 else number
+
+
+def _shifted(x: Tensor, by: int, bits: int = 64) -> Tensor:
+    """x >> by of unsigned numbers: torch's copies the sign."""
+    return (x >> by) & ((1 << (bits - by)) - 1)

@@ -1,0 +1,188 @@
+"""Attention sinks: a logit per head that joins the denominator and brings no value."""
+
+import math
+
+import pytest
+import torch
+from cases_ops import FEW, GRAPHS, qkv, random, valid_tokens
+from oracle_ops import attention, per_edge
+
+import graphattn as ga
+
+BACKENDS = ["reference", "structured"]
+TIGHT = {"rtol": 1e-12, "atol": 1e-12}
+SCORES = {
+    "rbf": lambda q, k, v, graph, **more: ga.rbf_attention(q, k, v, graph, 1.3, **more),
+    "dot": lambda q, k, v, graph, **more: ga.dot_product_attention(q, k, v, graph, **more),
+}
+SIGMA = {"rbf": {"sigma": 1.3}, "dot": {}}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("score", SCORES)
+@pytest.mark.parametrize("name", GRAPHS)
+def test_a_sink_joins_the_denominator_on_every_graph(name, score, backend):
+    graph = GRAPHS[name]()
+    q, k, v = qkv(graph, batch=(2,), heads=4, kv_heads=2)
+    sink = torch.tensor([0.3, -2.0, 5.0, -torch.inf], dtype=torch.float64)
+    for top_k in (None, 2):
+        given = {"top_k": top_k, "sink": sink}
+        found, lse = SCORES[score](q, k, v, graph, backend=backend, return_lse=True, **given)
+        expected = attention(q, k, v, graph.to_mask(), **SIGMA[score], **given)
+        torch.testing.assert_close(found, expected.out, **TIGHT)
+        torch.testing.assert_close(lse, expected.lse, **TIGHT)  # without the sink
+        weights = ga.attention_weights(q, k, graph, **SIGMA[score], **given)
+        torch.testing.assert_close(weights, per_edge(expected.weights, graph.to_mask()), **TIGHT)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", FEW)
+def test_padding_and_bias_beside_a_sink(name, backend):
+    graph = GRAPHS[name]()
+    q, k, v = qkv(graph, batch=(2,))
+    valid = valid_tokens(2, graph.num_targets)
+    for x in (q, k, v):
+        x[~valid] = torch.nan
+    bias, sink = random(graph.num_edges, 2, seed=9), torch.tensor([0.5, -1.0]).double()
+    found = ga.dot_product_attention(
+        q, k, v, graph, edge_bias=bias, valid=valid, sink=sink, backend=backend
+    )
+    dense = torch.zeros(*graph.to_mask().shape, 2, dtype=torch.float64)
+    dense[graph.to_mask()] = bias
+    expected = attention(q, k, v, graph.to_mask(), bias=dense, valid=(valid, valid), sink=sink).out
+    torch.testing.assert_close(found[valid], expected[valid], **TIGHT)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_sink_is_one_more_column_of_the_softmax(backend):
+    """As transformers writes GPT-OSS: a column is appended, and taken away after the softmax."""
+    graph = ga.causal_graph(9)
+    q, k, v = (x.transpose(0, 1) for x in qkv(graph))
+    sink = torch.tensor([0.7, -0.4], dtype=torch.float64)
+    logits = (q @ k.mT / math.sqrt(3)).masked_fill(~graph.to_mask(), -torch.inf)
+    column = sink[:, None, None].expand(-1, 9, 1)
+    probabilities = torch.cat([logits, column], dim=-1).softmax(dim=-1)[..., :-1]
+    found = ga.dot_product_attention(
+        *(x.transpose(0, 1) for x in (q, k, v)), graph, sink=sink, backend=backend
+    )
+    torch.testing.assert_close(found.transpose(0, 1), probabilities @ v, **TIGHT)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_sink_is_the_logarithm_of_eps(backend):
+    graph = ga.window_path_graph(9, 2)
+    q, k, v = qkv(graph)
+    by_eps, lse = ga.rbf_attention(q, k, v, graph, 1.0, eps=0.3, return_lse=True, backend=backend)
+    by_sink = ga.rbf_attention(q, k, v, graph, 1.0, sink=math.log(0.3), backend=backend)
+    torch.testing.assert_close(by_sink, by_eps, **TIGHT)
+    both, same = ga.rbf_attention(
+        q, k, v, graph, 1.0, eps=0.1, sink=math.log(0.2), return_lse=True, backend=backend
+    )
+    torch.testing.assert_close(both, by_eps, **TIGHT)
+    assert torch.equal(same, lse)
+
+
+@pytest.mark.parametrize("eps", [0.0, 0.2])
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", FEW)
+def test_gradients_reach_the_sink_and_pass_through_the_log_sums(name, backend, eps):
+    graph = GRAPHS[name]()
+    q, k, v = (x.requires_grad_() for x in qkv(graph))
+    sink = torch.tensor([0.4, -1.1], dtype=torch.float64, requires_grad=True)
+
+    def run(q, k, v, sink):
+        out, lse = ga.rbf_attention(
+            q, k, v, graph, 1.1, eps=eps, sink=sink, return_lse=True, backend=backend
+        )
+        return out, lse.masked_fill(lse == -torch.inf, 0)
+
+    assert torch.autograd.gradcheck(run, (q, k, v, sink))
+
+
+def test_second_derivatives_in_the_sink():
+    graph = ga.causal_window_graph(5, 3)
+    q, k, v = (x.requires_grad_() for x in qkv(graph, heads=1))
+    sink = torch.tensor([0.4], dtype=torch.float64, requires_grad=True)
+
+    def run(q, k, v, sink):
+        return ga.dot_product_attention(q, k, v, graph, sink=sink, backend="reference")
+
+    assert torch.autograd.gradgradcheck(run, (q, k, v, sink))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("eps", [0.0, 0.5])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_rows_without_edges_and_heads_without_sinks_stay_what_they_are(backend, eps, dtype):
+    graph = GRAPHS["isolated targets"]()
+    q, k, v = (x.requires_grad_() for x in qkv(graph, dtype=dtype))
+    sink = torch.tensor([-torch.inf, 0.5]).to(dtype).requires_grad_()
+    out = ga.rbf_attention(q, k, v, graph, 1.0, eps=eps, sink=sink, backend=backend)
+    without = ga.rbf_attention(q, k, v, graph, 1.0, eps=eps, backend=backend)
+    torch.testing.assert_close(out[:, 0], without[:, 0])
+    assert (out[[0, 3, 7]] == 0).all()
+    out.float().square().sum().backward()
+    for x in (q, k, v, sink):
+        assert x.grad.isfinite().all()
+    assert sink.grad[0] == 0
+    assert sink.grad[1] != 0
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_sinks_far_above_and_below_all_logits(backend):
+    graph = ga.complete_graph(4)
+    q, k, v = (x.float().requires_grad_() for x in qkv(graph))
+    for number, share in ((1e30, 0.0), (-1e30, 1.0)):
+        sink = torch.full((2,), number, requires_grad=True)
+        out = ga.dot_product_attention(q, k, v, graph, sink=sink, backend=backend)
+        plain = ga.dot_product_attention(q, k, v, graph, backend=backend)
+        torch.testing.assert_close(out, share * plain)
+        gradients = torch.autograd.grad(out.sum(), (q, k, v, sink))
+        assert all(g.isfinite().all() for g in gradients)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_number_serves_all_heads_and_half_precision_is_rounded_once(backend):
+    graph = ga.window_path_graph(9, 2)
+    q, k, v = qkv(graph, dtype=torch.bfloat16)
+    one = ga.dot_product_attention(q, k, v, graph, sink=0.25, backend=backend)
+    assert torch.equal(
+        one,
+        ga.dot_product_attention(q, k, v, graph, sink=torch.tensor([0.25]), backend=backend),
+    )
+    exact = ga.dot_product_attention(*(x.float() for x in (q, k, v)), graph, sink=0.25)
+    torch.testing.assert_close(one, exact.bfloat16(), rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_graph_without_edges_and_one_without_tokens(backend):
+    for n in (0, 3):
+        graph = ga.from_edge_index(torch.empty(2, 0, dtype=torch.long), n)
+        q, k, v = (x.requires_grad_() for x in qkv(graph))
+        sink = torch.zeros(2, dtype=torch.float64, requires_grad=True)
+        out = ga.dot_product_attention(q, k, v, graph, sink=sink, backend=backend)
+        assert (out == 0).all()
+        out.sum().backward()
+        assert (sink.grad == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("sink", "says"),
+    [
+        (float("nan"), "sink must be finite, or -inf for none, got nan"),
+        (torch.tensor([0.0, torch.inf]), r"sink must be finite, .* got \[0.0, inf\]"),
+        (torch.zeros(3), r"sink must be .* broadcastable to \[2\] \(heads\), got shape \[3\]"),
+        ("none", "sink must be a number or a tensor, got 'none'"),
+        (True, "sink must be a number or a tensor, got True"),
+    ],
+    ids=str,
+)
+def test_sinks_that_are_refused(sink, says):
+    graph = ga.complete_graph(3)
+    q, k, v = qkv(graph)
+    with pytest.raises(ValueError, match=says):
+        ga.dot_product_attention(q, k, v, graph, sink=sink)
+    with pytest.raises(ValueError, match=says):
+        ga.rbf_attention(q, k, v, graph, 1.0, sink=sink)
+    with pytest.raises(ValueError, match=says):
+        ga.attention_weights(q, k, graph, sink=sink)
