@@ -14,8 +14,8 @@ from graphattn.graphs.arguments import as_choice, as_int
 from graphattn.graphs.token_graph import TokenGraph
 from graphattn.nn.config import Configured
 from graphattn.nn.offsets import (
-    AXES,
     alibi_slopes,
+    axes_of_table,
     cells_of,
     offsets_of_table,
     positions_of,
@@ -189,12 +189,11 @@ class OffsetBias(Configured, nn.Module):
             >>> ga.nn.OffsetBias.for_graph(4, ga.grid_window_graph(14, 14, radius=3))
             OffsetBias(4, max_offset=(3, 3))
         """
-        table = None if graph.structure is None else graph.structure.offset_table
-        if table is None or table[0] not in AXES:
+        table = axes_of_table(graph)
+        if table is None:
             raise ValueError(f"graph must have a table of offsets (a window, a grid), got {graph}")
-        kind, first, last, step = table
-        most = max(-first, last, 0) * step
-        return cls(heads, most if AXES[kind] == 1 else (most,) * AXES[kind])
+        most = tuple(max(-first, last, 0) * step for first, last, step in table)
+        return cls(heads, most if len(most) > 1 else most[0])
 
     def reset_parameters(self) -> None:
         """Draw the table anew, small (standard deviation 0.02)."""
@@ -237,8 +236,8 @@ class OffsetBias(Configured, nn.Module):
             of_target, of_source = positions_of(graph, positions, (self.axes,))
             apart = of_source[..., source, :] - of_target[..., target, :]
             return self._of_offsets(apart.unbind(-1))
-        cells = cells_of(graph.structure, graph.device) if self.axes == 2 else None
-        if cells is None:
+        cells = cells_of(graph.structure, graph.device)
+        if cells is None or cells[0].shape[-1] != self.axes:
             raise ValueError(
                 f"graph must be over a grid of {self.axes} axes, like max_offset = {self._most}, "
                 f"got {graph}: a single max_offset counts tokens, and positions= "

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from graphattn.graphs.composites import Parts
-from graphattn.graphs.structure import Grid, Structure
+from graphattn.graphs.grid_windows import GridWindows
+from graphattn.graphs.structure import Grid, GridOffsets, Structure
 from graphattn.graphs.token_graph import TokenGraph
 
-AXES = {"sequence": 1, "image": 2, "volume": 3}  # of tables of offsets, by what they are over
+AXES = {"sequence": 1, "image": 2}  # of tables of offsets that are alike along all their axes
 
 
 def t5_bucket(
@@ -43,12 +44,23 @@ def alibi_slopes(heads: int) -> list[float]:
 
 def offsets_of_table(graph: TokenGraph, axes: int) -> tuple[Tensor, ...] | None:
     """The offset of every row of a graph's table, one tensor [rows] per axis; None: no such."""
-    table = None if graph.structure is None else graph.structure.offset_table
-    if table is None or AXES.get(table[0]) != axes:
+    table = axes_of_table(graph)
+    if table is None or len(table) != axes:
         return None
-    _, first, last, step = table
-    along = torch.arange(first, last + 1, device=graph.device) * step
-    return tuple(x.flatten() for x in torch.meshgrid(*[along] * axes, indexing="ij"))
+    along = [
+        torch.arange(first, last + 1, device=graph.device) * step for first, last, step in table
+    ]
+    return tuple(x.flatten() for x in torch.meshgrid(*along, indexing="ij"))
+
+
+def axes_of_table(graph: TokenGraph) -> list[tuple[int, int, int]] | None:
+    """First and last hop and tokens per hop along every axis of a graph's table; None: no table."""
+    match None if graph.structure is None else graph.structure.offset_table:
+        case GridOffsets(firsts, lasts, steps):
+            return list(zip(firsts, lasts, steps, strict=True))
+        case (str(kind), int(first), int(last), int(step)):
+            return [(first, last, step)] * AXES[kind]
+    return None
 
 
 def positions_of(
@@ -86,17 +98,22 @@ def positions_of(
 
 
 def cells_of(structure: Structure | None, device: torch.device) -> tuple[Tensor, Tensor] | None:
-    """(down, right) of every token of a grid [N, 2], and whether it is in the image, [N]."""
+    """The place of every token along the axes of a grid, [N, axes], and whether it has one, [N]."""
     if isinstance(structure, Parts):
         found = [cells_of(part, device) for part in structure.parts]
         parts = [cells for cells in found if cells is not None]
         if len(parts) < len(found):
             return None
         return torch.cat([place for place, _ in parts]), torch.cat([known for _, known in parts])
-    if not isinstance(structure, Grid):
-        return None
-    cell = torch.arange(structure.height * structure.width, device=device)
-    place = torch.stack([cell // structure.width, cell % structure.width], dim=-1)
+    match structure:
+        case Grid():
+            shape: tuple[int, ...] = (structure.height, structure.width)
+        case GridWindows():
+            shape = structure.shape
+        case _:
+            return None
+    cell = torch.arange(math.prod(shape), device=device)
+    place = torch.stack(torch.unravel_index(cell, shape), dim=-1)
     known = torch.ones_like(cell, dtype=torch.bool)
     if structure.class_token:
         place, known = (torch.cat([torch.zeros_like(x[:1]), x]) for x in (place, known))
