@@ -45,11 +45,15 @@ class GaussianKernelAttention(DistanceAttention):
 
     Shapes:
         - **x**: [*, N, dim]
-        - **graph**: TokenGraph, square; or an edge_index [2, E] or PyG EdgeIndex, which is read as
-          one sequence (a :func:`~graphattn.batch` keeps its borders in the TokenGraph alone)
-        - **valid**: bool [N] or [*, N], True where a token is real (keyword); others are not read,
-          and their own output means nothing
-        - **positions**: [N] or [*, N] (keyword)
+        - **graph**: TokenGraph, square but for a `context`; or an edge_index [2, E] or PyG
+          EdgeIndex, which is read as one sequence (a :func:`~graphattn.batch` keeps its borders in
+          the TokenGraph alone)
+        - **context**: [*, M, dim], the tokens that are seen where `x` holds some rows alone, as
+          over ``causal_graph(N, past=m)`` or :meth:`graphattn.TokenGraph.targets`; `x` itself if
+          None
+        - **valid**: bool [N] or [*, N], True where a token is real (keyword), or a pair for `x` and
+          `context`; others are not read, and their own output means nothing
+        - **positions**: [N] or [*, N], or a pair for `x` and `context` (keyword)
         - **output**: [*, N, dim]; with ``return_attention_weights=True`` also the
           weights [*, E, heads], in the order of ``graph.edge_index``
 
@@ -90,13 +94,15 @@ class GaussianKernelAttention(DistanceAttention):
         self,
         x: Tensor,
         graph: TokenGraph | Tensor,
+        context: Tensor | None = None,
         *,
         valid: Valid = None,
         positions: Positions = None,
         return_attention_weights: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Average the features of the sources of every target."""
-        return self.attend(x, x, self.dim, graph, valid, positions, return_attention_weights)
+        context = x if context is None else context
+        return self.attend(x, context, self.dim, graph, valid, positions, return_attention_weights)
 
     def project_rotated(
         self, x: Tensor, context: Tensor, rotations: Rotations
