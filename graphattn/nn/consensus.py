@@ -401,18 +401,22 @@ class SelfConsensus(_Consensus, StreamingLayer):
 
     Shapes:
         - **x**: [*, N, dim]
-        - **graph**: TokenGraph, square; or an edge_index [2, E] or PyG EdgeIndex, which is read as
-          one sequence (a :func:`~graphattn.batch` keeps its borders in the TokenGraph alone)
-        - **valid**: bool [N] or [*, N], True where a token is real (keyword); others are not read,
-          and their own output means nothing
-        - **positions**: [N] or [*, N] (keyword)
+        - **graph**: TokenGraph, square but for a `context`; or an edge_index [2, E] or PyG
+          EdgeIndex, which is read as one sequence (a :func:`~graphattn.batch` keeps its borders in
+          the TokenGraph alone)
+        - **context**: [*, M, dim], the tokens that are seen where `x` holds some rows alone, as
+          over ``causal_graph(N, past=m)`` or :meth:`graphattn.TokenGraph.targets`; `x` itself if
+          None. With update="target" only
+        - **valid**: bool [N] or [*, N], True where a token is real (keyword), or a pair for `x` and
+          `context`; others are not read, and their own output means nothing
+        - **positions**: [N] or [*, N], or a pair for `x` and `context` (keyword)
         - **edge_features**: [E, F], or [*, E, F], in the order of ``graph.edge_index`` (keyword);
           an edge_index must then be sorted. Edges (i, j) and (j, i) have each their own
         - **output**: [*, N, dim]
 
     Raises:
-        ValueError: for update="energy" on a causal graph, for arguments out of range, and where
-            features of edges are missing or not expected.
+        ValueError: for update="energy" on a causal graph or with a context, for arguments out of
+            range, and where features of edges are missing or not expected.
 
     Example:
         >>> import torch, graphattn as ga
@@ -458,12 +462,19 @@ class SelfConsensus(_Consensus, StreamingLayer):
         self,
         x: Tensor,
         graph: TokenGraph | Tensor,
+        context: Tensor | None = None,
         *,
         valid: Valid = None,
         positions: Positions = None,
         edge_features: Tensor | None = None,
     ) -> Tensor:
-        """One consensus step of the tokens of `x` among themselves."""
+        """One consensus step of the tokens of `x` among themselves, or towards those of `context`.
+
+        The rows of `context` are tokens of the same track: what they are compared with is what `x`
+        would be, by the same projection. None of them moves.
+        """
+        if context is not None and context is not x:
+            return self._rows_step(x, context, graph, valid, positions, edge_features)
         masked, _, graph, pair = self.prepare(
             x, x, self.dim, graph, valid, per_edge=edge_features is not None
         )
@@ -471,6 +482,28 @@ class SelfConsensus(_Consensus, StreamingLayer):
         u = self.split(self.source_proj(x), self.heads)
         of_edges = self.checked_features(edge_features, x, graph)
         return self.one_step(x, x, u, u, graph, pair, positions, **of_edges)
+
+    def _rows_step(
+        self,
+        x: Tensor,
+        context: Tensor,
+        graph: TokenGraph | Tensor,
+        valid: Valid,
+        positions: Positions,
+        edge_features: Tensor | None,
+    ) -> Tensor:
+        """The rows of `x` among the tokens of `context`."""
+        if self.update_rule == "energy":
+            raise ValueError(
+                "context must be None with update='energy', which moves both ends of an edge, "
+                "those in the context too: use update='target'"
+            )
+        x, context, graph, pair = self.prepare(
+            x, context, self.dim, graph, valid, per_edge=edge_features is not None
+        )
+        u, v = (self.split(self.source_proj(tokens), self.heads) for tokens in (x, context))
+        of_edges = self.checked_features(edge_features, x, graph)
+        return self.one_step(x, context, u, v, graph, pair, positions, **of_edges)
 
     # Token by token.
 

@@ -116,6 +116,12 @@ class GraphLayer(Configured, MessagePassing):
         graph = check_graph(graph, x, N, M, per_edge=per_edge)
         pair = check_valid(valid, x.shape[:-2], x.device, N, M)
         same = context is x
+        if same and any(target != source for target, source in graph.starts):
+            raise ValueError(
+                "context must be the tokens that are seen: this graph has its targets at other "
+                f"positions than its sources, {graph.starts} (first target, first source), so `x` "
+                "alone cannot be both"
+            )
         if pair[0] is not None:
             x = x.masked_fill(~pair[0][..., None], 0)
         if same and pair[0] is pair[1]:

@@ -48,11 +48,15 @@ class KrauseAttention(DistanceAttention):
 
     Shapes:
         - **x**: [*, N, dim]
-        - **graph**: TokenGraph, square; or an edge_index [2, E] or PyG EdgeIndex, which is read as
-          one sequence (a :func:`~graphattn.batch` keeps its borders in the TokenGraph alone)
-        - **valid**: bool [N] or [*, N], True where a token is real (keyword); others are not read,
-          and their own output means nothing
-        - **positions**: [N] or [*, N] (keyword)
+        - **graph**: TokenGraph, square but for a `context`; or an edge_index [2, E] or PyG
+          EdgeIndex, which is read as one sequence (a :func:`~graphattn.batch` keeps its borders in
+          the TokenGraph alone)
+        - **context**: [*, M, dim], the tokens that are seen where `x` holds some rows alone, as
+          over ``causal_graph(N, past=m)`` or :meth:`graphattn.TokenGraph.targets`; `x` itself if
+          None
+        - **valid**: bool [N] or [*, N], True where a token is real (keyword), or a pair for `x` and
+          `context`; others are not read, and their own output means nothing
+        - **positions**: [N] or [*, N], or a pair for `x` and `context` (keyword)
         - **edge_bias**: added to the logits: [E, heads], [*, E, heads], or a table [offsets, heads]
           where the graph has one (keyword); see :class:`OffsetBias`, :class:`DistanceBias`,
           :class:`EdgeProjection`
@@ -112,6 +116,7 @@ class KrauseAttention(DistanceAttention):
         self,
         x: Tensor,
         graph: TokenGraph | Tensor,
+        context: Tensor | None = None,
         *,
         valid: Valid = None,
         positions: Positions = None,
@@ -119,9 +124,10 @@ class KrauseAttention(DistanceAttention):
         return_attention_weights: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Average the values of the nearest sources of every target."""
+        context = x if context is None else context
         return self.attend(
             x,
-            x,
+            context,
             self.dim,
             graph,
             valid,

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from graphattn.graphs.arguments import as_int
 from graphattn.graphs.token_graph import TokenGraph
@@ -312,22 +311,22 @@ class StreamingLayer(GraphLayer):
         cache: LayerCache,
         before: int,
     ) -> Tensor:
-        """New tokens and the `before` cached ones that they see, as one causal graph."""
+        """New tokens among themselves and the `before` cached ones that they see, causally."""
         n = targets[0].shape[-3]
         if cache.window is None:
-            graph = causal_graph(before + n)
+            graph = causal_graph(n, past=before)
         else:
-            graph = causal_window_graph(before + n, cache.window)
+            graph = causal_window_graph(n, cache.window, past=before)
         dtype = targets[0].dtype
+        seen_mask = mask
         if before:
             old_mask = cache.valid(before)
             if mask is not None or old_mask is not None:
                 real = torch.ones((), dtype=torch.bool, device=cache.device)
                 masks = (old_mask, before), (mask, n)
-                mask = torch.cat(
+                seen_mask = torch.cat(
                     [(real if m is None else m).expand(*cache.batch, k) for m, k in masks], dim=-1
                 )
-            targets = tuple(functional.pad(t, (0, 0, 0, 0, before, 0)) for t in targets)
             sources = {
                 name: torch.cat([cache.tokens(name, before), s], dim=-3)
                 for name, s in sources.items()
@@ -337,9 +336,9 @@ class StreamingLayer(GraphLayer):
             tuple(t.to(common) for t in targets),
             {name: s.to(common) for name, s in sources.items()},
             graph.to(cache.device),
-            (mask, mask),
+            (mask, seen_mask),
         )
-        return mixed[..., before:, :, :].to(dtype)
+        return mixed.to(dtype)
 
 
 def step_mask(

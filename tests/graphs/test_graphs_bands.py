@@ -39,6 +39,21 @@ BANDS = {
     "batch of a batch": lambda: ga.batch(
         [ga.batch([ga.causal_graph(3), ga.complete_graph(2)]), ga.block_window_graph(5, 2)]
     ),
+    "rows of a path": lambda: ga.window_path_graph(20, 3).targets(6, 15)[0],
+    "rows of a path, transposed": lambda: ga.window_path_graph(20, 3).targets(6, 15)[0].transpose(),
+    "rows of a dilated path": lambda: ga.dilated_window_graph(41, 2, 3, self_loops=False).targets(
+        4, 31
+    )[0],
+    "rows of blocks": lambda: ga.block_window_graph(33, 5, shift=2).targets(6, 24)[0],
+    "rows of a complete graph": lambda: ga.complete_graph(9).targets(2, 5)[0],
+    "causal with a past": lambda: ga.causal_graph(5, past=8),
+    "causal window with a past": lambda: ga.causal_window_graph(5, 3, past=8),
+    "causal window with a past, transposed": lambda: ga.causal_window_graph(
+        5, 3, past=8
+    ).transpose(),
+    "rows of a batch": lambda: ga.batch(
+        [ga.window_path_graph(9, 2), ga.causal_graph(3), ga.block_window_graph(9, 4)]
+    ).targets(4, 17)[0],
     "empty": lambda: ga.complete_graph(0),
     "empty window": lambda: ga.causal_window_graph(0, 3),
     "empty blocks": lambda: ga.block_window_graph(0, 3),
@@ -59,7 +74,7 @@ def edges_of(sequences: torch.Tensor) -> list[tuple[int, int]]:
     for target, targets, source, sources, step, before, after, loops in sequences.tolist():
         for i in range(targets):
             for j in range(max(i - before, 0), min(i + after + 1, sources)):
-                if loops or i != j:
+                if loops != -2 * (j - i):
                     found.append((source + j * step, target + i * step))
     return sorted(found, key=lambda edge: (edge[1], edge[0]))
 
@@ -125,18 +140,32 @@ def test_what_fast_paths_ask(name: str, self_loops: bool, symmetric: bool, windo
     assert BandTables(bands.sequences, "cpu").window == window
 
 
-def test_the_origin_is_the_row_that_a_token_reads_for_itself(graph: ga.TokenGraph) -> None:
+def test_the_origin_is_the_row_that_target_i_reads_for_source_i(graph: ga.TokenGraph) -> None:
+    """Numbered as in their sequence, however far apart they stand in the whole graph."""
     structure, bands = graph.structure, bands_of(graph.structure)
-    assert (bands.origin is None) == (structure.num_offsets is None)
+    if structure.num_offsets is None:
+        assert bands.origin is None
     if bands.origin is None or not graph.num_edges:
         return
+    places: tuple[dict, dict] = {}, {}
+    for row in bands.sequences.tolist():
+        for side in (0, 1):
+            first, count, step = row[2 * side], row[2 * side + 1], row[4]
+            places[side].update({first + k * step: k for k in range(count)})
     source, target = graph.edge_index
     rows = structure.offset_index(target, source)
-    (step,) = {row[4] for row in bands.sequences.tolist()} - {0}
-    hops = torch.div(graph.source_positions[source] - graph.positions[target], step)
-    assert torch.equal(rows.double(), hops.double() + bands.origin)
+    edges = zip(target.tolist(), source.tolist(), strict=True)
+    hops = torch.tensor([places[1][j] - places[0][i] for i, j in edges])
+    assert torch.equal(rows, hops + bands.origin)
     assert int(rows.min()) >= 0
     assert int(rows.max()) < structure.num_offsets
+
+
+def test_sequences_that_differ_in_it_have_no_origin() -> None:
+    graph = ga.block_window_graph(33, 5, shift=2).targets(8, 24)[0]
+    assert graph.structure.num_offsets == 9
+    assert bands_of(graph.structure).origin is None
+    assert bands_of(ga.block_window_graph(33, 5, shift=2).targets(7, 24)[0].structure).origin == 4
 
 
 @pytest.mark.parametrize("name", OTHERS)
