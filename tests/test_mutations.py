@@ -1092,6 +1092,62 @@ MUTATIONS = [
         "full = counts > size",
         (f"{BENCH}_flex.py::test_the_blocks_that_hold_edges_are_those_that_all_pairs_give",),
     ),
+    # Windows on grids, and masks of FlexAttention.
+    Mutation(
+        "an even window has one more behind than before",
+        "graphattn/graphs/grids.py",
+        "k - 1 if c else k // 2 for",
+        "k - 1 if c else (k - 1) // 2 for",
+        ("tests/graphs/test_graphs_grid_windows.py::test_a_neighborhood_is_nattens",),
+    ),
+    Mutation(
+        "a dilated window is shifted by tokens of other lines",
+        "graphattn/graphs/grid_windows.py",
+        "(self.size - 1 - place % self.step) // self.step",
+        "(self.size - 1) // self.step",
+        ("tests/graphs/test_graphs_grid_windows.py::test_a_neighborhood_is_nattens",),
+    ),
+    Mutation(
+        "shifted windows are taken for symmetric",
+        "graphattn/graphs/grid_windows.py",
+        "return replace(self, transposed=not self.transposed)",
+        "return self",
+        ("tests/graphs/test_graphs_grid_windows.py::test_a_neighborhood_is_nattens",),
+    ),
+    Mutation(
+        "a grid is causal where its first axis is",
+        "graphattn/graphs/grid_windows.py",
+        "return not self.class_token and all(",
+        "return not self.class_token and any(",
+        (
+            "tests/graphs/test_graphs_grid_windows.py::test_a_grid_is_causal_where_no_token_sees_a_later_one",
+        ),
+    ),
+    Mutation(
+        "a guess at a mask is not compared with it",
+        "graphattn/graphs/mask_mods.py",
+        "(not verify or mask.is_that_of(rows, b))",
+        "(mask.num_targets > 0)",
+        (
+            "tests/graphs/test_graphs_mask_mods.py::test_a_shape_with_one_pair_changed_is_no_longer_that_shape",
+        ),
+    ),
+    Mutation(
+        "masks of other heads are not looked at",
+        "graphattn/graphs/mask_mods.py",
+        "for h in range(1, alike if reads_h else 1):",
+        "for h in range(1, 1):",
+        ("tests/graphs/test_graphs_mask_mods.py::test_masks_of_heads_must_be_equal",),
+    ),
+    Mutation(
+        "full blocks of a BlockMask ask its mask_mod",
+        "graphattn/graphs/mask_mods.py",
+        "full[place] | (partial[place] & own(b, h, q_idx, kv_idx))",
+        "(full[place] | partial[place]) & own(b, h, q_idx, kv_idx)",
+        (
+            "tests/graphs/test_graphs_mask_mods.py::test_full_blocks_do_not_ask_the_mask_mod_and_blocks_left_out_do_not_either",
+        ),
+    ),
 ]
 
 
