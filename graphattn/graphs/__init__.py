@@ -11,6 +11,7 @@ from graphattn.graphs.convert import (
 from graphattn.graphs.convert_pyg import from_pyg
 from graphattn.graphs.grids import grid_window_graph, neighborhood_graph, volume_window_graph
 from graphattn.graphs.long_range import bigbird_graph, longformer_graph
+from graphattn.graphs.mask_mods import from_mask_mod
 from graphattn.graphs.nearest_neighbors import knn
 from graphattn.graphs.neighbors import knn_graph, radius_graph
 from graphattn.graphs.token_batch import TokenBatch
@@ -42,6 +43,7 @@ __all__ = [
     "dilated_window_graph",
     "from_edge_index",
     "from_mask",
+    "from_mask_mod",
     "from_networkx",
     "from_pyg",
     "from_scipy",

@@ -20,6 +20,7 @@ GRAPHS = {
     "path": lambda n: ga.window_path_graph(n, 2),
     "complete": ga.complete_graph,
     "cycle": lambda n: ga.window_cycle_graph(n, 2),
+    "shifted grid": lambda n: ga.neighborhood_graph((3, n), (3, 4), dilation=(1, 2)),
     "edge list": lambda n: ga.from_edge_index(ga.window_path_graph(n, 3).edge_index, n),
     "batch": lambda n: ga.batch([ga.window_path_graph(n, 2), ga.longformer_graph(9, 1, (0,))]),
 }

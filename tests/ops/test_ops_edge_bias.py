@@ -47,6 +47,28 @@ TABLES = {
         25,
         lambda i, j: (j // 3 - i // 3 + 2) * 5 + (j % 3 - i % 3 + 2),
     ),
+    "shifted grid": (
+        lambda: ga.neighborhood_graph((4, 5), (3, 2), dilation=(1, 2)),
+        15,
+        lambda i, j: (j // 5 - i // 5 + 2) * 3 + (j % 5 - i % 5) // 2 + 1,
+    ),
+    "causal dilated grid": (
+        lambda: ga.grid_window_graph(4, 6, (1, 2), dilation=(1, 2), causal=(True, False)),
+        10,
+        lambda i, j: (j // 6 - i // 6 + 1) * 5 + (j % 6 - i % 6) // 2 + 2,
+    ),
+    "volume": (
+        lambda: ga.volume_window_graph(2, 3, 3, 1),
+        27,
+        lambda i, j: (
+            (j // 9 - i // 9 + 1) * 9 + (j // 3 % 3 - i // 3 % 3 + 1) * 3 + (j % 3 - i % 3 + 1)
+        ),
+    ),
+    "seen from the other side": (
+        lambda: ga.neighborhood_graph((4, 3), 2, is_causal=(True, False)).transpose(),
+        6,
+        lambda i, j: (j // 3 - i // 3) * 3 + (j % 3 - i % 3 + 1),
+    ),
     "batch of windows": (
         lambda: ga.batch([ga.window_path_graph(n, 2) for n in (5, 1, 7)]),
         5,
