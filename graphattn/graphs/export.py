@@ -101,7 +101,12 @@ def _pyg_parts(
         )
         values = (None if value is None else value[own] for value in (edge_attr, edge_weight))
         parts.append(pyg_of(part, edge_type, *values, as_data=True))
-    return Batch.from_data_list(parts)
+    batch = Batch.from_data_list(parts)
+    if edge_type is not None:  # PyG forgets nodes without features, and then cannot separate them
+        for node_type in (edge_type[0], edge_type[2]):
+            batch._slice_dict.setdefault(node_type, {})
+            batch._inc_dict.setdefault(node_type, {})
+    return batch
 
 
 def pyg_batch_of(batch: TokenBatch) -> Any:

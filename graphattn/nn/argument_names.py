@@ -148,7 +148,8 @@ _ADVICE = {
     "add_zero_attn": "a token without edges gets zeros: leave it out",
     "add_self_loops": "the graph says it: self_loops=True of its builder",
     "concat": "heads are always concatenated and projected: leave it out",
-    "batch": "the graph says it: ga.batch([...]) of one graph per sequence",
+    "batch": "the graph says it: ga.batch([...]) of one graph per sequence, or "
+    "ga.from_edge_index(edge_index, N, batch=batch)",
     "cu_seqlens": "the graph says it: ga.batch([...]) of one graph per sequence",
     "labels": "the loss is a function: ga.train.masked_token_loss(logits, tokens, masked)",
     "return_dict": "outputs are tensors: leave it out",

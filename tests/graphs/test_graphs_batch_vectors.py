@@ -1,0 +1,220 @@
+"""PyG's batch vectors: items do not see each other, and each is what it would be alone."""
+
+import re
+
+import pytest
+import torch
+
+import graphattn as ga
+
+SIZES = [6, 0, 1, 9, 2]
+WHICH = torch.arange(5).repeat_interleave(torch.tensor(SIZES))
+
+
+def points(n, features=3, dtype=torch.float32):
+    """On a small grid, so that distances are equal now and then."""
+    return torch.randint(4, (n, features), generator=torch.manual_seed(n)).to(dtype)
+
+
+def by_hand(x, which, sees):
+    """The mask of pairs of one item, in plain Python; `sees(i, candidates)` are its sources."""
+    mask = torch.zeros(len(x), len(x), dtype=torch.bool)
+    for i in range(len(x)):
+        same = [j for j in range(len(x)) if which[j] == which[i]]
+        for j in sees(i, same):
+            mask[i, j] = True
+    return mask
+
+
+def squared(x, i, j):
+    return float((x[i].double() - x[j].double()).square().sum())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("self_loops", [False, True])
+@pytest.mark.parametrize("k", [1, 3, 7, 30])
+def test_neighbours_are_the_nearest_of_the_item(k, self_loops, dtype):
+    x = points(len(WHICH), dtype=dtype)
+
+    def sees(i, same):
+        others = sorted((j for j in same if j != i), key=lambda j: (squared(x, i, j), j))
+        return ([i, *others] if self_loops else others)[:k]
+
+    graph = ga.knn_graph(x, k, batch=WHICH, self_loops=self_loops)
+    assert torch.equal(graph.to_mask(), by_hand(x, WHICH, sees))
+    assert graph.sizes == tuple((n, n) for n in SIZES)
+    assert torch.equal(graph.batch, WHICH)
+    assert not graph.is_causal
+
+
+@pytest.mark.parametrize("max_neighbors", [None, 1, 4])
+@pytest.mark.parametrize("self_loops", [False, True])
+def test_what_is_within_reach_is_of_the_item(self_loops, max_neighbors):
+    x = points(len(WHICH))
+
+    def sees(i, same):
+        near = [j for j in same if j != i and squared(x, i, j) <= 4.0]
+        near.sort(key=lambda j: (squared(x, i, j), j))
+        return ([i, *near] if self_loops else near)[:max_neighbors]
+
+    graph = ga.radius_graph(x, 2.0, batch=WHICH, self_loops=self_loops, max_neighbors=max_neighbors)
+    assert torch.equal(graph.to_mask(), by_hand(x, WHICH, sees))
+    assert graph.sizes == tuple((n, n) for n in SIZES)
+
+
+def test_each_item_is_what_it_is_alone():
+    x, sizes = torch.randn(30, 4), [11, 7, 12]
+    which = torch.arange(3).repeat_interleave(torch.tensor(sizes))
+    assert ga.knn_graph(x, 3, batch=which) == ga.batch(
+        [ga.knn_graph(own, 3) for own in x.split(sizes)]
+    )
+    assert ga.radius_graph(x, 1.5, batch=which) == ga.batch(
+        [ga.radius_graph(own, 1.5) for own in x.split(sizes)]
+    )
+    assert ga.knn_graph(x, 3, batch=which.int()) == ga.knn_graph(x, 3, batch=which)
+
+
+def test_items_of_one_length_need_no_vector():
+    x, context = torch.randn(4, 10, 3), torch.randn(4, 6, 3)
+    assert ga.knn_graph(x, 3) == ga.batch([ga.knn_graph(own, 3) for own in x])
+    assert ga.radius_graph(x, 1.0) == ga.batch([ga.radius_graph(own, 1.0) for own in x])
+    assert ga.knn_graph(x, 3, source=context) == ga.batch(
+        [ga.knn_graph(own, 3, source=other) for own, other in zip(x, context, strict=True)]
+    )
+    assert ga.knn_graph(x[:0], 3).num_targets == 0
+    assert ga.radius_graph(x[:, :0], 1.0).sizes == ((0, 0),) * 4
+
+
+def test_targets_and_sources_have_a_vector_each():
+    x, source = torch.randn(7, 2), torch.randn(8, 2)
+    of_x, of_source = torch.tensor([0, 0, 1, 1, 1, 3, 3]), torch.tensor([0] * 3 + [1] * 2 + [2] * 3)
+    graph = ga.knn_graph(x, 2, source=source, batch=(of_x, of_source))
+    assert graph.sizes == ((2, 3), (3, 2), (0, 3), (2, 0))
+    expected = ga.batch(
+        [
+            ga.knn_graph(x[:2], 2, source=source[:3]),
+            ga.knn_graph(x[2:5], 2, source=source[3:5]),
+        ]
+    )
+    assert torch.equal(graph.edge_index, expected.edge_index)
+
+
+def test_an_edge_list_has_the_borders_of_its_vector():
+    edges = torch.tensor([[1, 0, 4, 2], [0, 1, 2, 3]])
+    which = torch.tensor([0, 0, 2, 2, 2])
+    graph = ga.from_edge_index(edges, 5, batch=which)
+    assert graph.sizes == ((2, 2), (0, 0), (3, 3))
+    assert graph.positions.tolist() == [0, 1, 0, 1, 2]
+    assert torch.equal(graph.batch, which)
+    graph, permutation = ga.from_edge_index(edges, 5, batch=which, return_permutation=True)
+    assert torch.equal(graph.edge_index, edges[:, permutation])
+    tracks = ga.from_edge_index(
+        torch.tensor([[0, 3], [0, 1]]),
+        2,
+        4,
+        batch=(torch.tensor([0, 1]), torch.tensor([0, 0, 1, 1])),
+    )
+    assert tracks.sizes == ((1, 2), (1, 2))
+    assert tracks.source_positions.tolist() == [0, 1, 0, 1]
+
+
+def test_the_vector_of_a_graph_is_that_of_its_targets():
+    assert ga.causal_graph(3).batch.tolist() == [0, 0, 0]
+    graph = ga.batch([ga.bipartite_complete_graph(2, 5), ga.bipartite_complete_graph(1, 4)])
+    assert graph.batch.tolist() == [0, 0, 1]
+    assert graph.transpose().batch.tolist() == [0] * 5 + [1] * 4
+
+
+X = torch.randn(4, 2)
+BACK = torch.tensor([0, 1, 0, 1])
+GOOD = torch.tensor([0, 0, 1, 1])
+EDGES = torch.tensor([[0, 2], [1, 1]])
+BAD_CALLS = {
+    "unsorted neighbours": (
+        lambda: ga.knn_graph(X, 1, batch=BACK),
+        [
+            "batch must be in ascending order",
+            "batch[1] = 1",
+            "batch[2] = 0",
+            "argsort(stable=True)",
+        ],
+    ),
+    "unsorted radius": (
+        lambda: ga.radius_graph(X, 1, batch=BACK),
+        ["batch must be in ascending order"],
+    ),
+    "unsorted edges": (
+        lambda: ga.from_edge_index(EDGES, 4, batch=BACK),
+        ["batch must be in ascending order"],
+    ),
+    "crossing": (
+        lambda: ga.from_edge_index(EDGES, 4, batch=GOOD),
+        ["the edge (source 2, target 1) of edge_index crosses the border"],
+    ),
+    "too short": (
+        lambda: ga.knn_graph(X, 1, batch=GOOD[:3]),
+        ["batch must have one entry for each of 4 tokens", "got 3"],
+    ),
+    "floats": (
+        lambda: ga.knn_graph(X, 1, batch=GOOD.float()),
+        ["batch must be an integer tensor of shape [4]", "float32"],
+    ),
+    "2-d": (lambda: ga.radius_graph(X, 1, batch=GOOD[None]), ["batch must be", "[1, 4]"]),
+    "a list": (lambda: ga.radius_graph(X, 1, batch=[0, 0, 1, 1]), ["batch must be", "list"]),
+    "negative": (lambda: ga.knn_graph(X, 1, batch=GOOD - 1), ["batch must be >= 0", "-1"]),
+    "both ways": (
+        lambda: ga.knn_graph(X[None], 1, batch=GOOD),
+        ["batch must be None", "[1, 4, 2]"],
+    ),
+    "within and a vector": (
+        lambda: ga.knn_graph(X, 1, batch=GOOD, within=ga.causal_graph(4)),
+        ["within must be None", "graphattn.batch"],
+    ),
+    "one vector for two tracks": (
+        lambda: ga.knn_graph(X, 1, source=X, batch=GOOD),
+        ["batch must be a pair", "Tensor"],
+    ),
+    "one vector for edges of two tracks": (
+        lambda: ga.from_edge_index(EDGES, 2, 4, batch=GOOD),
+        ["batch must be a pair (targets [2], sources [4])"],
+    ),
+    "three vectors": (
+        lambda: ga.knn_graph(X, 1, source=X, batch=(GOOD, GOOD, GOOD)),
+        ["batch must be a pair", "3"],
+    ),
+    "sources unsorted": (
+        lambda: ga.knn_graph(X, 1, source=X, batch=(GOOD, BACK)),
+        ["batch[1] must be in ascending order"],
+    ),
+    "sources of another batch": (
+        lambda: ga.knn_graph(X[None], 1, source=X[None].expand(2, -1, -1)),
+        ["source must have shape [1, M, C]", "[2, 4, 2]"],
+    ),
+    "self with sources": (
+        lambda: ga.knn_graph(X, 1, source=X, batch=(GOOD, GOOD), self_loops=True),
+        ["self_loops=True needs source=None"],
+    ),
+    "k": (lambda: ga.knn_graph(X, 0, batch=GOOD), ["k must be >= 1", "got 0"]),
+    "backend": (
+        lambda: ga.knn_graph(X, 1, batch=GOOD, backend="fast"),
+        ["backend must be one of", "'fast'"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_CALLS)
+def test_a_bad_vector_is_refused_by_name(name):
+    call, fragments = BAD_CALLS[name]
+    with pytest.raises(ValueError, match=re.escape(fragments[0])) as raised:
+        call()
+    for fragment in fragments:
+        assert fragment in str(raised.value)
+
+
+def test_nan_has_no_neighbours_and_is_none():
+    x = torch.randn(8, 2)
+    x[2] = torch.nan
+    which = torch.tensor([0] * 4 + [1] * 4)
+    for graph in (ga.knn_graph(x, 3, batch=which), ga.radius_graph(x, 100.0, batch=which)):
+        assert 2 not in graph.edge_index
+        assert graph.in_degree().tolist() == [2, 2, 0, 2, 3, 3, 3, 3]
