@@ -86,6 +86,7 @@ SAVING = "tests/graphs/test_graphs_saving.py"
 READERS = "tests/data/test_data_files.py"
 DEMO = "tests/cli/test_cli_demo_training.py"
 BENCH = "tests/cli/test_cli_bench"
+FEATURES = "tests/ops/test_ops_consensus_edges.py"
 
 MUTATIONS = [
     Mutation(
@@ -194,6 +195,47 @@ MUTATIONS = [
         "return x if self.counts is None else x.masked_fill(",
         "return x if True else x.masked_fill(",
         (f"{CONSENSUS}::test_an_edge_that_touches_an_invalid_token_is_no_edge",),
+    ),
+    Mutation(
+        "features of a window's edges stand one place late beyond the token itself",
+        "graphattn/ops/consensus/pieces.py",
+        "skipped = int(hop > 0 and not band.self_loops)",
+        "skipped = 0",
+        (f"{FEATURES}::test_one_step_is_its_equation",),
+    ),
+    Mutation(
+        "features of edges that touch padding are read",
+        "graphattn/ops/consensus/pieces.py",
+        "return found if self.counts is None else found.masked_fill(",
+        "return found if True else found.masked_fill(",
+        (f"{FEATURES}::test_features_of_edges_that_touch_padding_reach_nothing",),
+    ),
+    Mutation(
+        "features that a batch shares get the gradient of its first sequence",
+        "graphattn/ops/consensus/pieces.py",
+        "values = values.sum(0, keepdim=True)",
+        "values = values[:1]",
+        (f"{FEATURES}::test_every_gradient_is_that_of_the_reference",),
+    ),
+    Mutation(
+        "a message that takes no features of edges runs without them",
+        "graphattn/nn/consensus.py",
+        "            self.check_message_features()\n",
+        "            pass\n",
+        (
+            "tests/nn/test_nn_edge_features.py"
+            "::test_a_message_that_takes_no_features_refuses_them_by_name",
+        ),
+    ),
+    Mutation(
+        "certificates forget what edges have",
+        "graphattn/spectral/frozen_steps.py",
+        "edge_matrix(of_target[t] + of_source[s], of_edge)",
+        "edge_matrix(of_target[t] + of_source[s])",
+        (
+            "tests/spectral/test_spectral_edge_features.py"
+            "::test_numbers_are_those_of_the_layers_own_step",
+        ),
     ),
     Mutation(
         "nearest neighbours by products trust their rounding",
