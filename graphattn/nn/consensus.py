@@ -421,7 +421,12 @@ class SelfConsensus(_Consensus, StreamingLayer):
     Example:
         >>> import torch, graphattn as ga
         >>> layer = ga.nn.SelfConsensus(16, heads=4, rank=2, edge_hidden=32, rope=True)
-        >>> layer(torch.randn(2, 10, 16), ga.window_path_graph(10, window=2)).shape
+        >>> graph = ga.window_path_graph(10, window=2)
+        >>> layer(torch.randn(2, 10, 16), graph).shape
+        torch.Size([2, 10, 16])
+        >>> layer = ga.nn.SelfConsensus(16, heads=4, edge_hidden=32, edge_features=1)
+        >>> distances = torch.rand(graph.num_edges, 1)
+        >>> layer(torch.randn(2, 10, 16), graph, edge_features=distances).shape
         torch.Size([2, 10, 16])
     """
 

@@ -287,3 +287,43 @@ def test_parameter_counts_are_those_the_docstring_sets_beside_table_10(
     assert (
         f"{millions} M where it says {table_10} M" in says or f"{millions} for {table_10}" in says
     )
+
+
+# Features of edges.
+
+
+def test_consensus_blocks_see_features_of_edges_and_attention_blocks_do_not():
+    torch.manual_seed(0)
+    graph = ga.window_path_graph(12, 2)
+    model = ga.models.SequenceEncoder(
+        9, 16, depth=4, heads=2, mixer="mix", edge_hidden=4, edge_features=3
+    ).double()
+    assert [getattr(block.mixer, "edge_features", 0) for block in model.blocks] == [0, 0, 3, 3]
+    tokens = torch.randint(9, (2, 12))
+    e = torch.randn(2, graph.num_edges, 3, dtype=torch.float64)
+    x = model.embedding(tokens)
+    for k, block in enumerate(model.blocks):
+        x = block(x, graph) if k < 2 else block(x, graph, edge_features=e)
+    expected = model.head(model.norm(x))
+    torch.testing.assert_close(model(tokens, graph, edge_features=e), expected)
+    torch.testing.assert_close(model(tokens, graph, edge_features=[None, None, e, e]), expected)
+    # The consensus layers' own graph is this one, so their features fit it, too.
+    assert model(tokens, edge_features=e).shape == (2, 12, 9)
+    other = model(tokens, graph, edge_features=2 * e)
+    assert not torch.allclose(other, expected)
+    out = model(tokens, graph, edge_features=e.requires_grad_())
+    out.sum().backward()
+    assert e.grad.any()
+
+
+def test_an_encoder_names_features_that_are_missing_or_not_expected():
+    tokens, graph = torch.zeros(12, dtype=torch.long), ga.window_path_graph(12, 2)
+    e = torch.zeros(graph.num_edges, 3)
+    options = {"depth": 2, "heads": 2, "edge_hidden": 4}
+    with pytest.raises(ValueError, match="edge_features cannot be given to this SequenceEncoder"):
+        ga.models.SequenceEncoder(9, 16, mixer="mix", **options)(tokens, graph, edge_features=e)
+    model = ga.models.SequenceEncoder(9, 16, mixer="mix", edge_features=3, **options)
+    with pytest.raises(ValueError, match="edge_features must be given"):
+        model(tokens, graph)
+    with pytest.raises(ValueError, match=r"one entry per block \(2\), got 1"):
+        model(tokens, graph, edge_features=[e])
