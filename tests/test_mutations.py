@@ -57,6 +57,9 @@ MESSAGES = "tests/nn/test_nn_message_passing.py"
 GUARANTEES = "tests/nn/test_nn_consensus_guarantees.py"
 ROTARY = "tests/nn/test_nn_rotary.py"
 KERNELS = "tests/kernels/test_kernels_attention.py"
+PER_SAMPLE = "tests/ops/test_ops_edge_bias_per_sample.py"
+BIASES = "tests/nn/test_nn_edge_bias.py"
+OFFSETS = "tests/nn/test_nn_offset_bias.py"
 GAUSSIAN = "tests/kernels/test_kernels_gaussian.py"
 BANDS = "tests/kernels/test_kernels_nan.py"
 EDGES = "tests/kernels/test_kernels_edges.py"
@@ -492,6 +495,52 @@ MUTATIONS = [
         "o_offset -= COLUMNS",
         "o_offset -= 0",
         (f"{KERNELS}::test_sizes_of_tiles_change_no_gradient_of_a_table",),
+    ),
+    # Biases of edges.
+    Mutation(
+        "a NaN among the biases spreads to rows that are padded with its edge",
+        "graphattn/ops/attention/structured/rows.py",
+        "return bool(bias.detach().amax() <= limit)",
+        "return True",
+        (f"{PER_SAMPLE}::test_a_nan_of_one_edge_spoils_its_own_row_alone",),
+    ),
+    Mutation(
+        "gradients of biases of samples are those of all samples together",
+        "graphattn/ops/attention/structured/rows.py",
+        "per_slot = d_logits if d_bias.dim() == 3 else d_logits.sum(0)",
+        "per_slot = d_logits.sum(0).expand_as(d_logits) if d_bias.dim() == 3 else d_logits.sum(0)",
+        (f"{PER_SAMPLE}::test_all_gradients_are_those_of_differences",),
+    ),
+    Mutation(
+        "kernels read the biases of the first sample in all of them",
+        "kernels/edges.py",
+        "p_bias += i_b * E * H",
+        "p_bias += 0",
+        (f"{EDGES}::test_values_and_gradients_are_those_of_float64[bias of every sample]",),
+    ),
+    Mutation(
+        "a message that knows no biases passes over them in silence",
+        "graphattn/nn/attention.py",
+        'if not message_takes(self, "edge_bias"):',
+        "if False:",
+        (f"{BIASES}::test_a_message_that_does_not_take_it_is_not_passed_over_in_silence",),
+    ),
+    Mutation(
+        "T5's buckets look forward where they should look back",
+        "graphattn/nn/offsets.py",
+        "bucket = (offset > 0).to(offset.dtype) * num_buckets",
+        "bucket = (offset < 0).to(offset.dtype) * num_buckets",
+        (f"{OFFSETS}::test_the_bias_of_an_edge_is_that_of_its_offset",),
+    ),
+    Mutation(
+        "the square root of distance 0 is differentiated",
+        "graphattn/nn/edge_bias.py",
+        "distance = square.masked_fill(same, 1).sqrt().masked_fill(same, 0)",
+        "distance = square.sqrt()",
+        (
+            "tests/nn/test_nn_distance_bias.py"
+            "::test_tokens_in_one_place_and_self_loops_have_gradient_0_and_not_nan",
+        ),
     ),
     # Kernels over edges, and tables of neighbours.
     Mutation(
