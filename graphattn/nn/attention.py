@@ -24,7 +24,9 @@ from graphattn.nn.overrides import (
 from graphattn.nn.rotary import RotaryEmbedding
 from graphattn.nn.streaming import StreamingLayer
 from graphattn.ops.attention.api import attention_weights, rbf_attention
+from graphattn.ops.attention.cached import attend_cached, attend_logits, pair_logits
 from graphattn.ops.attention.edge_bias import check_edge_bias, per_edge
+from graphattn.ops.attention.reference import Score
 from graphattn.ops.attention.softcap import as_softcap, capped
 from graphattn.ops.attention.streaming import has_step_kernel, step_by_kernel
 from graphattn.ops.dropout import Kept, as_share, draw_seed, dropout_of_call
@@ -417,34 +419,30 @@ class GraphAttention(StreamingLayer):
         """For the kernel: log(sigma) [heads] or [1], or None where scores are scaled products."""
         raise NotImplementedError
 
+    def row_score(self, query: Tensor) -> tuple[Score, float | Tensor]:
+        """What log-affinities of queries [B * Hk, g, D] are, "dot" or "rbf", and their scale.
+
+        The scale is a number or a tensor broadcastable to [B * Hk, g, 1].
+        """
+        raise NotImplementedError
+
     def row_logits(self, query: Tensor, key: Tensor) -> Tensor:
         """Log-affinities [B * Hk, g, n] of queries [B * Hk, g, D] to keys [B * Hk, n, D]."""
-        raise NotImplementedError
+        score, scale = self.row_score(query)
+        return pair_logits(query, key, score, scale, exact=self.top_k is not None, large=False)
 
     def fused_row(self, query: Tensor, key: Tensor, value: Tensor, keep: Tensor | None) -> Tensor:
         """One row of attention per query, [B * Hk, g, D]; sources are those of `keep`."""
-        logits = capped(self.row_logits(query, key), self.softcap)
-        if keep is not None:
-            logits = logits.masked_fill(~keep, -torch.inf)
-        worse = None
-        if self.top_k is not None and self.top_k < logits.shape[-1]:
-            worse = not_among_best(logits, self.top_k)
-            logits = logits.masked_fill(worse, -torch.inf)
-        weights = logits.softmax(dim=-1)
-        if keep is not None:
-            weights = weights.masked_fill(~keep, 0)  # a row without sources is 0 / 0
-        out = torch.bmm(weights, value)
-        # A value that is not kept must not be read: 0 * NaN is NaN. (Elsewhere than on a CPU,
-        # looking whether there is one would wait for the device.)
-        if worse is not None and (out.device.type != "cpu" or not math.isfinite(out.sum())):
-            bad = ~value.isfinite()
-            kept = value[:, None].masked_fill(worse[..., None], 0)
-            spoilt = (weights[..., None, :] @ kept).squeeze(-2)
-            seen = torch.bmm((~worse).to(value.dtype), bad.to(value.dtype)) > 0
-            # By the very product of before, so that other texts keep their bits.
-            out = torch.where(seen, spoilt, torch.bmm(weights, torch.where(bad, 0, value)))
-        if self.eps > 0 or self.sink is not None:
-            lse = logits.logsumexp(dim=-1).unflatten(0, (-1, self.kv_heads))
+        need_lse = self.eps > 0 or self.sink is not None
+        options: dict[str, Any] = {"top_k": self.top_k, "keep": keep, "need_lse": need_lse}
+        own = type(self).row_logits is not GraphAttention.row_logits or "row_logits" in vars(self)
+        if own or self.softcap is not None:
+            logits = capped(self.row_logits(query, key), self.softcap)
+            out, lse = attend_logits(logits, value, **options)
+        else:
+            out, lse = attend_cached(query, key, value, *self.row_score(query), **options)
+        if lse is not None:
+            lse = lse.unflatten(0, (-1, self.kv_heads))
             sink = self.sink_logits(lse)
             sink = None if sink is None else sink.view(self.kv_heads, -1)
             out = out * share_beside_eps(lse, self.eps, sink).flatten(0, 1)[..., None]
@@ -454,33 +452,6 @@ class GraphAttention(StreamingLayer):
 def _given(edge_bias: Tensor | None) -> dict[str, Tensor]:
     """The keyword where there is one: methods that somebody has replaced may not know it."""
     return {} if edge_bias is None else {"edge_bias": edge_bias}
-
-
-PAIRS = 1 << 20  # numbers at a time: 4 megabytes of float32; fewer is slower
-
-
-def sum_pairs(query: Tensor, key: Tensor, *, difference: bool) -> Tensor:
-    """q . k or |q - k|^2 of queries [B, g, D] and keys [B, n, D], pair by pair, [B, g, n].
-
-    Not by a matrix product: differences do not cancel, and equal keys tie to the last bit.
-    """
-    found = []
-    query = query[:, :, None]
-    for keys in key[:, None].split(max(1, PAIRS // max(1, query.numel())), dim=-2):
-        pairs = (query - keys).square_() if difference else query * keys
-        found.append(pairs.sum(dim=-1))
-    return found[0] if len(found) == 1 else torch.cat(found, dim=-1)
-
-
-def not_among_best(logits: Tensor, k: int) -> Tensor:
-    """Marks what is not among the k < n largest of a row [*, n]; of equal ones the first are."""
-    n = logits.shape[-1]
-    if logits.device.type == "cpu":  # elsewhere this would wait for the device
-        worse = logits < logits.kthvalue(n - k + 1, dim=-1, keepdim=True).values
-        if bool((worse.sum(-1) == n - k).all()):
-            return worse
-    best = logits.sort(dim=-1, descending=True, stable=True).indices[..., :k]
-    return torch.ones_like(logits, dtype=torch.bool).scatter_(-1, best, False)
 
 
 class DistanceAttention(GraphAttention):
@@ -504,12 +475,12 @@ class DistanceAttention(GraphAttention):
         distance = (query_i - key_j).square().sum(-1)
         return -distance / (2 * self.sigma().to(distance.dtype) ** 2)
 
-    def row_logits(self, query: Tensor, key: Tensor) -> Tensor:
-        distance = sum_pairs(query, key, difference=True)
-        scale = (-2 * self.log_sigma.to(distance.dtype)).exp_().mul_(-0.5)
-        by_head = distance.unflatten(0, (-1, self.kv_heads))
-        by_head *= scale.expand(self.heads).reshape(self.kv_heads, -1, 1)
-        return distance
+    def row_score(self, query: Tensor) -> tuple[Score, float | Tensor]:
+        scale = (-2 * self.log_sigma.to(query.dtype)).exp_()
+        if scale.numel() > 1:
+            by_head = scale.view(self.kv_heads, -1, 1)
+            scale = by_head.repeat(len(query) // self.kv_heads, 1, 1)
+        return "rbf", scale
 
     def step_scale(self) -> tuple[Tensor | None, float]:
         return self.log_sigma, 1.0

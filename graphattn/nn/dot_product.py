@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 
-import torch
 from torch import Tensor, nn
 
 from graphattn.graphs.arguments import as_int
 from graphattn.graphs.token_graph import TokenGraph
-from graphattn.nn.attention import GraphAttention, sum_pairs
+from graphattn.nn.attention import GraphAttention
 from graphattn.nn.graph_layer import Positions
 from graphattn.nn.rotary import RotaryEmbedding
 from graphattn.ops.attention.api import attention_weights, dot_product_attention
+from graphattn.ops.attention.reference import Score
 from graphattn.ops.inputs import Valid, ValidPair
 
 
@@ -160,12 +160,8 @@ class DotProductAttention(GraphAttention):
             )
         return super().cache_fields()
 
-    def row_logits(self, query: Tensor, key: Tensor) -> Tensor:
-        if self.top_k is None:
-            products = torch.bmm(query, key.mT)
-        else:
-            products = sum_pairs(query, key, difference=False)
-        return products.mul_(1 / math.sqrt(self.head_dim))
+    def row_score(self, query: Tensor) -> tuple[Score, float | Tensor]:
+        return "dot", 1 / math.sqrt(self.head_dim)
 
     def step_scale(self) -> tuple[Tensor | None, float]:
         return None, 1 / math.sqrt(self.head_dim)

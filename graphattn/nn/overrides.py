@@ -22,7 +22,7 @@ EDGE_METHODS = (
 WEIGHT_METHODS = ("message", "log_affinity", "propagate")  # what `edge_weights` restates
 # What a step of generation shortens to one row, by `step_row` or the methods that it calls.
 ROW_METHODS = (*EDGE_METHODS, "fused", "mix", "move", "sigma")
-ROW_TWINS = ("step_row", "fused_row", "row_logits")
+ROW_TWINS = ("step_row", "fused_row", "row_logits", "row_score")
 # What `forward` runs and steps of generation do not.
 FORWARD_METHODS = (
     "forward", "attend", "one_step", "project", "rotations", "resolve_positions",

@@ -10,6 +10,7 @@ from nn_by_hand import CASES, DIM, Case
 
 import graphattn as ga
 from graphattn.nn.layer_cache import ANGLES_AHEAD
+from graphattn.ops.attention.cached import not_among_best
 
 STREAMING = [case for case in CASES if case.context_width is None and not case.is_energy]
 ONE_OF_EACH = [
@@ -262,7 +263,7 @@ def test_ties_and_numbers_that_compare_with_nothing_are_selected_as_by_a_stable_
         for k in (1, 4, 8):
             order = logits.argsort(dim=-1, descending=True, stable=True)
             expected = order.argsort(dim=-1) >= k
-            assert torch.equal(ga.nn.attention.not_among_best(logits, k), expected)
+            assert torch.equal(not_among_best(logits, k), expected)
 
 
 @pytest.mark.parametrize("kind", ["KrauseAttention", "GaussianKernelAttention"])

@@ -8,15 +8,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from graphattn.ops.attention.reference import Score
+from graphattn.ops.memory import keep_freed_memory
 
 SMALL = 1 << 15  # numbers of the keys of a cache up to which the fewest calls are the fastest way
 PAIRS = 1 << 20  # numbers at a time in those: 4 megabytes of float32; fewer is slower
-CHUNK = 1 << 18  # numbers whose differences stay near the processor: a megabyte of float32
+CHUNK = 1 << 17  # numbers whose differences stay near the processor: half a megabyte of float32
+# Rows that share keys from which RBF logits are products and norms, where those do not cancel.
+MANY_ROWS = 3
+LARGEST = 32.0  # scaled squares up to which they do not: five bits of a logit at most
 # Keys at a time of a head that is spread over a cache: their pages stay known to the processor.
 SPREAD = 1024
 
@@ -44,23 +49,48 @@ def attend_cached(
         top_k: sources kept per row.
         keep: bool, broadcastable to [G, R, n]: what a row sees; all if None.
     """
-    n, R = key.shape[-2], query.shape[-2]
     large = key.numel() > SMALL and key.device.type == "cpu"
-    cut = None if top_k is None or top_k >= n else top_k
-    logits = pair_logits(query, key, score, scale, exact=cut is not None, large=large)
+    if large:
+        keep_freed_memory()
+    cut = top_k is not None and top_k < key.shape[-2]
+    exact = cut or (keep is not None and score == "rbf")
+    logits = pair_logits(query, key, score, scale, exact=exact, large=large)
+    products = Products(query, key, scale) if cut and large and score == "dot" else None
+    return attend_logits(logits, value, top_k, keep, products=products, need_lse=need_lse)
+
+
+class Products(NamedTuple):
+    """What logits are rounded products of: queries [G, R, D], keys [G, n, D] and the scale."""
+
+    query: Tensor
+    key: Tensor
+    scale: float | Tensor
+
+
+def attend_logits(
+    logits: Tensor,
+    value: Tensor,
+    top_k: int | None,
+    keep: Tensor | None,
+    *,
+    products: Products | None = None,
+    need_lse: bool = True,
+) -> tuple[Tensor, Tensor | None]:
+    """:func:`attend_cached` from logits [G, R, n]; without `products`, equal ones are ties."""
+    R, n = logits.shape[1:]
     if keep is not None:
         logits = logits.masked_fill(~keep, -torch.inf)
     hidden = None if keep is None else ~keep
-    if cut is not None:
-        if large:
-            rounding = 2 * (query.shape[-1] ** 0.5 + 4) if score == "dot" else 0.0
-            if 2 * cut * R <= n:
-                best = _best_places(query, key, scale, logits, cut, rounding)
-                return _average_few(logits, value, best, keep is not None, need_lse)
-            worse = _worse(query, key, scale, logits, cut, rounding)
+    if top_k is not None and top_k < n:
+        large = products is not None or value.numel() > SMALL
+        if not large or value.device.type != "cpu":
+            worse = not_among_best(logits, top_k)
+        elif 2 * top_k * R <= n:
+            best = _best_places(logits, top_k, products)
+            return _average_few(logits, value, best, keep is not None, need_lse)
         else:
-            worse = not_among_best(logits, cut)
-        logits = logits.masked_fill_(worse, -torch.inf)
+            worse = _worse(logits, top_k, products)
+        logits = logits.masked_fill(worse, -torch.inf)
         hidden = worse if hidden is None else worse | hidden
     weights = logits.softmax(dim=-1)
     lse = logits.logsumexp(dim=-1) if need_lse else None
@@ -112,21 +142,52 @@ def pair_logits(
 ) -> Tensor:
     """Logits [G, R, n]. Distances are `exact`, and are equal where keys are.
 
-    Products are where they are few, or rounded as matrix products round.
+    Products are where they are few; else they are rounded as a matrix product rounds. Without
+    `exact`, distances of many rows come from products too.
     """
     if score == "rbf":
+        if large and not exact and query.shape[-2] >= MANY_ROWS:
+            return _by_norms(query, key, scale)
         scale = scale * -0.5
         if large:
             return distances(query, key).square_().mul_(scale)
         return sum_pairs(query, key, difference=True).mul_(scale)
     if exact and not large:
         return sum_pairs(query, key, difference=False).mul_(scale)
+    return products(query, key).mul_(scale)
+
+
+def products(query: Tensor, key: Tensor) -> Tensor:
+    """q . k of every pair, [G, R, n]."""
     if not _is_spread(key):
-        return torch.bmm(query, key.mT).mul_(scale)
-    logits = query.new_empty(*query.shape[:2], key.shape[-2])
-    for part, keys in zip(logits.split(SPREAD, -1), key.split(SPREAD, -2), strict=True):
+        return torch.bmm(query, key.mT)
+    found = query.new_empty(*query.shape[:2], key.shape[-2])
+    for part, keys in zip(found.split(SPREAD, -1), key.split(SPREAD, -2), strict=True):
         torch.bmm(query, keys.mT, out=part)
-    return logits.mul_(scale)
+    return found
+
+
+def _by_norms(query: Tensor, key: Tensor, scale: float | Tensor) -> Tensor:
+    """RBF logits [G, R, n] from q . k - (|q|^2 + |k|^2) / 2, or by differences where that cancels.
+
+    Keys are read twice, however many rows there are. Every group decides for itself.
+    """
+    in_order = key.transpose(0, 1) if key.stride(0) < key.stride(1) else key
+    of_key = torch.linalg.vector_norm(in_order, dim=-1).square_()
+    if in_order is not key:
+        of_key = of_key.t()
+    of_query = query.square().sum(-1, keepdim=True)
+    logits = products(query, key).sub_(of_key[:, None], alpha=0.5).sub_(of_query, alpha=0.5)
+    logits = logits.mul_(scale)
+    size = torch.maximum(of_key.amax(-1)[:, None, None], of_query) * scale
+    cancels = ~(size <= LARGEST).all(1).squeeze(-1)
+    if bool(cancels.any()):
+        strength = scale.expand(*query.shape[:2], 1) if isinstance(scale, Tensor) else scale
+        for g in cancels.nonzero().squeeze(-1).tolist():
+            apart = distances(query[g : g + 1], key[g : g + 1]).square_()
+            by_row = strength[g] if isinstance(strength, Tensor) else strength
+            logits[g] = apart[0].mul_(by_row * -0.5)
+    return logits
 
 
 def distances(query: Tensor, key: Tensor) -> Tensor:
@@ -136,10 +197,13 @@ def distances(query: Tensor, key: Tensor) -> Tensor:
     which it stands.
     """
     found = query.new_empty(*query.shape[:2], key.shape[-2])
+    apart = None
     for groups, tokens in _chunks(key):
         keys = key[groups, tokens]
+        if apart is None or apart.shape != keys.shape:
+            apart = torch.empty_like(keys)  # in the order of the keys
         for r in range(query.shape[1]):
-            apart = keys - query[groups, r, None]
+            torch.sub(keys, query[groups, r, None], out=apart)
             torch.linalg.vector_norm(apart, dim=-1, out=found[groups, r, tokens])
     return found
 
@@ -182,49 +246,42 @@ def not_among_best(logits: Tensor, k: int) -> Tensor:
     return torch.ones_like(logits, dtype=torch.bool).scatter_(-1, best, False)
 
 
-def _worse(
-    query: Tensor, key: Tensor, scale: float | Tensor, logits: Tensor, k: int, rounding: float
-) -> Tensor:
-    """:func:`not_among_best` of many logits, whose rounding may have drawn ties apart."""
-    found = logits.kthvalue(logits.shape[-1] - k + 1, dim=-1, keepdim=True)
-    worse = logits < found.values
-    for g, r, best in _judged(query, key, scale, logits, k, found, rounding):
+def _worse(logits: Tensor, k: int, products: Products | None) -> Tensor:
+    """:func:`not_among_best` of many logits; products are judged again near a tie."""
+    last = logits.kthvalue(logits.shape[-1] - k + 1, dim=-1, keepdim=True)
+    worse = logits < last.values
+    for g, r, best in _judged(logits, k, last.values, last.indices, products):
         worse[g, r] = True
         worse[g, r, best] = False
     return worse
 
 
-def _best_places(
-    query: Tensor, key: Tensor, scale: float | Tensor, logits: Tensor, k: int, rounding: float
-) -> Tensor:
-    """Where the k largest of every row stand, [G, R, k]."""
-    values, places = logits.topk(k, dim=-1)
-    last = values[..., -1:], places[..., -1:]
-    for g, r, best in _judged(query, key, scale, logits, k, last, rounding):
+def _best_places(logits: Tensor, k: int, products: Products | None) -> Tensor:
+    """Where the k largest of every row stand, [G, R, k]; products are judged again near a tie."""
+    values, places = logits.topk(k, dim=-1, sorted=False)
+    last = values.min(dim=-1, keepdim=True)
+    place = places.gather(-1, last.indices)
+    for g, r, best in _judged(logits, k, last.values, place, products):
         places[g, r] = best
     return places
 
 
 def _judged(
-    query: Tensor,
-    key: Tensor,
-    scale: float | Tensor,
-    logits: Tensor,
-    k: int,
-    last: tuple[Tensor, Tensor],
-    rounding: float,
+    logits: Tensor, k: int, threshold: Tensor, place: Tensor, products: Products | None
 ) -> Iterator[tuple[int, int, Tensor]]:
     """Rows (g, r) in which the k-th largest is not alone, and the places that they keep.
 
-    `last` are value and place of the k-th largest, [G, R, 1]. What is within `rounding` of it, in
-    units of what a product of its size rounds, is computed again pair by pair: equal keys then tie.
+    `threshold` and `place` [G, R, 1] are those of the k-th largest. Products that are no further
+    from it than rounding could bring equal ones are computed again, pair by pair.
     """
-    lowest, highest = threshold, _ = last[0], last[0]
-    if rounding:
-        group = torch.arange(len(key))[:, None, None]
-        size = torch.linalg.vector_norm(key[group, last[1]], dim=-1)
-        size = size * torch.linalg.vector_norm(query, dim=-1, keepdim=True)
-        size = (size * scale).abs() * (rounding * torch.finfo(logits.dtype).eps)
+    lowest = highest = threshold
+    if products is not None:
+        group = torch.arange(len(logits))[:, None, None]
+        size = torch.linalg.vector_norm(products.key[group, place], dim=-1)
+        size = size * torch.linalg.vector_norm(products.query, dim=-1, keepdim=True)
+        features = products.query.shape[-1]
+        rounding = 2 * (features**0.5 + 4) * torch.finfo(logits.dtype).eps
+        size = (size * products.scale).abs_().mul_(rounding)
         size = torch.where(size.isnan(), torch.inf, size)
         lowest, highest = threshold - size, threshold + size
     lowest = lowest.clamp(min=torch.finfo(logits.dtype).min)  # -inf is never kept
@@ -237,8 +294,9 @@ def _judged(
             continue  # whatever it keeps, it is no number
         sure = (row > highest[g, r]).nonzero().squeeze(-1)
         near = ((row >= lowest[g, r]) & (row <= highest[g, r])).nonzero().squeeze(-1)
-        if rounding:
-            by = (query[g, r] * key[g, near]).sum(-1)
+        if products is not None:
+            by = (products.query[g, r] * products.key[g, near]).sum(-1)
+            scale = products.scale
             by = by * (scale[g, r] if isinstance(scale, Tensor) else scale)
             near = near[by.argsort(descending=True, stable=True)]
         yield g, r, torch.cat([sure, near[: k - len(sure)]])

@@ -236,12 +236,12 @@ def _text(
     first = length - T
     if first < 0 or T == 0:  # padding in front
         out = query.new_zeros(T, H, Dv, dtype=dtype)
-        lse = query.new_full((T, H), -torch.inf, dtype=dtype)
+        sums = query.new_full((T, H), -torch.inf, dtype=dtype)
         if length and T:
             real, found = _text(query[-first:], key, value, length, kind, window, True)
             assert found is not None
-            out[-first:], lse[-first:] = real, found
-        return out, lse
+            out[-first:], sums[-first:] = real, found
+        return out, sums
     low = 0 if window is None else max(0, first - window + 1)
     keys, values = (x[low:length].to(dtype).transpose(0, 1) for x in (key, value))
     query, scale, keep = query.to(dtype), kind.scale, None
@@ -308,8 +308,8 @@ def _kind(
     score: Score = "dot" if sigma is None else "rbf"
     H, D = query.shape[-2:]
     if isinstance(sigma, Tensor) or isinstance(scale, Tensor):
-        strength = _dot_scale(scale, H, query) if sigma is None else _rbf_scale(sigma, H, query)
-        return Kind(score, strength.unflatten(0, (kv_heads, -1)), top_k)
+        by_head = _dot_scale(scale, H, query) if sigma is None else _rbf_scale(sigma, H, query)
+        return Kind(score, by_head.unflatten(0, (kv_heads, -1)), top_k)
     if scale is None and sigma is None:
         return Kind(score, 1 / math.sqrt(max(D, 1)), top_k)
     if sigma is None:
