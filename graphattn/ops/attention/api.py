@@ -17,6 +17,7 @@ from torch import Tensor
 
 from graphattn.graphs.arguments import as_float, as_int
 from graphattn.graphs.token_graph import TokenGraph
+from graphattn.kernels.launch import is_looked_into
 from graphattn.ops.attention import operators, reference, structured, triton
 from graphattn.ops.attention.edge_bias import check_edge_bias, is_table, per_edge
 from graphattn.ops.attention.reference import Score
@@ -325,6 +326,10 @@ def attention_weights(
 def _beside_eps(out: Tensor, lse: Tensor, eps: float, sink: Tensor | None) -> Tensor:
     """out * sum / (eps + exp(sink) + sum); rows that nobody asks for send back 0."""
     share = share_beside_eps(lse.masked_fill(lse.isnan(), torch.inf), eps, sink)[..., None]
+    # Elsewhere looking would wait for the device, or is not allowed.
+    looks = out.device.type == "cpu" and not torch.compiler.is_compiling() and not is_looked_into()
+    if looks and math.isfinite(out.detach().sum()):
+        return out * share
     bad = ~out.isfinite()  # 0 * NaN is NaN
     return torch.where(bad, out * share.detach(), out.masked_fill(bad, 0) * share)
 
