@@ -86,6 +86,14 @@ SAVING = "tests/graphs/test_graphs_saving.py"
 READERS = "tests/data/test_data_files.py"
 DEMO = "tests/cli/test_cli_demo_training.py"
 BENCH = "tests/cli/test_cli_bench"
+PER_SAMPLE = "tests/ops/test_ops_edge_bias_per_sample.py"
+BIASES = "tests/nn/test_nn_edge_bias.py"
+OFFSETS = "tests/nn/test_nn_offset_bias.py"
+FEATURES = "tests/ops/test_ops_consensus_edges.py"
+COLLATE = "tests/graphs/test_graphs_collate"
+CACHES = "tests/nn/test_nn_caches.py"
+BLOCK_STEPS = "tests/nn/test_nn_block_steps.py"
+MODEL_STEPS = "tests/models/test_models_steps.py"
 
 MUTATIONS = [
     Mutation(
@@ -253,8 +261,8 @@ MUTATIONS = [
     Mutation(
         "the log-sum-exp includes eps",
         "graphattn/ops/attention/api.py",
-        "out = _beside_eps(out, lse, eps)",
-        "out = _beside_eps(out, lse, eps)\n"
+        "out = _beside_eps(out, lse, eps, logits)",
+        "out = _beside_eps(out, lse, eps, logits)\n"
         "        lse = torch.logaddexp(lse, torch.full_like(lse, eps).log())",
         (f"{ATTENTION}::test_eps_adds_to_the_normaliser",),
     ),
@@ -340,8 +348,8 @@ MUTATIONS = [
     Mutation(
         "a batch with one causal sequence passes for one without",
         "graphattn/graphs/composites.py",
-        "return any(part.has_causal_part for part in self.parts)",
-        "return all(part.has_causal_part for part in self.parts)",
+        "return any(part.has_causal_part for part in self._without_padding())",
+        "return all(part.has_causal_part for part in self._without_padding())",
         (
             "tests/nn/test_nn_causality_and_padding.py"
             "::test_energy_is_refused_where_one_sequence_of_a_batch_is_causal",
@@ -703,8 +711,8 @@ MUTATIONS = [
     Mutation(
         "eps hands NaN back to rows that nobody asks for",
         "graphattn/ops/attention/api.py",
-        "share_beside_eps(lse.masked_fill(lse.isnan(), torch.inf), eps)",
-        "share_beside_eps(lse, eps)",
+        "share_beside_eps(lse.masked_fill(lse.isnan(), torch.inf), eps, sink)",
+        "share_beside_eps(lse, eps, sink)",
         (f"{LAYERS_UNSEEN}::test_what_a_token_does_not_see_changes_no_bit_of_a_layer",),
     ),
     Mutation(
@@ -1091,6 +1099,229 @@ MUTATIONS = [
         "full = counts == size * size",
         "full = counts > size",
         (f"{BENCH}_flex.py::test_the_blocks_that_hold_edges_are_those_that_all_pairs_give",),
+    ),
+    # Biases of edges.
+    Mutation(
+        "a NaN among the biases spreads to rows that are padded with its edge",
+        "graphattn/ops/attention/structured/rows.py",
+        "return bool(bias.detach().amax() <= limit)",
+        "return True",
+        (f"{PER_SAMPLE}::test_a_nan_of_one_edge_spoils_its_own_row_alone",),
+    ),
+    Mutation(
+        "gradients of biases of samples are those of all samples together",
+        "graphattn/ops/attention/structured/rows.py",
+        "per_slot = d_logits if d_bias.dim() == 3 else d_logits.sum(0)",
+        "per_slot = d_logits.sum(0).expand_as(d_logits) if d_bias.dim() == 3 else d_logits.sum(0)",
+        (f"{PER_SAMPLE}::test_all_gradients_are_those_of_differences",),
+    ),
+    Mutation(
+        "kernels read the biases of the first sample in all of them",
+        "kernels/edges.py",
+        "p_bias += i_b * E * H",
+        "p_bias += 0",
+        (f"{EDGES}::test_values_and_gradients_are_those_of_float64[bias of every sample]",),
+    ),
+    Mutation(
+        "a message that knows no biases passes over them in silence",
+        "graphattn/nn/attention.py",
+        'if not message_takes(self, "edge_bias"):',
+        "if False:",
+        (f"{BIASES}::test_a_message_that_does_not_take_it_is_not_passed_over_in_silence",),
+    ),
+    Mutation(
+        "T5's buckets look forward where they should look back",
+        "graphattn/nn/offsets.py",
+        "bucket = (offset > 0).to(offset.dtype) * num_buckets",
+        "bucket = (offset < 0).to(offset.dtype) * num_buckets",
+        (f"{OFFSETS}::test_the_bias_of_an_edge_is_that_of_its_offset",),
+    ),
+    Mutation(
+        "the square root of distance 0 is differentiated",
+        "graphattn/nn/edge_bias.py",
+        "distance = square.masked_fill(same, 1).sqrt().masked_fill(same, 0)",
+        "distance = square.sqrt()",
+        (
+            "tests/nn/test_nn_distance_bias.py"
+            "::test_tokens_in_one_place_and_self_loops_have_gradient_0_and_not_nan",
+        ),
+    ),
+    Mutation(
+        "features of a window's edges stand one place late beyond the token itself",
+        "graphattn/ops/consensus/pieces.py",
+        "skipped = int(hop > 0 and not band.self_loops)",
+        "skipped = 0",
+        (f"{FEATURES}::test_one_step_is_its_equation",),
+    ),
+    Mutation(
+        "features of edges that touch padding are read",
+        "graphattn/ops/consensus/pieces.py",
+        "return found if self.counts is None else found.masked_fill(",
+        "return found if True else found.masked_fill(",
+        (f"{FEATURES}::test_features_of_edges_that_touch_padding_reach_nothing",),
+    ),
+    Mutation(
+        "features that a batch shares get the gradient of its first sequence",
+        "graphattn/ops/consensus/pieces.py",
+        "values = values.sum(0, keepdim=True)",
+        "values = values[:1]",
+        (f"{FEATURES}::test_every_gradient_is_that_of_the_reference",),
+    ),
+    Mutation(
+        "a message that takes no features of edges runs without them",
+        "graphattn/nn/consensus.py",
+        "            self.check_message_features()\n",
+        "            pass\n",
+        (
+            "tests/nn/test_nn_edge_features.py"
+            "::test_a_message_that_takes_no_features_refuses_them_by_name",
+        ),
+    ),
+    Mutation(
+        "certificates forget what edges have",
+        "graphattn/spectral/frozen_steps.py",
+        "edge_matrix(of_target[t] + of_source[s], of_edge)",
+        "edge_matrix(of_target[t] + of_source[s])",
+        (
+            "tests/spectral/test_spectral_edge_features.py"
+            "::test_numbers_are_those_of_the_layers_own_step",
+        ),
+    ),
+    Mutation(
+        "values of an edge list stay where they were while its edges are sorted",
+        "graphattn/graphs/item_fields.py",
+        "value if order is None else value[order.to(value.device)]",
+        "value",
+        (f"{COLLATE}.py::test_an_edge_list_and_its_values_are_sorted_together",),
+    ),
+    Mutation(
+        "neighbours in an item are counted from its first target",
+        "graphattn/graphs/nearest_neighbors.py",
+        "found.where(found < 0, found + s)",
+        "found.where(found < 0, found + t)",
+        ("tests/graphs/test_graphs_batch_vectors.py::test_targets_and_sources_have_a_vector_each",),
+    ),
+    Mutation(
+        "padding passes for a causal sequence",
+        "graphattn/graphs/composites.py",
+        "[part for part in self.parts if not is_padding(part)]",
+        "[*self.parts]",
+        (f"{COLLATE}.py::test_a_model_gives_every_item_of_a_batch_its_own_loss",),
+    ),
+    Mutation(
+        "rows are laid end to end where parts of the graph cross them",
+        "graphattn/nn/padded_rows.py",
+        "if t > targets or s > sources:",
+        "if t > rows * targets:",
+        (
+            "tests/nn/test_nn_padded_rows.py"
+            "::test_a_graph_whose_parts_do_not_end_with_the_rows_is_refused",
+        ),
+    ),
+    Mutation(
+        "a window keeps nothing of what a rollback needs",
+        "graphattn/nn/layer_cache.py",
+        "self.most_kept = None if window is None else window + rollback",
+        "self.most_kept = None if window is None else window",
+        (f"{CACHES}::test_every_length_that_is_kept_can_be_gone_back_to_and_no_other",),
+    ),
+    Mutation(
+        "going back twice brings back what was forgotten",
+        "graphattn/nn/layer_cache.py",
+        "self.min_length = max(self.min_length, self.position - self.rollback)",
+        "self.min_length = self.position - self.rollback",
+        (f"{CACHES}::test_going_back_does_not_bring_back_what_was_forgotten",),
+    ),
+    Mutation(
+        "padding that was taken back is still known of",
+        "graphattn/nn/layer_cache.py",
+        'if "valid" in self.buffers and length <= self.masked_from:',
+        'if "valid" in self.buffers and length < 0:',
+        (f"{CACHES}::test_length_0_is_a_new_cache",),
+    ),
+    Mutation(
+        "a ring goes back as if it were a row",
+        "graphattn/nn/layer_cache.py",
+        "            self.end = (length - 1) % self.capacity + 1",
+        "            self.end -= self.position - length",
+        (f"{STEP}::test_a_ring_with_places_for_a_guess_takes_it_back",),
+    ),
+    Mutation(
+        "some layers of a model go back before another refuses",
+        "graphattn/nn/model_cache.py",
+        "self.layers[i].min_length != most)",
+        "self.layers[i].min_length == most)",
+        (f"{CACHES}::test_layers_go_back_apart_and_reordered_together",),
+    ),
+    Mutation(
+        "steps of a block drop features in training",
+        "graphattn/nn/block.py",
+        "if type(dropout) is nn.Dropout:",
+        "if dropout is None:",
+        (f"{BLOCK_STEPS}::test_training_drops_nothing_in_steps_and_a_step_has_no_gradient",),
+    ),
+    Mutation(
+        "positions are checked by the first layer that turns features, after others went on",
+        "graphattn/models/encoder.py",
+        "            check_positions(positions, tokens.shape)\n",
+        "            pass\n",
+        (f"{MODEL_STEPS}::test_what_does_not_fit_is_refused_before_any_layer_goes_on",),
+    ),
+    # Windows on grids, and masks of FlexAttention.
+    Mutation(
+        "an even window has one more behind than before",
+        "graphattn/graphs/grids.py",
+        "k - 1 if c else k // 2 for",
+        "k - 1 if c else (k - 1) // 2 for",
+        ("tests/graphs/test_graphs_grid_windows.py::test_a_neighborhood_is_nattens",),
+    ),
+    Mutation(
+        "a dilated window is shifted by tokens of other lines",
+        "graphattn/graphs/grid_windows.py",
+        "(self.size - 1 - place % self.step) // self.step",
+        "(self.size - 1) // self.step",
+        ("tests/graphs/test_graphs_grid_windows.py::test_a_neighborhood_is_nattens",),
+    ),
+    Mutation(
+        "shifted windows are taken for symmetric",
+        "graphattn/graphs/grid_windows.py",
+        "return replace(self, transposed=not self.transposed)",
+        "return self",
+        ("tests/graphs/test_graphs_grid_windows.py::test_a_neighborhood_is_nattens",),
+    ),
+    Mutation(
+        "a grid is causal where its first axis is",
+        "graphattn/graphs/grid_windows.py",
+        "return not self.class_token and all(",
+        "return not self.class_token and any(",
+        (
+            "tests/graphs/test_graphs_grid_windows.py::test_a_grid_is_causal_where_no_token_sees_a_later_one",
+        ),
+    ),
+    Mutation(
+        "a guess at a mask is not compared with it",
+        "graphattn/graphs/mask_mods.py",
+        "(not verify or mask.is_that_of(rows, b))",
+        "(mask.num_targets > 0)",
+        (
+            "tests/graphs/test_graphs_mask_mods.py::test_a_shape_with_one_pair_changed_is_no_longer_that_shape",
+        ),
+    ),
+    Mutation(
+        "masks of other heads are not looked at",
+        "graphattn/graphs/mask_mods.py",
+        "for h in range(1, alike if reads_h else 1):",
+        "for h in range(1, 1):",
+        ("tests/graphs/test_graphs_mask_mods.py::test_masks_of_heads_must_be_equal",),
+    ),
+    Mutation(
+        "full blocks of a BlockMask ask its mask_mod",
+        "graphattn/graphs/mask_mods.py",
+        "full[place] | (partial[place] & own(b, h, q_idx, kv_idx))",
+        "(full[place] | partial[place]) & own(b, h, q_idx, kv_idx)",
+        (
+            "tests/graphs/test_graphs_mask_mods.py::test_full_blocks_do_not_ask_the_mask_mod_and_blocks_left_out_do_not_either",
+        ),
     ),
 ]
 
