@@ -82,6 +82,8 @@ MODELS = "tests/spectral/test_spectral_model_certificates.py"
 PIXELS = "tests/plot/test_plot_pixels.py"
 CLUSTERS = "tests/cli/test_cli_clusters.py"
 EDGE_VALUES = "tests/graphs/test_graphs_edge_values.py"
+TARGETS = "tests/graphs/test_graphs_targets.py"
+SECTIONS = "tests/ops/test_ops_sections.py"
 SAVING = "tests/graphs/test_graphs_saving.py"
 READERS = "tests/data/test_data_files.py"
 DEMO = "tests/cli/test_cli_demo_training.py"
@@ -1091,6 +1093,34 @@ MUTATIONS = [
         "full = counts == size * size",
         "full = counts > size",
         (f"{BENCH}_flex.py::test_the_blocks_that_hold_edges_are_those_that_all_pairs_give",),
+    ),
+    Mutation(
+        "rows count their positions from 0 again",
+        "graphattn/graphs/targets.py",
+        "starts.append((target + own[0] - t0, source + seen[0] - s0))",
+        "starts.append((target, source))",
+        (f"{TARGETS}::test_positions_are_those_of_the_whole",),
+    ),
+    Mutation(
+        "the hole of a window without self-loops stays on the diagonal of its rows",
+        "graphattn/graphs/bands.py",
+        "loops = torch.ones_like(shift) if band.self_loops else -2 * shift",
+        "loops = torch.ones_like(shift) if band.self_loops else 0 * shift",
+        ("tests/graphs/test_graphs_bands.py::test_the_table_lists_the_edges_of_the_graph",),
+    ),
+    Mutation(
+        "consensus compares rows with what stands beside their number, not their place",
+        "graphattn/ops/consensus/pieces.py",
+        "(move := hop * longest._stride + shift)",
+        "(move := hop * longest._stride)",
+        (f"{SECTIONS}::test_consensus_over_rows_is_those_rows_of_the_whole",),
+    ),
+    Mutation(
+        "prefill forgets what the cache holds before the new rows",
+        "graphattn/nn/streaming.py",
+        "graph = causal_window_graph(n, cache.window, past=before)",
+        "graph = causal_window_graph(n, cache.window - (before > 0), past=before)",
+        ("tests/nn/test_nn_streaming.py",),
     ),
 ]
 

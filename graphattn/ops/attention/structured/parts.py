@@ -67,16 +67,17 @@ class LaterRowsPlan:
     ) -> Gradients:
         d_lse = None if d_lse is None else self._padded(d_lse)
         of_rows = self._padded(out), self._padded(saved), self._padded(d_out), d_lse
-        d_query, *others = self.whole.backward(self._of_whole(inputs), *of_rows)
-        return self._later(d_query), *others
+        found = self.whole.backward(self._of_whole(inputs), *of_rows)
+        d_query, d_key, d_value, d_scale, d_bias = found
+        return self._later(d_query), d_key, d_value, d_scale, d_bias
 
     def plainly(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
         out, lse = self.whole.plainly(self._of_whole(inputs))
         return self._later(out), self._later(lse)
 
     def _of_whole(self, inputs: Inputs) -> Inputs:
-        query, *others = inputs
-        return self._padded(query), *others
+        query, key, value, scale, bias = inputs
+        return self._padded(query), key, value, scale, bias
 
     def _padded(self, x: Tensor) -> Tensor:
         """x [B, n, ...] with zeros where rows are left out."""
