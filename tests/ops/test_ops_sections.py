@@ -36,6 +36,8 @@ WHOLE = {
     ),
     "batch of equal windows": (ga.batch([ga.causal_window_graph(n, 3) for n in (9, 4, 8)]), 3, 18),
     "past": (ga.causal_graph(21, past=12), 0, 21),
+    "short past": (ga.causal_graph(21, past=5), 0, 21),
+    "rows after the first few": (ga.causal_graph(30), 4, 30),
     "window with a past": (ga.causal_window_graph(21, 6, past=12), 0, 21),
     "window with a past, transposed": (ga.causal_window_graph(9, 6, past=12).transpose(), 0, 21),
     "table of neighbours": (ga.knn_graph(random(20, 2, seed=4), 3), 5, 15),
@@ -199,6 +201,7 @@ def test_attention_lists_no_edge_of_rows_of_a_window(name):
     part, seen = graph.targets(start, stop)
     if part.structure is None or not has_bands(part.structure):
         return
+    part = ga.TokenGraph(structure=part.structure)
     attend(cut(qkv(graph), start, stop, seen), part, {"sigma": 1.0}, "structured")
     assert part._edge_index is None
     assert tiles_of(part.structure) is not None
@@ -215,7 +218,9 @@ def test_windows_of_rows_go_through_consensus_without_a_list_of_edges():
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("name", ["causal", "causal window", "path", "blocks", "past", "dilated"])
+@pytest.mark.parametrize(
+    "name", ["causal", "causal window", "path", "blocks", "past", "short past", "dilated"]
+)
 def test_what_no_row_sees_is_not_read(name, backend, bad):
     graph, start, stop = WHOLE[name]
     part, seen = graph.targets(start, stop)

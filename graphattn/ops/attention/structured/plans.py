@@ -11,11 +11,15 @@ from torch import Tensor
 from graphattn.graphs.bands import has_bands
 from graphattn.graphs.composites import Parts, Union
 from graphattn.graphs.sections import Section
-from graphattn.graphs.structure import Complete, GlobalTokens, Structure
+from graphattn.graphs.structure import Band, Complete, GlobalTokens, Structure
 from graphattn.graphs.token_graph import TokenGraph
 from graphattn.ops.attention.structured.contiguous import TilePlan
 from graphattn.ops.attention.structured.modifiers import NONE, Modifiers
-from graphattn.ops.attention.structured.parts import GlobalTokensPlan, PartsPlan
+from graphattn.ops.attention.structured.parts import (
+    GlobalTokensPlan,
+    LaterRowsPlan,
+    PartsPlan,
+)
 from graphattn.ops.attention.structured.recompute import Inputs, Plan, Recomputed
 from graphattn.ops.attention.structured.rows import RowPlan, TablePlan
 from graphattn.ops.attention.structured.tiles import tiles_of
@@ -102,6 +106,8 @@ def _plan(
     """
     of_target, of_source = valid
     stored = top_k is not None or table or modifiers.any  # logits are; a tile's should be few
+    if not stored and like.device.type == "cpu" and (whole := _causal_beyond(structure)):
+        return _plan_of_later_rows(whole, structure.num_targets, like, score, valid)
     tiles = tiles_of(structure, 64 if stored else 128, 32 if score == "dot" else 1)
     if tiles is not None:
         return TilePlan(tiles, score, top_k, valid, modifiers)
@@ -132,6 +138,27 @@ def _is_fast(structure: Structure, apart: bool) -> bool:
     if isinstance(structure, Parts):
         return any(_is_fast(part, apart) for part in structure.parts)
     return has_bands(structure) or (apart and _global_tokens(structure) is not None)
+
+
+def _causal_beyond(structure: Structure) -> Band | None:
+    """The causal sequence of which a section is all rows but the first, which are few.
+
+    Its fused attention is up to 1.8 times as fast as that of tiles with masks (measured on a CPU),
+    and costs the rows that are left out: no more than an eighth of the work.
+    """
+    match structure:
+        case Section(Band(N, before, 0, 1, True), start, stop, 0, seen) if before >= N - 1:
+            if 0 < start <= (stop - start) // 2 and seen == stop:
+                return Band(stop, stop - 1, 0)
+    return None
+
+
+def _plan_of_later_rows(whole: Band, rows: int, like: Tensor, score: str, valid: ValidPair) -> Plan:
+    """Rows that are left out are invalid targets."""
+    skipped = whole.num_tokens - rows
+    mask = torch.zeros(len(like), whole.num_tokens, dtype=torch.bool, device=like.device)
+    mask[:, skipped:] = True if valid[0] is None else valid[0]
+    return LaterRowsPlan(_plan(whole, like, score, None, (mask, valid[1])), skipped)
 
 
 class _Hubs(NamedTuple):
