@@ -232,8 +232,8 @@ def graph(
         str | None,
         typer.Argument(
             help="window-path, window-cycle, causal-window, causal, complete, block-window, "
-            "dilated-window, longformer, bigbird, grid-window. Without one: a list of them all, "
-            "with their options.",
+            "dilated-window, longformer, bigbird, grid-window, volume-window. Without one: a list "
+            "of them all, with their options.",
             show_default=False,
         ),
     ] = None,
@@ -282,6 +282,17 @@ def graph(
         bool | None,
         typer.Option(help="Put a token that sees all before the image.", show_default=False),
     ] = None,
+    depth: Annotated[
+        int | None, typer.Option(help="Of the volume, in tokens.", show_default=False)
+    ] = None,
+    causal: Annotated[
+        bool | None,
+        typer.Option(help="Nobody looks ahead along any axis of a grid.", show_default=False),
+    ] = None,
+    border: Annotated[
+        str | None,
+        typer.Option(help="Of a grid: cut windows there, or shift them.", show_default=False),
+    ] = None,
     step_size: Annotated[
         float | None,
         typer.Option(
@@ -317,6 +328,9 @@ def graph(
         "radius": radius,
         "metric": metric,
         "class_token": class_token,
+        "depth": depth,
+        "causal": causal,
+        "border": border,
     }
     try:
         run_graph(kind, sizes, step_size, plot, html, json, _console())

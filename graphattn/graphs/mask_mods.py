@@ -51,8 +51,8 @@ def from_mask_mod(
     out, become lists of edges.
 
     The mask is evaluated as `create_mask` does, on all pairs, a few million at a time, so that what
-    is returned is the mask, whatever it was taken for. A mask of 32,768 x 32,768 takes some
-    seconds on a CPU.
+    is returned is the mask, whatever it was taken for. A mask of 32,768 x 32,768 takes some ten
+    seconds of one CPU core, or more where its function is long; `device` and `verify` shorten it.
 
     Args:
         mask_mod: a function of four integer tensors without dimensions, or a `BlockMask`: of that

@@ -43,6 +43,7 @@ SMALL = {
     "longformer": ["--tokens", 16, "--window", 1, "--global-tokens", 2],
     "bigbird": ["--tokens", 18, "--window", 1, "--random", 2, "--seed", 5],
     "grid-window": ["--height", 3, "--width", 5, "--radius", 1, "--metric", "manhattan"],
+    "volume-window": ["--depth", 2, "--height", 3, "--width", 4, "--dilation", 2],
 }
 
 
@@ -133,6 +134,17 @@ THEORY = {
     "grid-window": [
         {"height": h, "width": w, "radius": r, "metric": metric, "class_token": token}
         for h, w, r in ((3, 4, 1), (1, 6, 1), (1, 1, 1), (3, 3, 2), (2, 5, 3))
+        for metric in ("chebyshev", "manhattan")
+        for token in (False, True)
+    ]
+    + [
+        {"height": 5, "width": 6, "radius": 1, "metric": "chebyshev", "class_token": token, **own}
+        for own in ({"dilation": 2}, {"causal": True}, {"border": "shift"})
+        for token in (False, True)
+    ],
+    "volume-window": [
+        {"depth": d, "height": 3, "width": 2, "radius": r, "metric": metric, "class_token": token}
+        for d, r in ((4, 1), (1, 1), (3, 2))
         for metric in ("chebyshev", "manhattan")
         for token in (False, True)
     ],
@@ -298,7 +310,9 @@ def test_bad_input_is_one_line_and_exit_code_2(arguments, words):
 
 
 @pytest.mark.parametrize("tokens", [0, 1])
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "grid-window"])
+@pytest.mark.parametrize(
+    "kind", [kind for kind in KINDS if kind not in ("grid-window", "volume-window")]
+)
 def test_the_smallest_graphs_have_facts_too(kind, tokens):
     hubs = ["--global-tokens", 0] if "global_tokens" in KINDS[kind].options else []
     result = run(kind, "--tokens", tokens, *hubs)

@@ -86,8 +86,9 @@ def test_scaling_in_place_shrinks_everything_and_scales_what_global_tokens_ask_t
     np.testing.assert_allclose(trajectory.states.numpy(), expected, rtol=1e-9, atol=1e-11)
 
 
-def test_the_class_token_of_a_grid_is_a_global_token():
-    graph, x = ga.grid_window_graph(3, 4, 1, class_token=True), cloud(13, 2)
+@pytest.mark.parametrize("options", [{}, {"border": "shift"}, {"dilation": 2, "causal": True}])
+def test_the_class_token_of_a_grid_is_a_global_token(options):
+    graph, x = ga.grid_window_graph(3, 4, 1, class_token=True, **options), cloud(13, 2)
     expected = numpy_simulation(
         x.numpy(),
         graph.to_mask(),

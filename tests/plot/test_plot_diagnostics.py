@@ -80,8 +80,9 @@ def numbered(graph):
     return weights, dense
 
 
-def test_the_class_token_is_seen_over_the_image(ax):
-    graph = ga.grid_window_graph(3, 5, radius=1, class_token=True)
+@pytest.mark.parametrize("border", ["cut", "shift"])
+def test_the_class_token_is_seen_over_the_image(ax, border):
+    graph = ga.grid_window_graph(3, 5, radius=1, class_token=True, border=border)
     weights, dense = numbered(graph)
     plot.class_token_attention(weights, graph, ax=ax)
     numpy.testing.assert_array_equal(cells_of(ax), dense[0, 1:].view(3, 5))

@@ -93,16 +93,46 @@ def _grid(sizes: Sizes) -> Theory | None:
     height, width = sizes["height"], sizes["width"]
     longer = max(height, width)
     hub = float(sizes["class_token"])
+    if not _is_plain(sizes):
+        return _class_token(height * width, hub)
     if sizes["metric"] == "manhattan" and sizes["radius"] == 1 and longer > 1:
         value = 4 * math.sin(math.pi / (2 * longer)) ** 2 + hub
         return exactly(value, "product of two paths" + " and a class token" * int(hub))
     if sizes["radius"] >= longer - 1 and sizes["metric"] == "chebyshev":
         return _complete({"num_tokens": height * width + int(hub)})
-    return (
-        Theory(hub, float(height * width + 1), "a class token joined to the rest") if hub else None
-    )
+    return _class_token(height * width, hub)
 
 
+def _volume(sizes: Sizes) -> Theory | None:
+    shape = sizes["depth"], sizes["height"], sizes["width"]
+    tokens, hub = math.prod(shape), float(sizes["class_token"])
+    if _is_plain(sizes) and tokens > 1:
+        if sizes["metric"] == "manhattan" and sizes["radius"] == 1:
+            value = 4 * math.sin(math.pi / (2 * max(shape))) ** 2 + hub
+            return exactly(value, "product of three paths" + " and a class token" * int(hub))
+        if sizes["metric"] == "chebyshev" and sizes["radius"] >= max(shape) - 1:
+            return _complete({"num_tokens": tokens + int(hub)})
+    return _class_token(tokens, hub)
+
+
+def _is_plain(sizes: Sizes) -> bool:
+    """Whether windows on a grid are cut at the border, without dilation or a causal axis."""
+    dilated = sizes.get("dilation", 1) > 1
+    return not dilated and not sizes.get("causal", False) and sizes.get("border", "cut") == "cut"
+
+
+def _class_token(tokens: int, hub: float) -> Theory | None:
+    return Theory(hub, float(tokens + 1), "a class token joined to the rest") if hub else None
+
+
+GRID = {
+    "radius": 1,
+    "metric": "chebyshev",
+    "class_token": False,
+    "dilation": 1,
+    "causal": False,
+    "border": "cut",
+}
 TOKENS, WINDOW, HUBS = {"num_tokens": 64}, {"window": 2}, {"global_tokens": 1}
 
 KINDS: dict[str, Kind] = {
@@ -121,8 +151,13 @@ KINDS: dict[str, Kind] = {
     ),
     "grid-window": Kind(
         ga.grid_window_graph,
-        {"height": 8, "width": 8, "radius": 1, "metric": "chebyshev", "class_token": False},
+        {"height": 8, "width": 8, **GRID},
         _grid,
+    ),
+    "volume-window": Kind(
+        ga.volume_window_graph,
+        {"depth": 4, "height": 4, "width": 4, **GRID},
+        _volume,
     ),
 }
 
