@@ -81,6 +81,7 @@ ENDS = "tests/spectral/test_spectral_block_laplacian.py"
 MODELS = "tests/spectral/test_spectral_model_certificates.py"
 PIXELS = "tests/plot/test_plot_pixels.py"
 CLUSTERS = "tests/cli/test_cli_clusters.py"
+COLLATE = "tests/graphs/test_graphs_collate"
 EDGE_VALUES = "tests/graphs/test_graphs_edge_values.py"
 SAVING = "tests/graphs/test_graphs_saving.py"
 READERS = "tests/data/test_data_files.py"
@@ -1091,6 +1092,37 @@ MUTATIONS = [
         "full = counts == size * size",
         "full = counts > size",
         (f"{BENCH}_flex.py::test_the_blocks_that_hold_edges_are_those_that_all_pairs_give",),
+    ),
+    Mutation(
+        "values of an edge list stay where they were while its edges are sorted",
+        "graphattn/graphs/item_fields.py",
+        "value if order is None else value[order.to(value.device)]",
+        "value",
+        (f"{COLLATE}.py::test_an_edge_list_and_its_values_are_sorted_together",),
+    ),
+    Mutation(
+        "neighbours in an item are counted from its first target",
+        "graphattn/graphs/nearest_neighbors.py",
+        "found.where(found < 0, found + s)",
+        "found.where(found < 0, found + t)",
+        ("tests/graphs/test_graphs_batch_vectors.py::test_targets_and_sources_have_a_vector_each",),
+    ),
+    Mutation(
+        "padding passes for a causal sequence",
+        "graphattn/graphs/composites.py",
+        "[part for part in self.parts if not is_padding(part)]",
+        "[*self.parts]",
+        (f"{COLLATE}.py::test_a_model_gives_every_item_of_a_batch_its_own_loss",),
+    ),
+    Mutation(
+        "rows are laid end to end where parts of the graph cross them",
+        "graphattn/nn/padded_rows.py",
+        "if t > targets or s > sources:",
+        "if t > rows * targets:",
+        (
+            "tests/nn/test_nn_padded_rows.py"
+            "::test_a_graph_whose_parts_do_not_end_with_the_rows_is_refused",
+        ),
     ),
 ]
 
