@@ -11,6 +11,7 @@ from graphattn.graphs.arguments import as_float
 from graphattn.graphs.token_graph import TokenGraph
 from graphattn.nn.config import Configured
 from graphattn.nn.graph_layer import GraphLayer, Positions
+from graphattn.nn.layer_cache import LayerCache
 from graphattn.nn.overrides import names_of, replaced_beside
 from graphattn.ops.inputs import Valid
 
@@ -175,7 +176,9 @@ class PreNormBlock(Configured, nn.Module):
                 f"x must be a tensor of shape [*, {mixer.dim}] (a token) or [*, n, {mixer.dim}] "
                 f"(n of them), got {got}"
             )
-        if isinstance(mixer, GraphLayer):
+        # (The cache knows the dtype, and is asked faster than a weight.)
+        other = isinstance(cache, LayerCache) and x.dtype != cache.owner[1]
+        if other and isinstance(mixer, GraphLayer):
             mixer.check_dtype("x", x)
         mixed = mixer.step(self.mixer_norm(x), cache, valid=valid, positions=positions)
         dropout = self.dropout
