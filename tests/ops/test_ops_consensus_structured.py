@@ -59,6 +59,14 @@ def random_case(seed: int, dtype: torch.dtype = torch.float64, offset: float = 0
         options["valid"] = tuple(torch.rand(s, generator=generator) < 0.8 for s in shapes)
         if draw(True, False):
             options["valid"] = draw((None, options["valid"][1]), (options["valid"][0], None))
+    if draw(False, True):  # features of edges, with what applies them or applied
+        own, E = draw((), batch), graph.num_edges
+        if draw(True, False):
+            count = draw(1, 4)
+            tensors["features"] = random(*own, E, 1, count)
+            tensors["feature_weight"] = random(networks, trunks * xi, count)
+        else:
+            tensors["features"] = random(*own, E, networks, trunks * xi)
     return graph, tensors, options
 
 
@@ -83,6 +91,10 @@ def step(backend, graph, tensors, options):
     options = {"step_size": tensors.get("step_size"), **options}
     if "u" in tensors:
         options["disagreement"] = tensors["u"], tensors["v"]
+    if "features" in tensors:
+        options["edge_hidden"] = tensors["features"]
+    if "feature_weight" in tensors:
+        options["edge_hidden"] = ga.FirstLayer(tensors["features"], tensors["feature_weight"])
     return ga.consensus_update(
         tensors["state"],
         tensors.get("neighbor_state", tensors["state"]),
