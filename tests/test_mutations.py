@@ -512,6 +512,13 @@ MUTATIONS = [
         (f"{PER_SAMPLE}::test_all_gradients_are_those_of_differences",),
     ),
     Mutation(
+        "every piece of rows reads the biases of the first",
+        "graphattn/ops/attention/structured/group.py",
+        "return dense[:, t.target : t.target + t.rows, t.source : t.source + t.columns]",
+        "return dense[:, : t.rows, t.source : t.source + t.columns]",
+        (f"{PER_SAMPLE}::test_over_all_pairs_they_lose_no_digits_however_far_the_features_lie",),
+    ),
+    Mutation(
         "kernels read the biases of the first sample in all of them",
         "kernels/edges.py",
         "p_bias += i_b * E * H",
