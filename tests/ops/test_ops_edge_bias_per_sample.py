@@ -84,7 +84,7 @@ def test_every_sample_has_its_own_biases(
 
 
 @pytest.mark.parametrize("backend", TORCH)
-@pytest.mark.parametrize("name", ["path", "isolated targets", "mixed batch"])
+@pytest.mark.parametrize("name", ["path", "complete", "isolated targets", "mixed batch"])
 def test_and_eps_and_padding_as_well(name: str, backend: str) -> None:
     graph = GRAPHS[name]()
     q, k, v = qkv(graph, batch=(3,))
@@ -145,10 +145,14 @@ def test_with_a_leading_size_of_one_nobody_takes_them_for_a_table() -> None:
 @pytest.mark.parametrize("option", ["plain", "top_k", "valid"])
 @pytest.mark.parametrize("backend", TORCH)
 @pytest.mark.parametrize("op", ["rbf", "dot"])
-def test_all_gradients_are_those_of_differences(op: str, backend: str, option: str) -> None:
+@pytest.mark.parametrize("name", ["list", "complete"])
+def test_all_gradients_are_those_of_differences(
+    name: str, op: str, backend: str, option: str
+) -> None:
     graph = ga.from_edge_index(torch.tensor([[0, 2, 1, 2, 0, 3], [0, 0, 1, 1, 3, 3]]), 4)
-    tensors = [x.requires_grad_() for x in qkv(graph, batch=(2,), kv_heads=1)]
-    bias = random(2, 6, 2, seed=4).requires_grad_()
+    graph = graph if name == "list" else ga.complete_graph(4)
+    tensors = [x.requires_grad_() for x in qkv(graph, batch=(2,), kv_heads=1, features=2)]
+    bias = random(2, graph.num_edges, 2, seed=4).requires_grad_()
     valid = torch.tensor([[True, True, True, True], [True, False, True, True]])
     options: dict[str, Any] = {"plain": {}, "top_k": {"top_k": 1}, "valid": {"valid": valid}}[
         option
@@ -168,7 +172,7 @@ def test_all_gradients_are_those_of_differences(op: str, backend: str, option: s
 @pytest.mark.parametrize("top_k", [None, 2])
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("backend", TORCH)
-@pytest.mark.parametrize("name", ["path", "isolated targets", "mixed batch"])
+@pytest.mark.parametrize("name", ["path", "complete", "isolated targets", "mixed batch"])
 def test_what_edges_of_padding_hold_reaches_nothing(
     name: str, backend: str, shared: bool, top_k: int | None, bad: float
 ) -> None:
@@ -207,9 +211,12 @@ def test_what_edges_of_padding_hold_reaches_nothing(
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("edge", [0, 5])
 @pytest.mark.parametrize("backend", TORCH)
-def test_a_nan_of_one_edge_spoils_its_own_row_alone(backend: str, edge: int, shared: bool) -> None:
+@pytest.mark.parametrize("name", ["complete", "isolated targets"])
+def test_a_nan_of_one_edge_spoils_its_own_row_alone(
+    name: str, backend: str, edge: int, shared: bool
+) -> None:
     """Edge 0 is what stands in for the edges that shorter rows do not have."""
-    graph = GRAPHS["isolated targets"]()
+    graph = GRAPHS[name]()
     q, k, v = qkv(graph, batch=(2,))
     bias = random(2, graph.num_edges, 2, seed=4)
     bias = bias[:1].clone() if shared else bias
@@ -254,6 +261,42 @@ def test_half_precision_adds_them_in_float32(backend: str, dtype: torch.dtype) -
     torch.testing.assert_close(out.double(), expected, rtol=limit, atol=limit)
 
 
+@pytest.mark.parametrize("top_k", [None, 3])
+@pytest.mark.parametrize("offset", [0.0, 300.0, 1e5])
+@pytest.mark.parametrize("samples", [1, 2])
+def test_over_all_pairs_they_lose_no_digits_however_far_the_features_lie(
+    samples: int, offset: float, top_k: int | None
+) -> None:
+    """In float32, also in several pieces of rows, against float64 of the same numbers."""
+    graph = ga.bipartite_complete_graph(150, 40)
+    q, k, v = (x.float() for x in qkv(graph, batch=(2,), kv_heads=1))
+    q, k = q + offset, k + offset
+    q[1, 7] += 1e4  # a row of its own
+    bias = random(samples, graph.num_edges, 2, seed=4).float()
+    found = []
+    for dtype, backend in ((torch.float64, "reference"), (torch.float32, "structured")):
+        leaves = [x.to(dtype).requires_grad_() for x in (q, k, v, bias)]
+        out = ga.rbf_attention(
+            *leaves[:3], graph, 1.3, edge_bias=leaves[3], top_k=top_k, backend=backend
+        )
+        upstream = random(*out.shape, seed=5).to(dtype)
+        found.append([out, *torch.autograd.grad(out, leaves, upstream)])
+    for exact, mine in zip(*found, strict=True):
+        torch.testing.assert_close(mine.double(), exact, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("samples", [1, 2])
+def test_over_all_pairs_equal_logits_keep_the_smaller_sources(samples: int) -> None:
+    graph = ga.complete_graph(12)
+    q = torch.ones(2, 12, 1, 3)
+    v = torch.arange(12.0).view(12, 1, 1).expand(2, 12, 1, 1)
+    bias = torch.zeros(samples, 144, 1)
+    bias[-1, graph.edge_index[0] == 2] = -1.0
+    out = ga.dot_product_attention(q, q, v, graph, edge_bias=bias, top_k=3, backend="structured")
+    assert (out[1] == (0 + 1 + 3) / 3).all()
+    assert (out[0] == ((0 + 1 + 2) / 3 if samples == 2 else (0 + 1 + 3) / 3)).all()
+
+
 def refused(graph: Any, bias: Any) -> str:
     q, k, v = qkv(ga.window_path_graph(4, 1), batch=(2, 3))
     with pytest.raises(ValueError, match="edge_bias") as caught:
@@ -282,11 +325,11 @@ def test_a_graph_without_edges_and_a_batch_without_samples() -> None:
         bias = torch.zeros(2, 0, 2, dtype=torch.float64)
         out = ga.rbf_attention(q, k, v, empty, 1.0, edge_bias=bias, backend=backend)
         assert (out == 0).all()
-        graph = ga.window_path_graph(4, 1)
-        q, k, v = qkv(graph, batch=(0,))
-        bias = torch.zeros(0, 6, 2, dtype=torch.float64)
-        out = ga.rbf_attention(q, k, v, graph, 1.0, edge_bias=bias, backend=backend)
-        assert out.shape == (0, 4, 2, 3)
+        for graph in (ga.window_path_graph(4, 1), ga.complete_graph(4)):
+            q, k, v = qkv(graph, batch=(0,))
+            bias = torch.zeros(0, graph.num_edges, 2, dtype=torch.float64)
+            out = ga.rbf_attention(q, k, v, graph, 1.0, edge_bias=bias, backend=backend)
+            assert out.shape == (0, 4, 2, 3)
 
 
 def test_the_operator_keeps_the_promises_of_torch_library() -> None:

@@ -41,7 +41,11 @@ Pass = tuple[Group, Tensor | None, bool]  # a group, which of its rows, whether 
 
 @dataclass
 class TilePlan:
-    """Attention over one graph's tiles; see :class:`~.recompute.Plan`. `bias`: table of offsets."""
+    """Attention over one graph's tiles; see :class:`~.recompute.Plan`.
+
+    `bias` is a table of offsets; over a complete graph, one tile, it may be that of every pair,
+    [1 or B, N, M, H].
+    """
 
     tiles: tuple[Tiles, ...]
     score: str

@@ -51,7 +51,7 @@ class Exact(NamedTuple):
         if self.bias is not None:
             bias = self.bias.detach().abs()
             bias = bias.masked_fill(bias.isinf(), 0).amax((-1, -2))
-            largest = largest + 2 * bias[:, None, None]
+            largest = largest + 2 * bias[..., None, None]
         features = self.query.shape[-1]
         rounding = 2 * (features**0.5 + 4) * torch.finfo(largest.dtype).eps * largest
         return torch.where(rounding.isnan(), torch.inf, rounding)
@@ -64,11 +64,14 @@ class Exact(NamedTuple):
             logits = scale / -2 * (query - key).square().sum(-1)
         else:
             logits = capped(scale * (query * key).sum(-1), self.operands.softcap)
-        return logits if self.bias is None else logits + self.bias[h, i].detach()
+        if self.bias is None:
+            return logits
+        bias = self.bias.detach().expand(len(self.query), *self.bias.shape[-3:])
+        return logits + bias[g, h, i]
 
 
 def logits_of(operands: Operands | Differences, bias: Tensor | None) -> Tensor:
-    """[G, H, n, m], of edges and others; `bias` [H, n, m]."""
+    """[G, H, n, m], of edges and others; `bias` [H, n, m] or [1 or G, H, n, m]."""
     return operands.logits if bias is None else operands.logits + bias
 
 

@@ -116,8 +116,14 @@ class Group:
         return (seen if self.allowed is None else seen & self.allowed).any(-1)
 
     def rows_that_read(self, marked: Tensor) -> Tensor:
-        """Bool [G, 1, n]: rows with an edge whose entry of the table is in bool [offsets]."""
-        read = marked[self.tiles.offsets(self.query.device)]
+        """Bool [G, 1, n]: rows with an edge whose entry of the table is in bool [offsets].
+
+        Or whose own bias is in bool [1 or B, N, M].
+        """
+        if marked.dim() == 3:
+            read = self._pairs(marked)[:, None]
+        else:
+            read = marked[self.tiles.offsets(self.query.device)]
         read = read if self.allowed is None else read & self.allowed
         return read.any(-1).expand(len(self.query), 1, -1)
 
@@ -287,9 +293,11 @@ class Group:
         return self.allowed, False
 
     def _bias(self) -> Tensor | None:
-        """The table's entry of every pair, [H, n, m]."""
+        """The table's entry of every pair, [H, n, m]; their own [1 or B, H, n, m] where dense."""
         if self.table is None:
             return None
+        if self.table.dim() == 4:
+            return self._pairs(self.table).permute(0, 3, 1, 2)
         return self.table[self.tiles.offsets(self.query.device)].permute(2, 0, 1)
 
     def fused_gradients(
@@ -339,12 +347,20 @@ class Group:
             scores, self.value, *options, d_out, d_lse, kept=self.kept
         )
         d_table = None
-        if self.table is not None:
+        if self.table is not None and self.table.dim() == 4:
+            d_table = d_logits.permute(0, 2, 3, 1)
+            d_table = d_table if len(self.table) > 1 else d_table.sum(0, keepdim=True)
+        elif self.table is not None:
             places = self.tiles.offsets(self.query.device).flatten()
             per_pair = d_logits.sum(0).flatten(1).T.to(self.table.dtype)
             d_table = torch.zeros_like(self.table).index_add_(0, places, per_pair)
         d_query, d_key, d_scale = pulled
         return d_query, d_key, d_value, d_scale, d_table
+
+    def _pairs(self, dense: Tensor) -> Tensor:
+        """This single tile's part of what is known of all pairs, [1 or B, N, M, ...]: a view."""
+        t = self.tiles
+        return dense[:, t.target : t.target + t.rows, t.source : t.source + t.columns]
 
     def _quiet(self, rows: Tensor | None) -> Tensor | None:
         """Bool, broadcastable to [G, H, n]: rows that take no part in a backward; None: no row."""
@@ -458,7 +474,8 @@ class Group:
             self._add_to_sources(into, new)
         into_scale += d_scale
         if into_table is not None and d_table is not None:
-            into_table += d_table
+            place = self._pairs(into_table) if into_table.dim() == 4 else into_table
+            place += d_table
 
 
 def _run(x: Tensor, start: int, length: int, stride: int) -> Tensor:

@@ -82,12 +82,20 @@ def plan_call(
         bias = bias.reshape(B, *bias.shape[-2:])
     dropped = None if seed is None else dropout_of_call(dropout, seed, query, graph)
     modifiers = Modifiers(softcap, dropped)
+    if bias is not None and not per_offset and _is_dense(graph):
+        samples = len(bias) if bias.dim() == 3 else 1
+        bias = bias.reshape(samples, graph.num_targets, graph.num_sources, bias.shape[-1])
     flat_inputs = flat(query, valid[0]), flat(key, valid[1]), flat(value, valid[1]), scale, bias
-    if graph.structure is not None and (bias is None or per_offset):
+    if graph.structure is not None and (bias is None or per_offset or bias.dim() == 4):
         table = bias is not None
         options = score, top_k, masks, modifiers
         return flat_inputs, _plan(graph.structure, flat_inputs[0], *options, table=table)
     return flat_inputs, RowPlan(*graph.csr(), score, top_k, masks, modifiers)
+
+
+def _is_dense(graph: TokenGraph) -> bool:
+    """Whether biases per edge are those of all pairs, in their order."""
+    return isinstance(graph.structure, Complete) and graph.num_edges > 0
 
 
 def _plan(
