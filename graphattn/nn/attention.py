@@ -299,11 +299,15 @@ class GraphAttention(StreamingLayer):
 
     def fused_row(self, query: Tensor, key: Tensor, value: Tensor, keep: Tensor | None) -> Tensor:
         """One row of attention per query, [B * Hk, g, D]; sources are those of `keep`."""
-        options: dict[str, Any] = {"top_k": self.top_k, "keep": keep, "need_lse": self.eps > 0}
+        top_k, need_lse = self.top_k, self.eps > 0
         if type(self).row_logits is GraphAttention.row_logits and "row_logits" not in vars(self):
-            out, lse = attend_cached(query, key, value, *self.row_score(query), **options)
+            score, scale = self.row_score(query)
+            out, lse = attend_cached(
+                query, key, value, score, scale, top_k=top_k, keep=keep, need_lse=need_lse
+            )
         else:  # somebody's own
-            out, lse = attend_logits(self.row_logits(query, key), value, **options)
+            logits = self.row_logits(query, key)
+            out, lse = attend_logits(logits, value, top_k, keep, need_lse=need_lse)
         if lse is not None:
             out = out * share_beside_eps(lse, self.eps)[..., None]
         return out
@@ -333,8 +337,9 @@ class DistanceAttention(GraphAttention):
     def row_score(self, query: Tensor) -> tuple[Score, float | Tensor]:
         scale = (-2 * self.log_sigma.to(query.dtype)).exp_()
         if scale.numel() > 1:
-            by_head = scale.view(self.kv_heads, -1, 1)
-            scale = by_head.repeat(len(query) // self.kv_heads, 1, 1)
+            texts = len(query) // self.kv_heads
+            scale = scale.view(self.kv_heads, -1, 1)
+            scale = scale if texts == 1 else scale.repeat(texts, 1, 1)
         return "rbf", scale
 
     def step_scale(self) -> tuple[Tensor | None, float]:
