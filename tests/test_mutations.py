@@ -51,6 +51,9 @@ CONSENSUS = "tests/ops/test_ops_consensus_values.py"
 THEOREMS = "tests/ops/test_ops_consensus_theorems.py"
 TOP_K = "tests/ops/test_ops_top_k.py"
 SDPA = "tests/ops/test_ops_sdpa.py"
+DECODE = "tests/ops/test_ops_decode.py"
+MERGE = "tests/ops/test_ops_merge.py"
+CANDIDATES = "tests/ops/test_ops_candidates.py"
 STRUCTURED = "tests/ops/test_ops_structured.py"
 CHUNKED = "tests/ops/test_ops_consensus_structured.py"
 MESSAGES = "tests/nn/test_nn_message_passing.py"
@@ -249,6 +252,41 @@ MUTATIONS = [
         "x.repeat_interleave(repeats, dim=-2)",
         "torch.cat([x] * repeats, dim=-2)",
         (f"{SDPA}::test_dot_product_attention_is_sdpa_with_the_graph_as_mask",),
+    ),
+    Mutation(
+        "decoding reads what stands behind the end of a text",
+        "graphattn/ops/attention/decode.py",
+        "(x[low:length].to(dtype)",
+        "(x[low:].to(dtype)",
+        (f"{DECODE}::test_new_tokens_see_what_the_definition_says",),
+    ),
+    Mutation(
+        "a new token sees one key more than its window",
+        "graphattn/ops/attention/decode.py",
+        "(source > position - window)",
+        "(source >= position - window)",
+        (f"{DECODE}::test_new_tokens_see_what_the_definition_says",),
+    ),
+    Mutation(
+        "norms and products whatever cancels",
+        "graphattn/ops/attention/cached.py",
+        "LARGEST = 32.0",
+        "LARGEST = 1e30",
+        (f"{DECODE}::test_rbf_in_float32_survives_a_common_offset",),
+    ),
+    Mutation(
+        "a part without sources is read",
+        "graphattn/ops/attention/merge.py",
+        ".masked_fill((lse == -torch.inf)[..., None], 0)",
+        "",
+        (f"{MERGE}::test_a_part_without_sources_is_not_read_whatever_it_holds",),
+    ),
+    Mutation(
+        "of equal candidates the later is kept",
+        "graphattn/ops/attention/candidates.py",
+        "index.argsort(dim=-1)",
+        "index.argsort(dim=-1, descending=True)",
+        (f"{CANDIDATES}::test_shards_of_the_sources_give_what_one_pass_gives",),
     ),
     Mutation(
         "the log-sum-exp includes eps",
