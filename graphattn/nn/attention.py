@@ -17,8 +17,7 @@ from graphattn.nn.overrides import names_of, overridden_rows, overridden_weights
 from graphattn.nn.rotary import RotaryEmbedding
 from graphattn.nn.streaming import StreamingLayer
 from graphattn.ops.attention.api import attention_weights, rbf_attention
-from graphattn.ops.attention.cached import attend_cached, attend_logits, pair_logits
-from graphattn.ops.attention.reference import Score
+from graphattn.ops.attention.cached import Score, attend_cached, attend_logits, pair_logits
 from graphattn.ops.attention.streaming import has_step_kernel, step_by_kernel
 from graphattn.ops.inputs import (
     Valid,
