@@ -24,9 +24,8 @@ from graphattn.nn.overrides import (
 from graphattn.nn.rotary import RotaryEmbedding
 from graphattn.nn.streaming import StreamingLayer
 from graphattn.ops.attention.api import attention_weights, rbf_attention
-from graphattn.ops.attention.cached import attend_cached, attend_logits, pair_logits
+from graphattn.ops.attention.cached import Score, attend_cached, attend_logits, pair_logits
 from graphattn.ops.attention.edge_bias import check_edge_bias, per_edge
-from graphattn.ops.attention.reference import Score
 from graphattn.ops.attention.softcap import as_softcap, capped
 from graphattn.ops.attention.streaming import has_step_kernel, step_by_kernel
 from graphattn.ops.dropout import Kept, as_share, draw_seed, dropout_of_call
@@ -433,14 +432,16 @@ class GraphAttention(StreamingLayer):
 
     def fused_row(self, query: Tensor, key: Tensor, value: Tensor, keep: Tensor | None) -> Tensor:
         """One row of attention per query, [B * Hk, g, D]; sources are those of `keep`."""
-        need_lse = self.eps > 0 or self.sink is not None
-        options: dict[str, Any] = {"top_k": self.top_k, "keep": keep, "need_lse": need_lse}
+        top_k, need_lse = self.top_k, self.eps > 0 or self.sink is not None
         own = type(self).row_logits is not GraphAttention.row_logits or "row_logits" in vars(self)
         if own or self.softcap is not None:
             logits = capped(self.row_logits(query, key), self.softcap)
-            out, lse = attend_logits(logits, value, **options)
+            out, lse = attend_logits(logits, value, top_k, keep, need_lse=need_lse)
         else:
-            out, lse = attend_cached(query, key, value, *self.row_score(query), **options)
+            score, scale = self.row_score(query)
+            out, lse = attend_cached(
+                query, key, value, score, scale, top_k=top_k, keep=keep, need_lse=need_lse
+            )
         if lse is not None:
             lse = lse.unflatten(0, (-1, self.kv_heads))
             sink = self.sink_logits(lse)
@@ -478,8 +479,9 @@ class DistanceAttention(GraphAttention):
     def row_score(self, query: Tensor) -> tuple[Score, float | Tensor]:
         scale = (-2 * self.log_sigma.to(query.dtype)).exp_()
         if scale.numel() > 1:
-            by_head = scale.view(self.kv_heads, -1, 1)
-            scale = by_head.repeat(len(query) // self.kv_heads, 1, 1)
+            texts = len(query) // self.kv_heads
+            scale = scale.view(self.kv_heads, -1, 1)
+            scale = scale if texts == 1 else scale.repeat(texts, 1, 1)
         return "rbf", scale
 
     def step_scale(self) -> tuple[Tensor | None, float]:

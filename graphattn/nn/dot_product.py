@@ -12,7 +12,7 @@ from graphattn.nn.attention import GraphAttention
 from graphattn.nn.graph_layer import Positions
 from graphattn.nn.rotary import RotaryEmbedding
 from graphattn.ops.attention.api import attention_weights, dot_product_attention
-from graphattn.ops.attention.reference import Score
+from graphattn.ops.attention.cached import Score
 from graphattn.ops.inputs import Valid, ValidPair
 
 

@@ -1,6 +1,11 @@
 """The mathematics as pure functions of tensors and a graph."""
 
 from graphattn.ops.attention.api import attention_weights, dot_product_attention, rbf_attention
+from graphattn.ops.attention.candidates import (
+    attend_candidates,
+    merge_top_k,
+    top_k_candidates,
+)
 from graphattn.ops.attention.decode import decode_attention
 from graphattn.ops.attention.merge import merge_attention
 from graphattn.ops.backends import use_backend
@@ -11,6 +16,7 @@ from graphattn.ops.support import backends
 __all__ = [
     "EdgeNetworkParameters",
     "FirstLayer",
+    "attend_candidates",
     "attention_weights",
     "backends",
     "consensus_edge_matrices",
@@ -18,6 +24,8 @@ __all__ = [
     "decode_attention",
     "dot_product_attention",
     "merge_attention",
+    "merge_top_k",
     "rbf_attention",
+    "top_k_candidates",
     "use_backend",
 ]

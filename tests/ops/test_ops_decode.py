@@ -79,13 +79,16 @@ def test_new_tokens_see_what_the_definition_says(strength, top_k, window, new):
     torch.testing.assert_close(lse, expected[1], rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize("kv_heads", [1, 4])  # many rows share keys, or each has its own
 @STRENGTHS
 @pytest.mark.parametrize("top_k", [None, 16, 500])
 @pytest.mark.parametrize("window", [None, 300])
 @pytest.mark.parametrize("new", [1, 4])
-def test_over_long_caches_it_is_attention_on_the_causal_graph(strength, top_k, window, new):
+def test_over_long_caches_it_is_attention_on_the_causal_graph(
+    kv_heads, strength, top_k, window, new
+):
     lengths = [LONG, 431, 2, 700]
-    query, key, value = caches(4, LONG, 4, 2, 32, new)
+    query, key, value = caches(4, LONG, 4, kv_heads, 32, new)
     key, value = poisoned(key, lengths), poisoned(value, lengths)
     out, lse = ga.decode_attention(
         query, key, value, torch.tensor(lengths), window=window, top_k=top_k, return_lse=True,
@@ -133,12 +136,13 @@ def test_a_sink_is_one_more_source_whose_value_is_nothing(tokens, top_k, sigma):
     assert (nothing == 0).all()
 
 
+@pytest.mark.parametrize("kv_heads", [1, 4])  # many rows share keys, or each has its own
 @pytest.mark.parametrize("strength", [{}, {"sigma": 8.0}], ids=["dot", "rbf"])
 @pytest.mark.parametrize("top_k", [None, 20, 400])
-def test_what_is_not_seen_changes_no_bit(strength, top_k):
+def test_what_is_not_seen_changes_no_bit(kv_heads, strength, top_k):
     """Beyond the lengths, before the window, and later drafts, for earlier ones."""
     lengths = torch.tensor([650, 300])
-    query, key, value = caches(2, LONG, 4, 2, 64, new=3, dtype=torch.float32)
+    query, key, value = caches(2, LONG, 4, kv_heads, 64, new=3, dtype=torch.float32)
     options = {"window": 250, "top_k": top_k, **strength}
     clean = ga.decode_attention(query, key, value, lengths, **options)
     for bad in (torch.nan, torch.inf, 1e30, 300.0):
@@ -154,10 +158,11 @@ def test_what_is_not_seen_changes_no_bit(strength, top_k):
         assert torch.equal(other[0, 1], clean[0, 1])
 
 
+@pytest.mark.parametrize("kv_heads", [1, 4])  # many rows share keys, or each has its own
 @pytest.mark.parametrize("strength", [{}, {"sigma": 8.0}], ids=["dot", "rbf"])
 @pytest.mark.parametrize("top_k", [None, 20, 400])
-def test_what_one_text_holds_changes_no_bit_of_another(strength, top_k):
-    query, key, value = caches(3, LONG, 4, 2, 64, dtype=torch.float32)
+def test_what_one_text_holds_changes_no_bit_of_another(kv_heads, strength, top_k):
+    query, key, value = caches(3, LONG, 4, kv_heads, 64, dtype=torch.float32)
     options = {"top_k": top_k, **strength}
     clean = ga.decode_attention(query, key, value, LONG, **options)
     for bad in (torch.nan, torch.inf, 1e30, 300.0):
@@ -181,11 +186,12 @@ def test_a_value_that_top_k_leaves_out_is_not_read(tokens, top_k, sigma):
     torch.testing.assert_close(out, clean, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("kv_heads", [1, 4])  # many rows share keys, or each has its own
 @pytest.mark.parametrize("offset", [0.0, 100.0])
 @pytest.mark.parametrize("new", [1, 3])
-def test_rbf_in_float32_survives_a_common_offset(offset, new):
+def test_rbf_in_float32_survives_a_common_offset(kv_heads, offset, new):
     """Relative error <= 1e-5 is promised; expanded squares lose 1e-3 at 100."""
-    query, key, value = caches(2, LONG, 4, 2, 64, new, dtype=torch.float32)
+    query, key, value = caches(2, LONG, 4, kv_heads, 64, new, dtype=torch.float32)
     query, key = query + offset, key + offset
     out, lse = ga.decode_attention(query, key, value, LONG, sigma=8.0, return_lse=True)
     exact, exact_lse = by_loops(query, key, value, [LONG] * 2, sigma=8.0)
@@ -193,9 +199,10 @@ def test_rbf_in_float32_survives_a_common_offset(offset, new):
     assert (lse.double() - exact_lse).norm() <= 1e-5 * exact_lse.norm()
 
 
+@pytest.mark.parametrize("kv_heads", [1, 4])  # many rows share keys, or each has its own
 @pytest.mark.parametrize("outlier", [0, 350, LONG - 1])
-def test_an_outlier_among_near_keys_costs_no_precision(outlier):
-    query, key, value = caches(1, LONG, 2, 2, 32, dtype=torch.float32)
+def test_an_outlier_among_near_keys_costs_no_precision(kv_heads, outlier):
+    query, key, value = caches(1, LONG, 4, kv_heads, 32, dtype=torch.float32)
     key[0, outlier] += 1e4
     for place in (query, query + 1e4):  # near the others, and near the outlier
         out = ga.decode_attention(place, key, value, LONG, sigma=4.0)

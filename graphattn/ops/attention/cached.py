@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from graphattn.ops.attention.reference import Score
 from graphattn.ops.memory import keep_freed_memory
+
+Score = Literal["dot", "rbf"]  # of reference.py, which implementations do not import
 
 SMALL = 1 << 15  # numbers of the keys of a cache up to which the fewest calls are the fastest way
 PAIRS = 1 << 20  # numbers at a time in those: 4 megabytes of float32; fewer is slower
 CHUNK = 1 << 17  # numbers whose differences stay near the processor: half a megabyte of float32
-# Rows that share keys from which RBF logits are products and norms, where those do not cancel.
+# Rows that share keys from which RBF logits are products and norms, where those do not cancel; a
+# single one where the keys of a head stand one after the other.
 MANY_ROWS = 3
 LARGEST = 32.0  # scaled squares up to which they do not: five bits of a logit at most
 # Keys at a time of a head that is spread over a cache: their pages stay known to the processor.
@@ -53,17 +55,19 @@ def attend_cached(
     if large:
         keep_freed_memory()
     cut = top_k is not None and top_k < key.shape[-2]
-    exact = cut or (keep is not None and score == "rbf")
+    # Keys that some rows do not see may not decide how the logits of others are computed.
+    exact = (cut and not large) or (keep is not None and score == "rbf")
     logits = pair_logits(query, key, score, scale, exact=exact, large=large)
-    products = Products(query, key, scale) if cut and large and score == "dot" else None
+    products = Products(query, key, score, scale) if cut and large else None
     return attend_logits(logits, value, top_k, keep, products=products, need_lse=need_lse)
 
 
 class Products(NamedTuple):
-    """What logits are rounded products of: queries [G, R, D], keys [G, n, D] and the scale."""
+    """What logits are rounded from: queries [G, R, D], keys [G, n, D], score and scale."""
 
     query: Tensor
     key: Tensor
+    score: Score
     scale: float | Tensor
 
 
@@ -93,7 +97,7 @@ def attend_logits(
         logits = logits.masked_fill(worse, -torch.inf)
         hidden = worse if hidden is None else worse | hidden
     weights = logits.softmax(dim=-1)
-    lse = logits.logsumexp(dim=-1) if need_lse else None
+    lse = _log_sums(logits, weights, keep is not None) if need_lse else None
     if keep is not None:
         weights = weights.masked_fill(~keep, 0)  # a row without sources is 0 / 0
     out = weigh(weights, value)
@@ -102,6 +106,14 @@ def attend_logits(
     if hidden is not None and (out.device.type != "cpu" or not math.isfinite(out.sum())):
         out = _without_hidden(weights, value, hidden.expand_as(weights))
     return out, lse
+
+
+def _log_sums(logits: Tensor, weights: Tensor, masked: bool) -> Tensor:
+    """Log-sums [G, R]; a row that sees nothing has weights without meaning."""
+    if masked:
+        return logits.logsumexp(dim=-1)
+    # The largest weight is exp(0) over the sum: fewer calls.
+    return logits.amax(dim=-1) - weights.amax(dim=-1).log_()
 
 
 def _without_hidden(weights: Tensor, value: Tensor, hidden: Tensor) -> Tensor:
@@ -146,7 +158,7 @@ def pair_logits(
     `exact`, distances of many rows come from products too.
     """
     if score == "rbf":
-        if large and not exact and query.shape[-2] >= MANY_ROWS:
+        if large and not exact and (query.shape[-2] >= MANY_ROWS or not _side_by_side(key)):
             return _by_norms(query, key, scale)
         scale = scale * -0.5
         if large:
@@ -172,7 +184,7 @@ def _by_norms(query: Tensor, key: Tensor, scale: float | Tensor) -> Tensor:
 
     Keys are read twice, however many rows there are. Every group decides for itself.
     """
-    in_order = key.transpose(0, 1) if key.stride(0) < key.stride(1) else key
+    in_order = key.transpose(0, 1) if _side_by_side(key) else key
     of_key = torch.linalg.vector_norm(in_order, dim=-1).square_()
     if in_order is not key:
         of_key = of_key.t()
@@ -208,11 +220,15 @@ def distances(query: Tensor, key: Tensor) -> Tensor:
     return found
 
 
+def _side_by_side(key: Tensor) -> bool:
+    """Whether the heads of a token stand side by side, as in a cache [M, Hk, D]."""
+    return key.stride(0) < key.stride(1)
+
+
 def _chunks(key: Tensor) -> Iterator[tuple[slice, slice]]:
     """Groups and tokens whose keys are CHUNK numbers, as they stand in memory."""
     G, n, D = key.shape
-    side_by_side = key.stride(0) < key.stride(1)  # the heads of a token
-    some = G if side_by_side else max(1, CHUNK // max(1, n * D))
+    some = G if _side_by_side(key) else max(1, CHUNK // max(1, n * D))
     length = max(1, CHUNK // max(1, min(some, G) * D))
     for g in range(0, G, some):
         for s in range(0, n, length):
@@ -240,7 +256,8 @@ def not_among_best(logits: Tensor, k: int) -> Tensor:
     n = logits.shape[-1]
     if logits.device.type == "cpu":  # elsewhere this would wait for the device
         worse = logits < logits.kthvalue(n - k + 1, dim=-1, keepdim=True).values
-        if bool((worse.sum(-1) == n - k).all()):
+        # No row has more than n - k of them, so that their sum tells whether all have.
+        if int(worse.sum()) * n == worse.numel() * (n - k):
             return worse
     best = logits.sort(dim=-1, descending=True, stable=True).indices[..., :k]
     return torch.ones_like(logits, dtype=torch.bool).scatter_(-1, best, False)
@@ -277,8 +294,12 @@ def _judged(
     lowest = highest = threshold
     if products is not None:
         group = torch.arange(len(logits))[:, None, None]
-        size = torch.linalg.vector_norm(products.key[group, place], dim=-1)
-        size = size * torch.linalg.vector_norm(products.query, dim=-1, keepdim=True)
+        of_key = torch.linalg.vector_norm(products.key[group, place], dim=-1)
+        of_query = torch.linalg.vector_norm(products.query, dim=-1, keepdim=True)
+        if products.score == "rbf":
+            size = (of_key + of_query).square_()
+        else:
+            size = of_key * of_query
         features = products.query.shape[-1]
         rounding = 2 * (features**0.5 + 4) * torch.finfo(logits.dtype).eps
         size = (size * products.scale).abs_().mul_(rounding)
@@ -295,10 +316,15 @@ def _judged(
         sure = (row > highest[g, r]).nonzero().squeeze(-1)
         near = ((row >= lowest[g, r]) & (row <= highest[g, r])).nonzero().squeeze(-1)
         if products is not None:
-            by = (products.query[g, r] * products.key[g, near]).sum(-1)
+            own = products.key[g, near]
+            if products.score == "rbf":
+                by = -(products.query[g, r] - own).square_().sum(-1)
+            else:
+                by = (products.query[g, r] * own).sum(-1)
             scale = products.scale
-            by = by * (scale[g, r] if isinstance(scale, Tensor) else scale)
-            near = near[by.argsort(descending=True, stable=True)]
+            if isinstance(scale, Tensor):
+                scale = scale.expand(*logits.shape[:2], 1)[g, r]
+            near = near[(by * scale).argsort(descending=True, stable=True)]
         yield g, r, torch.cat([sure, near[: k - len(sure)]])
 
 
@@ -310,5 +336,6 @@ def _average_few(
     read = value[torch.arange(len(value))[:, None, None], places]  # [G, R, k, Dv]
     if masked:  # a row may see fewer than k
         read.masked_fill_((kept == -torch.inf)[..., None], 0)
-    out = (kept.softmax(dim=-1)[..., None, :] @ read).squeeze(-2)
-    return out, kept.logsumexp(dim=-1) if need_lse else None
+    weights = kept.softmax(dim=-1)
+    out = (weights[..., None, :] @ read).squeeze(-2)
+    return out, _log_sums(kept, weights, masked) if need_lse else None

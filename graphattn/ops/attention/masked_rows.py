@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from graphattn.ops.attention.reference import Score
+from graphattn.ops.attention.cached import Score
 
 
 def attend_masked(
