@@ -52,6 +52,10 @@ THEOREMS = "tests/ops/test_ops_consensus_theorems.py"
 TOP_K = "tests/ops/test_ops_top_k.py"
 SDPA = "tests/ops/test_ops_sdpa.py"
 STRUCTURED = "tests/ops/test_ops_structured.py"
+SINK = "tests/ops/test_ops_sink.py"
+SOFTCAP = "tests/ops/test_ops_softcap.py"
+DROPOUT = "tests/ops/test_ops_dropout.py"
+OPTIONS = "tests/nn/test_nn_attention_options.py"
 CHUNKED = "tests/ops/test_ops_consensus_structured.py"
 MESSAGES = "tests/nn/test_nn_message_passing.py"
 GUARANTEES = "tests/nn/test_nn_consensus_guarantees.py"
@@ -629,6 +633,65 @@ MUTATIONS = [
         "b_scale = tl.where(m_usual | (b_largest == 0), 1.0, 1.0 / b_largest)",
         "b_scale = tl.where(m_usual | (b_largest >= 0), 1.0, 1.0)",
         (f"{FUSED_NAN}::test_rows_of_lambda_of_any_size_are_normalised",),
+    ),
+    Mutation(
+        "a sink of minus infinity is infinity minus infinity where nothing is seen",
+        "graphattn/ops/segments.py",
+        "torch.sigmoid(lse - sink.masked_fill(none, 0)).masked_fill(none, 1)",
+        "torch.sigmoid(lse - sink)",
+        (f"{SINK}::test_rows_without_edges_and_heads_without_sinks_stay_what_they_are",),
+    ),
+    Mutation(
+        "tiles drop edges of their own first targets everywhere",
+        "graphattn/ops/attention/structured/group.py",
+        "rows = self._rows(dropout.rows[..., None])",
+        "rows = self._rows(dropout.rows[:, :1].expand_as(dropout.rows)[..., None])",
+        (f"{DROPOUT}::test_the_edges_of_the_definition_are_dropped_after_the_softmax",),
+    ),
+    Mutation(
+        "parts of a graph drop edges by their own numbers",
+        "graphattn/ops/attention/structured/plans.py",
+        "options = score, top_k, own, modifiers.some(t, s)",
+        "options = score, top_k, own, modifiers",
+        (f"{DROPOUT}::test_both_backends_drop_the_same_forward_and_backward",),
+    ),
+    Mutation(
+        "the value of a dropped edge is read",
+        "graphattn/ops/attention/structured/explicit.py",
+        "        weights, keep = kept.weights(weights), kept.among(keep)\n    return product",
+        "        weights = kept.weights(weights)\n    return product",
+        (f"{DROPOUT}::test_the_value_of_a_dropped_edge_is_not_read",),
+    ),
+    Mutation(
+        "the normaliser is that of the edges dropout leaves",
+        "graphattn/ops/attention/reference.py",
+        "weights, keep = kept.weights(weights), kept.among(keep)",
+        "weights, keep = kept.weights(weights), kept.among(keep)\n"
+        "        total = segment_sum(weights[..., None], target, graph.num_targets)\n"
+        "        weights = weights / total.clamp(min=1e-9)[..., target, :, 0]",
+        (f"{DROPOUT}::test_the_edges_of_the_definition_are_dropped_after_the_softmax",),
+    ),
+    Mutation(
+        "rows and columns of the hash are joined by nothing but their bits",
+        "graphattn/ops/dropout.py",
+        "x = (rows.to(torch.int32) ^ columns) * EDGE_FACTOR\n    x = (x",
+        "return (rows.to(torch.int32) ^ columns) >= int(p * (1 << 32)) - (1 << 31)\n    x = (x",
+        (f"{DROPOUT}::test_four_edges_between_two_targets_and_two_sources_are_independent",),
+    ),
+    Mutation(
+        "biases are capped, too",
+        "graphattn/ops/attention/structured/rows.py",
+        "self.logits if self.bias is None else self.logits + self.bias\n",
+        "capped(self.scale[:, None] * self.affinity + (0 if self.bias is None else self.bias), "
+        "self.plan.modifiers.softcap)\n",
+        (f"{SOFTCAP}::test_biases_come_after_the_cap_and_padding_is_no_edge",),
+    ),
+    Mutation(
+        "steps of generation drop weights",
+        "graphattn/nn/attention.py",
+        "layer = self.without_dropout()",
+        "layer = self",
+        (f"{OPTIONS}::test_steps_drop_nothing_in_training_mode_either",),
     ),
     Mutation(
         "the step kernel keeps the newer of two equally near tokens",
