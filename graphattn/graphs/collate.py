@@ -152,6 +152,7 @@ def _rows_of(graphs: list[TokenGraph], num_targets: int, num_sources: int) -> To
     """
     parts: list[TokenGraph] = []
     sizes: list[tuple[int, int]] = []
+    starts: list[tuple[int, int]] = []
     for graph in graphs:
         missing = num_targets - graph.num_targets, num_sources - graph.num_sources
         parts.append(graph)
@@ -159,8 +160,10 @@ def _rows_of(graphs: list[TokenGraph], num_targets: int, num_sources: int) -> To
             parts.append(_nothing(graphs, *missing))
         if len(graph.sizes) == 1:
             sizes.append((num_targets, num_sources))
+            starts += graph.starts
         else:  # the item is a batch itself
             sizes += [*graph.sizes, *([missing] if any(missing) else [])]
+            starts += [*graph.starts, *([(0, 0)] if any(missing) else [])]
     packed = batch(parts)
     listed = packed.structure is None and packed.neighbors is None
     return TokenGraph(
@@ -170,6 +173,7 @@ def _rows_of(graphs: list[TokenGraph], num_targets: int, num_sources: int) -> To
         num_targets=packed.num_targets,
         num_sources=packed.num_sources,
         sizes=tuple(sizes),
+        starts=tuple(starts),
         is_causal=all(graph.is_causal for graph in graphs),
         has_causal_part=any(graph.has_causal_part for graph in graphs),
         device=packed.device,

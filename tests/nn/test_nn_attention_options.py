@@ -6,9 +6,11 @@ import pickle
 import pytest
 import torch
 from nn_by_hand import DIM, HEADS
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 import graphattn as ga
+from graphattn.diagnostics.disabled import disabled_parameters
 from graphattn.ops.dropout import draw_seed, dropout_of_call
 
 KINDS = ("DotProductAttention", "KrauseAttention", "GaussianKernelAttention")
@@ -373,3 +375,35 @@ def test_the_step_kernel_refuses_a_softcap_by_name():
     layer = ga.nn.DotProductAttention(DIM, HEADS, softcap=5.0, backend="triton")
     with pytest.raises(ValueError, match="its step kernel has no softcap"):
         layer.init_cache(2, window=8)
+
+
+@EVERY
+def test_a_compiled_layer_with_dropout_is_compiled_twice_at_most(kind, fresh_compiler):
+    layer = made(kind, torch.float32, attention_dropout=0.4, sink=True)
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(layer, fullgraph=True, backend=counter)
+    for n in (12, 17, 40):
+        x, graph = tokens(2, n, dtype=torch.float32), ga.causal_window_graph(n, 5)
+        torch.manual_seed(n)
+        mine = compiled(x, graph)
+        torch.manual_seed(n)
+        torch.testing.assert_close(mine, layer(x, graph))
+    assert counter.frame_count <= 2
+
+
+@EVERY
+def test_a_layer_without_its_weights_has_the_sink_of_the_start(kind):
+    layer = made(kind, sink=True)
+    found = disabled_parameters(layer, {"": layer}, ())
+    assert torch.equal(found["sink"], torch.zeros(HEADS).double())
+
+
+def test_non_contiguous_tokens_and_grouped_heads_drop_as_contiguous_ones():
+    graph = ga.window_path_graph(14, 3)
+    layer = made("DotProductAttention", attention_dropout=0.3, sink=True, kv_heads=2)
+    x = tokens(2, 14)
+    strided = x.transpose(0, 1).contiguous().transpose(0, 1)
+    torch.manual_seed(1)
+    y = layer(x, graph)
+    torch.manual_seed(1)
+    torch.testing.assert_close(layer(strided, graph), y)

@@ -10,6 +10,9 @@ LAYERS = {
     "GaussianKernelAttention": lambda: ga.nn.GaussianKernelAttention(8, 2, rope=True, eps=0.1),
     "KrauseAttention": lambda: ga.nn.KrauseAttention(8, 2, top_k=3, kv_heads=1),
     "DotProductAttention": lambda: ga.nn.DotProductAttention(8, 2, rope=True),
+    "DotProductAttention, sink, softcap": lambda: ga.nn.DotProductAttention(
+        8, 2, sink=True, softcap=2.0
+    ),
     "SelfConsensus, target": lambda: ga.nn.SelfConsensus(
         8, 2, rank=2, edge_hidden=4, update="target", step_size="auto"
     ),

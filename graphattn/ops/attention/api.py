@@ -130,7 +130,7 @@ def rbf_attention(
             sink = log(eps). A target without edges still gets 0.
         dropout: share of the weights set to 0, in [0, 1), the others divided by 1 - dropout, after
             all of the above, as in torch's attention. Every call drops others; all backends drop
-            the same for the same seed (:mod:`graphattn.ops.dropout` says which). The value of a
+            the same for the same seed (``graphattn.ops.dropout`` says which). The value of a
             dropped edge is not read. "triton" has none.
         generator: from which the seed of the dropout is drawn, once a call; torch's default
             generator of the CPU if None (``torch.manual_seed``).
