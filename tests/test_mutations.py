@@ -86,10 +86,19 @@ SAVING = "tests/graphs/test_graphs_saving.py"
 READERS = "tests/data/test_data_files.py"
 DEMO = "tests/cli/test_cli_demo_training.py"
 BENCH = "tests/cli/test_cli_bench"
+TARGETS = "tests/graphs/test_graphs_targets.py"
+SECTIONS = "tests/ops/test_ops_sections.py"
+SINK = "tests/ops/test_ops_sink.py"
+SOFTCAP = "tests/ops/test_ops_softcap.py"
+DROPOUT = "tests/ops/test_ops_dropout.py"
+OPTIONS = "tests/nn/test_nn_attention_options.py"
 PER_SAMPLE = "tests/ops/test_ops_edge_bias_per_sample.py"
 BIASES = "tests/nn/test_nn_edge_bias.py"
 OFFSETS = "tests/nn/test_nn_offset_bias.py"
 FEATURES = "tests/ops/test_ops_consensus_edges.py"
+DECODE = "tests/ops/test_ops_decode.py"
+MERGE = "tests/ops/test_ops_merge.py"
+CANDIDATES = "tests/ops/test_ops_candidates.py"
 COLLATE = "tests/graphs/test_graphs_collate"
 CACHES = "tests/nn/test_nn_caches.py"
 BLOCK_STEPS = "tests/nn/test_nn_block_steps.py"
@@ -427,8 +436,8 @@ MUTATIONS = [
     Mutation(
         "a causal window holds one key too many",
         "graphattn/graphs/windows.py",
-        "Band(num_tokens, window - 1, 0)",
-        "Band(num_tokens, window, 0)",
+        "return _causal(num_tokens, window - 1, past)",
+        "return _causal(num_tokens, window, past)",
         ("tests/graphs/test_graphs_windows.py::test_causal_window_holds_the_last_keys_and_itself",),
     ),
     Mutation(
@@ -1100,6 +1109,93 @@ MUTATIONS = [
         "full = counts > size",
         (f"{BENCH}_flex.py::test_the_blocks_that_hold_edges_are_those_that_all_pairs_give",),
     ),
+    Mutation(
+        "rows count their positions from 0 again",
+        "graphattn/graphs/targets.py",
+        "starts.append((target + own[0] - t0, source + seen[0] - s0))",
+        "starts.append((target, source))",
+        (f"{TARGETS}::test_positions_are_those_of_the_whole",),
+    ),
+    Mutation(
+        "the hole of a window without self-loops stays on the diagonal of its rows",
+        "graphattn/graphs/bands.py",
+        "loops = torch.ones_like(shift) if band.self_loops else -2 * shift",
+        "loops = torch.ones_like(shift) if band.self_loops else 0 * shift",
+        ("tests/graphs/test_graphs_bands.py::test_the_table_lists_the_edges_of_the_graph",),
+    ),
+    Mutation(
+        "consensus compares rows with what stands beside their number, not their place",
+        "graphattn/ops/consensus/pieces.py",
+        "(move := hop * longest._stride + shift)",
+        "(move := hop * longest._stride)",
+        (f"{SECTIONS}::test_consensus_over_rows_is_those_rows_of_the_whole",),
+    ),
+    Mutation(
+        "prefill forgets what the cache holds before the new rows",
+        "graphattn/nn/streaming.py",
+        "graph = causal_window_graph(n, cache.window, past=before)",
+        "graph = causal_window_graph(n, cache.window - (before > 0), past=before)",
+        ("tests/nn/test_nn_streaming.py::test_prompts_and_steps_mix_in_any_way",),
+    ),
+    Mutation(
+        "a sink of minus infinity is infinity minus infinity where nothing is seen",
+        "graphattn/ops/segments.py",
+        "torch.sigmoid(lse - sink.masked_fill(none, 0)).masked_fill(none, 1)",
+        "torch.sigmoid(lse - sink)",
+        (f"{SINK}::test_rows_without_edges_and_heads_without_sinks_stay_what_they_are",),
+    ),
+    Mutation(
+        "tiles drop edges of their own first targets everywhere",
+        "graphattn/ops/attention/structured/group.py",
+        "rows = self._rows(dropout.rows[..., None])",
+        "rows = self._rows(dropout.rows[:, :1].expand_as(dropout.rows)[..., None])",
+        (f"{DROPOUT}::test_the_edges_of_the_definition_are_dropped_after_the_softmax",),
+    ),
+    Mutation(
+        "parts of a graph drop edges by their own numbers",
+        "graphattn/ops/attention/structured/plans.py",
+        "options = score, top_k, own, modifiers.some(t, s)",
+        "options = score, top_k, own, modifiers",
+        (f"{DROPOUT}::test_both_backends_drop_the_same_forward_and_backward",),
+    ),
+    Mutation(
+        "the value of a dropped edge is read",
+        "graphattn/ops/attention/structured/explicit.py",
+        "        weights, keep = kept.weights(weights), kept.among(keep)\n    return product",
+        "        weights = kept.weights(weights)\n    return product",
+        (f"{DROPOUT}::test_the_value_of_a_dropped_edge_is_not_read",),
+    ),
+    Mutation(
+        "the normaliser is that of the edges dropout leaves",
+        "graphattn/ops/attention/reference.py",
+        "weights, keep = kept.weights(weights), kept.among(keep)",
+        "weights, keep = kept.weights(weights), kept.among(keep)\n"
+        "        total = segment_sum(weights[..., None], target, graph.num_targets)\n"
+        "        weights = weights / total.clamp(min=1e-9)[..., target, :, 0]",
+        (f"{DROPOUT}::test_the_edges_of_the_definition_are_dropped_after_the_softmax",),
+    ),
+    Mutation(
+        "rows and columns of the hash are joined by nothing but their bits",
+        "graphattn/ops/dropout.py",
+        "x = (rows.to(torch.int32) ^ columns) * EDGE_FACTOR\n    x = (x",
+        "return (rows.to(torch.int32) ^ columns) >= int(p * (1 << 32)) - (1 << 31)\n    x = (x",
+        (f"{DROPOUT}::test_four_edges_between_two_targets_and_two_sources_are_independent",),
+    ),
+    Mutation(
+        "biases are capped, too",
+        "graphattn/ops/attention/structured/rows.py",
+        "self.logits if self.bias is None else self.logits + self.bias\n",
+        "capped(self.scale[:, None] * self.affinity + (0 if self.bias is None else self.bias), "
+        "self.plan.modifiers.softcap)\n",
+        (f"{SOFTCAP}::test_biases_come_after_the_cap_and_padding_is_no_edge",),
+    ),
+    Mutation(
+        "steps of generation drop weights",
+        "graphattn/nn/attention.py",
+        "layer = self.without_dropout()",
+        "layer = self",
+        (f"{OPTIONS}::test_steps_drop_nothing_in_training_mode_either",),
+    ),
     # Biases of edges.
     Mutation(
         "a NaN among the biases spreads to rows that are padded with its edge",
@@ -1114,6 +1210,13 @@ MUTATIONS = [
         "per_slot = d_logits if d_bias.dim() == 3 else d_logits.sum(0)",
         "per_slot = d_logits.sum(0).expand_as(d_logits) if d_bias.dim() == 3 else d_logits.sum(0)",
         (f"{PER_SAMPLE}::test_all_gradients_are_those_of_differences",),
+    ),
+    Mutation(
+        "every piece of rows reads the biases of the first",
+        "graphattn/ops/attention/structured/group.py",
+        "return dense[:, t.target : t.target + t.rows, t.source : t.source + t.columns]",
+        "return dense[:, : t.rows, t.source : t.source + t.columns]",
+        (f"{PER_SAMPLE}::test_over_all_pairs_they_lose_no_digits_however_far_the_features_lie",),
     ),
     Mutation(
         "kernels read the biases of the first sample in all of them",
@@ -1186,6 +1289,41 @@ MUTATIONS = [
             "tests/spectral/test_spectral_edge_features.py"
             "::test_numbers_are_those_of_the_layers_own_step",
         ),
+    ),
+    Mutation(
+        "decoding reads what stands behind the end of a text",
+        "graphattn/ops/attention/decode.py",
+        "(x[low:length].to(dtype)",
+        "(x[low:].to(dtype)",
+        (f"{DECODE}::test_new_tokens_see_what_the_definition_says",),
+    ),
+    Mutation(
+        "a new token sees one key more than its window",
+        "graphattn/ops/attention/decode.py",
+        "(source > position - window)",
+        "(source >= position - window)",
+        (f"{DECODE}::test_new_tokens_see_what_the_definition_says",),
+    ),
+    Mutation(
+        "norms and products whatever cancels",
+        "graphattn/ops/attention/cached.py",
+        "LARGEST = 32.0",
+        "LARGEST = 1e30",
+        (f"{DECODE}::test_rbf_in_float32_survives_a_common_offset",),
+    ),
+    Mutation(
+        "a part without sources is read",
+        "graphattn/ops/attention/merge.py",
+        ".masked_fill((lse == -torch.inf)[..., None], 0)",
+        "",
+        (f"{MERGE}::test_a_part_without_sources_is_not_read_whatever_it_holds",),
+    ),
+    Mutation(
+        "of equal candidates the later is kept",
+        "graphattn/ops/attention/candidates.py",
+        "index.argsort(dim=-1)",
+        "index.argsort(dim=-1, descending=True)",
+        (f"{CANDIDATES}::test_shards_of_the_sources_give_what_one_pass_gives",),
     ),
     Mutation(
         "values of an edge list stay where they were while its edges are sorted",
