@@ -122,7 +122,9 @@ class Pieces:
         self.valid = [  # [B or 1, tokens]
             None if of is None else of.reshape(of.shape[:-1].numel(), of.shape[-1]) for of in valid
         ]
-        self.bands = _bands(graph)
+        # Where the edges of a section stand is not counted: they are gone over as a list.
+        listed = places and isinstance(graph.structure, Section)
+        self.bands = () if listed else _bands(graph)
         if self.bands:
             self.moves = moves_of(self.bands, loops=loops, shift=shift_of(graph.structure))
             lengths = [band.num_tokens for band in self.bands]
