@@ -421,8 +421,8 @@ MUTATIONS = [
     Mutation(
         "a causal window holds one key too many",
         "graphattn/graphs/windows.py",
-        "Band(num_tokens, window - 1, 0)",
-        "Band(num_tokens, window, 0)",
+        "return _causal(num_tokens, window - 1, past)",
+        "return _causal(num_tokens, window, past)",
         ("tests/graphs/test_graphs_windows.py::test_causal_window_holds_the_last_keys_and_itself",),
     ),
     Mutation(
