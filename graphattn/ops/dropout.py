@@ -57,7 +57,11 @@ class Dropout(NamedTuple):
 
     def kept_edges(self, source: Tensor, target: Tensor, batch: torch.Size) -> Tensor:
         """Bool [*, E, H]: edges that are not dropped."""
-        kept = keeps(self.p, self.rows.index_select(1, target), self.columns[source][:, None])
+        rows, columns = self.rows.index_select(1, target), self.columns[source][:, None]
+        if torch.compiler.is_compiling():  # Inductor's own code for it (torch 2.11) breaks the heap
+            kept: Tensor = torch.ops.graphattn.dropout_keeps(rows, columns, self.p)
+        else:
+            kept = keeps(self.p, rows, columns)
         return kept.reshape(*batch, *kept.shape[1:])
 
 
@@ -104,11 +108,21 @@ def dropout_of(
     p: float, seed: Tensor, *, batch: int, num_targets: int, num_sources: int, heads: int
 ) -> Dropout:
     """The hashes of all rows and columns of a call, on the device of `seed`."""
+    sizes = batch, heads, num_targets, num_sources
+    if torch.compiler.is_compiling():
+        return Dropout(p, *torch.ops.graphattn.dropout_hashes(seed, *sizes))
+    return Dropout(p, *_hashes(seed, *sizes))
+
+
+def _hashes(
+    seed: Tensor, batch: int, heads: int, num_targets: int, num_sources: int
+) -> tuple[Tensor, Tensor]:
+    """Of rows, int64 [B, N, H], and of columns, int32 [M]."""
     device = seed.device
     b, h, i, j = (torch.arange(n, device=device) for n in (batch, heads, num_targets, num_sources))
     start = _next(torch.zeros_like(seed), seed)
     rows = _next(_next(_next(start, b)[:, None, None], h), i[:, None])
-    return Dropout(p, rows, _next(~start, j).to(torch.int32))
+    return rows, _next(~start, j).to(torch.int32)
 
 
 def dropout_of_call(p: float, seed: Tensor, query: Tensor, graph: TokenGraph) -> Dropout:
@@ -146,3 +160,31 @@ def _signed(number: int) -> int:
 def _shifted(x: Tensor, by: int, bits: int = 64) -> Tensor:
     """x >> by of unsigned numbers: torch's copies the sign."""
     return (x >> by) & ((1 << (bits - by)) - 1)
+
+
+# For functions that are compiled.
+
+
+@torch.library.custom_op("graphattn::dropout_hashes", mutates_args=())
+def _dropout_hashes(
+    seed: Tensor, batch: int, heads: int, num_targets: int, num_sources: int
+) -> tuple[Tensor, Tensor]:
+    return _hashes(seed, batch, heads, num_targets, num_sources)
+
+
+@_dropout_hashes.register_fake
+def _(
+    seed: Tensor, batch: int, heads: int, num_targets: int, num_sources: int
+) -> tuple[Tensor, Tensor]:
+    rows = seed.new_empty((batch, num_targets, heads))
+    return rows, seed.new_empty((num_sources,), dtype=torch.int32)
+
+
+@torch.library.custom_op("graphattn::dropout_keeps", mutates_args=())
+def _dropout_keeps(rows: Tensor, columns: Tensor, p: float) -> Tensor:
+    return keeps(p, rows, columns)
+
+
+@_dropout_keeps.register_fake
+def _(rows: Tensor, columns: Tensor, p: float) -> Tensor:
+    return rows.new_empty(torch.broadcast_shapes(rows.shape, columns.shape), dtype=torch.bool)

@@ -378,3 +378,17 @@ def test_triton_refuses_it_by_name_and_says_so_before():
         ga.dot_product_attention(q, k, v, graph, dropout=0.1, backend="triton")
     with pytest.raises(ValueError, match="dropout is no option of consensus_update"):
         ga.backends("consensus_update", graph, q, dropout=0.1)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_compiled_operation_drops_what_the_seed_says(backend):
+    graph = ga.causal_graph(12)
+    tensors = qkv(graph, batch=(2,))
+    run = partial(ga.dot_product_attention, graph=graph, dropout=0.4, backend=backend)
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda *x: run(*x), fullgraph=True, backend="aot_eager")
+    torch.manual_seed(1)
+    found = compiled(*tensors)
+    torch.manual_seed(1)
+    torch.testing.assert_close(found, run(*tensors), **TIGHT)
+    assert not torch.equal(compiled(*tensors), found)
