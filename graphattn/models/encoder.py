@@ -221,15 +221,9 @@ class SequenceEncoder(Configured, nn.Module):
         edge_features: Tensor | Sequence[Tensor | None] | None = None,
     ) -> Tensor:
         """Logits over the vocabulary for every token, [*, N, vocab_size]."""
-        x = self.encode(
-            tokens,
-            graph,
-            valid=valid,
-            positions=positions,
-            edge_bias=edge_bias,
-            edge_features=edge_features,
-        )
-        return self.head(x)
+        of_edges = {"edge_bias": edge_bias, "edge_features": edge_features}
+        given: dict[str, Any] = {name: x for name, x in of_edges.items() if x is not None}
+        return self.head(self.encode(tokens, graph, valid=valid, positions=positions, **given))
 
     def _of_blocks(self, of_edges: dict[str, Any]) -> list[dict[str, Any]]:
         """What the edges of every block have: one for all that take it, or one per block."""

@@ -167,7 +167,13 @@ class DistanceBias(Configured, nn.Module):
 
 
 class EdgeProjection(Configured, nn.Module):
-    """Biases from whatever is known of edges: a linear map from their features to one per head.
+    r"""Biases from whatever is known of edges: a linear map from their features to one per head.
+
+    .. math::
+        b_{ij} = W e_{ij} + w
+
+    as in Graphormer (Ying et al., 2021, Eq. 7, there averaged along paths): what is learned of an
+    edge is added to its logit.
 
     Args:
         features: F, how many there are of an edge.

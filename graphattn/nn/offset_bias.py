@@ -30,6 +30,9 @@ T5_DEFAULTS = {"num_buckets": 32, "max_distance": 128, "bidirectional": True}
 class OffsetBias(Configured, nn.Module):
     r"""Biases by relative position: what an edge adds depends on how far its source is away.
 
+    .. math::
+        b_{ij}^h = T_{h, \, \mathrm{row}(p_j - p_i)}
+
     The offset of an edge is the position of its source minus that of its target, in tokens: -1 is
     the token before, as in T5's ``memory_position - context_position``. Over a grid it is a pair
     (down, right), in cells. Three kinds:

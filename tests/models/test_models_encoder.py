@@ -320,7 +320,7 @@ def test_an_encoder_names_features_that_are_missing_or_not_expected():
     tokens, graph = torch.zeros(12, dtype=torch.long), ga.window_path_graph(12, 2)
     e = torch.zeros(graph.num_edges, 3)
     options = {"depth": 2, "heads": 2, "edge_hidden": 4}
-    with pytest.raises(ValueError, match="edge_features cannot be given to this SequenceEncoder"):
+    with pytest.raises(ValueError, match="edge_features must be None in a model without"):
         ga.models.SequenceEncoder(9, 16, mixer="mix", **options)(tokens, graph, edge_features=e)
     model = ga.models.SequenceEncoder(9, 16, mixer="mix", edge_features=3, **options)
     with pytest.raises(ValueError, match="edge_features must be given"):

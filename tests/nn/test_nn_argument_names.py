@@ -97,11 +97,11 @@ TAKE_FEATURES = ("SelfConsensus", "CrossConsensus", "PreNormBlock", "SequenceEnc
 
 @pytest.mark.parametrize("kind", CALLS)
 def test_what_pyg_says_of_edges_is_answered(kind):
-    """Consensus sees features of edges; attention says that it does not."""
+    """Consensus sees features of edges; attention takes what a projection makes of them."""
     takes = kind in TAKE_FEATURES
     with pytest.raises(TypeError) as caught:
         CALLS[kind](edge_attr=None)
-    says = "here it is called 'edge_features'" if takes else "no values of edges yet"
+    says = "here it is called 'edge_features'" if takes else "ga.nn.EdgeProjection(features, heads)"
     assert "no argument 'edge_attr'" in str(caught.value)
     assert says in str(caught.value)
     if kind in LAYERS:

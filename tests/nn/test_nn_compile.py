@@ -96,10 +96,11 @@ def test_the_operator_keeps_the_promises_of_torch_library(graph: str, bias: bool
     scale = torch.tensor([0.5, 1.0], requires_grad=True)
     table = torch.randn(tokens.num_edges, 2, requires_grad=True) if bias else None
     edges = tokens.edge_index if tokens.structure is None else None
-    valid, options = torch.rand(N) < 0.8, (score, 3, False, "structured", False)
+    valid, seed = torch.rand(N) < 0.8, torch.tensor([7])
+    options = (score, 3, False, 5.0 if score == "dot" else None, 0.3, "structured", False)
     torch.library.opcheck(
         torch.ops.graphattn.attention,
-        (q, k, v, scale, table, valid, None, tokens.code, edges, *options),
+        (q, k, v, scale, table, valid, None, tokens.code, edges, seed, *options),
     )
 
 

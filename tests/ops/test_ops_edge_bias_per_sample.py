@@ -339,8 +339,8 @@ def test_the_operator_keeps_the_promises_of_torch_library() -> None:
     bias = random(2, 2, graph.num_edges, 2, seed=4).requires_grad_()
     torch.library.opcheck(
         torch.ops.graphattn.attention.default,
-        (q, k, v, scale, bias, None, None, graph.code, graph.edge_index, "rbf", None, False,
-         "structured", False),
+        (q, k, v, scale, bias, None, None, graph.code, graph.edge_index, None, "rbf", None, False,
+         None, 0.0, "structured", False),
     )  # fmt: skip
 
 
