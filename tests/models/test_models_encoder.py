@@ -325,5 +325,5 @@ def test_an_encoder_names_features_that_are_missing_or_not_expected():
     model = ga.models.SequenceEncoder(9, 16, mixer="mix", edge_features=3, **options)
     with pytest.raises(ValueError, match="edge_features must be given"):
         model(tokens, graph)
-    with pytest.raises(ValueError, match=r"one entry per block \(2\), got 1"):
+    with pytest.raises(ValueError, match=r"one per block \(2\), got 1"):
         model(tokens, graph, edge_features=[e])
