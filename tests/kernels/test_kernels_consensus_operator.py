@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import graphattn as ga
 from graphattn.kernels.launch import recording
-from graphattn.ops.consensus import operators, structured
+from graphattn.ops.consensus import compiled, operators
 
 pytestmark = pytest.mark.usefixtures("device")
 
@@ -127,7 +127,7 @@ class Taken(Exception):
 
 @pytest.mark.parametrize(
     ("trunk", "module"),
-    [("shared", operators), ("separate", structured)],
+    [("shared", operators), ("separate", compiled)],
     ids=["shared", "separate"],
 )
 def test_on_a_gpu_auto_takes_kernels_where_there_are_some(
