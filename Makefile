@@ -4,7 +4,7 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 VENV ?= .venv
 PROCESSES ?= 2
-CASES ?= 4
+CASES ?= 3
 BIN := $(VENV)/bin
 
 .PHONY: demo test test-all slow scatter bench kernels-check kernels-check-all lint docs format clean

@@ -27,10 +27,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if most is None:
         return
     by_function: dict[str, list[pytest.Item]] = {}
-    for item in items:
-        if not item.get_closest_marker("every_case"):
-            by_function.setdefault(item.nodeid.partition("[")[0], []).append(item)
     left_out = set()
+    for item in items:
+        if item.get_closest_marker("long"):
+            left_out.add(item)
+        elif not item.get_closest_marker("every_case"):
+            by_function.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for cases in by_function.values():
         kept = {round(k * (len(cases) - 1) / max(most - 1, 1)) for k in range(most)}
         if len(cases) > most:

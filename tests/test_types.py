@@ -112,6 +112,7 @@ def checkout(tmp_path_factory):
     return folder
 
 
+@pytest.mark.long
 def test_a_user_s_type_checker_sees_every_type_and_every_mistake(checkout, tmp_path, request):
     cache = request.config.cache.mkdir("mypy")
     (tmp_path / "user.py").write_text(SOURCE)
@@ -129,6 +130,7 @@ def test_a_user_s_type_checker_sees_every_type_and_every_mistake(checkout, tmp_p
                 assert ("error:" in " ".join(said)) == ("error" in expected), (hook, line, said)
 
 
+@pytest.mark.long
 def test_our_own_lint_looks_into_the_kernels(tmp_path, request):
     """With the settings of pyproject.toml, as `make lint` runs."""
     file = tmp_path / "call.py"

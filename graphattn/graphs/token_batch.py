@@ -26,7 +26,8 @@ class TokenBatch:
     Padded (``collate(..., padding=True)``) they are [B, N, ...], N being the longest item's. Either
     way ``layer(batch.features, batch.graph, valid=batch.valid)`` gives every item what it would get
     by itself: :attr:`graph` is one graph over all tokens, without edges between items or to
-    padding, and layers and models read [B, N, dim] over it row by row.
+    padding, and layers and models read [B, N, dim] over it row by row. Operations and modules that make
+    biases take rows laid end to end, ``x.flatten(0, 1)``.
 
     A field is an attribute and an entry, ``batch.tokens`` and ``batch["tokens"]``: those per token
     as above; those per edge [E_total, ...], in the order of ``graph.edge_index``; those per item

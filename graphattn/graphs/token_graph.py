@@ -517,7 +517,7 @@ class TokenGraph:
         that restart, are in :attr:`sizes` alone. With values of edges comes a Data; with an edge
         type a HeteroData of two kinds of nodes. Those of a batch are a PyG ``Batch`` of them, with
         its borders and ``to_data_list()``. :func:`~graphattn.from_pyg` leads back to the same
-        edges, values and borders; what is known of their structure and causality stays behind.
+        edges and values, and from a ``Batch`` to the same borders; what is known of their structure and causality stays behind.
 
         Args:
             edge_type: (source node type, relation, target node type).

@@ -38,7 +38,8 @@ class PreNormBlock(Configured, nn.Module):
     Shapes:
         - **x**: [*, N, dim]
         - **graph**: as the mixer takes it
-        - **context**: [*, M, context_dim], for a mixer across two tracks
+        - **context**: [*, M, context_dim], for a mixer across two tracks; handed on as it is, so for
+          some rows of one sequence it must come through ``mixer_norm``, as `x` does
         - **valid**, **positions**: passed on to the mixer (keyword)
         - **edge_features**: passed on where given, as consensus layers take them (keyword)
         - **edge_bias**: passed on to a mixer that takes it, as attention layers do (keyword)

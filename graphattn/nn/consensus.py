@@ -517,7 +517,8 @@ class SelfConsensus(_Consensus, StreamingLayer):
             raise ValueError(
                 f"{type(self).__name__} goes token by token with update='target', got "
                 "update='energy', which moves both ends of an edge: every new token would move the "
-                "ones before it again"
+                "ones before it again. A model takes such layers in its list of mixers, "
+                "mixer=['dot', SelfConsensus(dim, heads, update='target')]"
             )
         if self.edge_features:
             raise ValueError(

@@ -218,7 +218,8 @@ class LayerCache:
         So a guess is taken back (speculative decoding). All is possible while no more tokens have
         been seen than are kept, W + d of them, and without a window. Later at least
         :attr:`min_length` must stay: the d newest can go, the `rollback` of ``init_cache``.
-        Length 0 empties the cache at any time.
+        Length 0 empties the cache at any time. All texts of the batch go back to one length: where
+        they accept different numbers of guesses, go to the least and step again.
 
         Args:
             length: how many tokens stay, at most :attr:`position`.

@@ -165,7 +165,8 @@ class StreamingLayer(GraphLayer):
                 of the cache.
             cache: from this layer's :meth:`init_cache`; updated in place.
             valid: bool [*] (or [*, n]), True where a token is real. A text that starts later than
-                others of its batch is padded on the left; padding is no source for any token.
+                others of its batch is padded on the left; padding is no source for any token, but
+                counts as a position (padded on the right, a text goes on where the padding ends).
             positions: [*] (or [*, n]), where tokens stand for a rotary embedding; counted from 0
                 by the cache if None.
 

@@ -647,6 +647,7 @@ def test_the_bound_is_the_larger_of_products_and_copies():
     assert machine.seconds((10.0, 40.0)) == 10.0
 
 
+@pytest.mark.long
 def test_peak_memory_is_that_of_the_pass_alone(monkeypatch):
     """Masked dense holds [8, N, N] logits; SDPA its output and little more."""
     monkeypatch.undo()

@@ -93,6 +93,7 @@ def test_a_long_window_has_its_blocks_listed_without_a_look_at_all_pairs():
     assert int(mask.kv_num_blocks.sum()) == 3 * blocks - 2  # its own block, and both next to it
 
 
+@pytest.mark.long
 @NEEDS_COMPILER
 @pytest.mark.parametrize("score", ["flex_rbf", "flex_dot"])
 def test_on_a_cpu_the_compiled_forward_pass_is_right(score):

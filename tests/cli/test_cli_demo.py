@@ -107,6 +107,7 @@ def test_two_runs_with_one_seed_agree(default_output):
     assert without_times(again).split() == without_times(default_output).split()
 
 
+@pytest.mark.long
 def test_a_structure_brings_its_nearest_neighbour_graph():
     output = demo(shared("structure/pdb/1aki.pdb")).output
     assert "129 residues" in output
@@ -114,6 +115,7 @@ def test_a_structure_brings_its_nearest_neighbour_graph():
     assert output.count("16 nearest C-alpha") == 2  # as a graph, and under Krause attention
 
 
+@pytest.mark.long
 def test_mmcif_works_like_pdb():
     pdb = demo(shared("structure/pdb/1a8o.pdb")).output
     cif = demo(shared("structure/pdb/1a8o.cif")).output
@@ -179,6 +181,7 @@ def test_a_terminal_of_any_width_shows_every_name(columns, monkeypatch):
         assert name in output
 
 
+@pytest.mark.long
 def test_an_encoding_that_lacks_a_character_shows_a_question_mark(tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "graphattn.cli", "demo", "--steps", "0", "--tokens", "8"],

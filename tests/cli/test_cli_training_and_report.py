@@ -144,6 +144,7 @@ def test_the_report_opens_in_a_browser_without_errors(output, folder):
     assert Page(run.stdout).tags.count("img") == 4
 
 
+@pytest.mark.long
 def test_a_structure_is_trained_on_its_neighbours_in_space_and_claims_nothing_held_out(tmp_path):
     file = Path(__file__).parents[3] / "shared" / "data" / "structure" / "pdb" / "1aki.pdb"
     if not file.exists():

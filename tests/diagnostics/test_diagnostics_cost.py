@@ -213,6 +213,7 @@ assert ga.diagnostics.flops(layer, x, graph) == 2 * 10 * 8 * 8 + 4 * 100 * 8
 """
 
 
+@pytest.mark.long
 def test_meta_tensors_count_in_a_process_that_has_counted_nothing_yet():
     subprocess.run([sys.executable, "-c", META], check=True)
 
@@ -229,6 +230,7 @@ assert mode.get_total_flops() == 2 * 2 * 25 * 4, mode.get_total_flops()
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("first", [True, False])
 def test_a_counter_made_before_the_first_call_counts(first):
     make = "mode = FlopCounterMode(display=False)"

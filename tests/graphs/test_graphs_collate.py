@@ -496,6 +496,7 @@ class Texts(Dataset):
         return {"tokens": torch.arange(n) + b, "graph": ga.window_path_graph(n, 2), "label": b}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("start", ["fork", "spawn"])
 def test_workers_hand_over_whole_batches(start):
     loader = DataLoader(

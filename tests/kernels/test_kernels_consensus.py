@@ -37,6 +37,7 @@ pytestmark = pytest.mark.usefixtures("device")
 SINGLE = 5e-6  # relative RMS of float32; torch in float32: at most 1.4e-6
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", CASES)
 def test_values_and_gradients_are_those_of_float64(name: str, device: str) -> None:
     with watched_memory(device):
@@ -173,6 +174,7 @@ def test_a_step_broadcasts_to_tokens_and_heads_and_gets_its_gradient(
         check(kernels(case, device), exact(case), case, SINGLE)
 
 
+@pytest.mark.long
 def test_the_automatic_energy_step_is_per_sequence_and_per_head(device: str) -> None:
     """A stiff head, a stiff sequence of a batch and a stiff entry slow down nobody else."""
     packed = ga.batch([ga.window_path_graph(6, 2), ga.complete_graph(5), some(7, 7, share=0.5)])

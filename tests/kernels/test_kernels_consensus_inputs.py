@@ -55,6 +55,7 @@ def test_strides_change_no_result(name: str, laid_out, device: str) -> None:
     check(found, exact(case), case, SINGLE)
 
 
+@pytest.mark.long
 def test_what_all_entries_of_a_batch_share_may_be_expanded(device: str) -> None:
     """Without being copied; its gradient is the sum."""
     for name in ("path", "list, target", "rotated rectangle"):
@@ -72,6 +73,7 @@ def test_what_all_entries_of_a_batch_share_may_be_expanded(device: str) -> None:
         check(found, expected, case, SINGLE)
 
 
+@pytest.mark.long
 def test_a_gradient_that_comes_in_may_be_expanded(device: str) -> None:
     """As that of a sum is: one number with strides of zero."""
     for name in ("path", "list, target"):
@@ -85,6 +87,7 @@ def test_a_gradient_that_comes_in_may_be_expanded(device: str) -> None:
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
+@pytest.mark.long
 def test_inputs_are_not_written_to(device: str) -> None:
     for name in ("path", "list, target", "padding"):
         case = CASES[name]
@@ -143,6 +146,7 @@ def test_an_empty_batch_is_no_work(name: str, device: str) -> None:
     assert all((x == 0).all() for x in found.values())
 
 
+@pytest.mark.long
 def test_nothing_valid_is_no_edge(device: str) -> None:
     for name in ("path", "list"):
         for step in (0.1, "auto"):
@@ -261,6 +265,7 @@ print("all equal", round(took, 2), "s", round(grown, 3), "GiB")
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_offsets_do_not_wrap_at_two_to_the_31(dtype: str, device: str) -> None:
     """In a process of its own, interpreted: its memory is mapped, but never touched."""

@@ -60,6 +60,7 @@ LAYERS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "padded"), [("path", True), ("list, one network", True), *((n, False) for n in LAYERS)]
 )
@@ -107,6 +108,7 @@ def _leaves(arguments: Any, requires_grad: bool) -> Any:
     return torch.utils._pytree.tree_map(leaf, arguments)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("step_size", [0.1, "auto"])
 def test_two_compilations_serve_all_lengths_and_windows(
     step_size: float | str, device: str
@@ -216,6 +218,7 @@ def test_torch_func_is_told_to_take_the_reference(device: str) -> None:
     torch.testing.assert_close(torch.func.grad(lambda x: loss(x, "auto"))(state), expected)
 
 
+@pytest.mark.long
 def test_only_the_gradients_that_are_wanted_are_there(device: str) -> None:
     """Whichever are wanted, they are the same to the last bit."""
     for name in ("rotated", "padding of a list", "one network, list"):

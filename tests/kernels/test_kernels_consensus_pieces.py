@@ -57,6 +57,7 @@ def counted() -> Iterator[list[str]]:
         yield started
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", FORMS)
 def test_a_small_workspace_gives_the_same(name: str, device: str) -> None:
     case = FORMS[name]
@@ -73,6 +74,7 @@ def test_a_large_workspace_takes_one_launch_forward_and_one_backward(device: str
     assert started.count("consensus_kernel") == started.count("consensus_backward_kernel") == 1
 
 
+@pytest.mark.long
 def test_more_offsets_than_a_piece_has_room_for(device: str) -> None:
     case = Case(ga.window_path_graph(12, 9), heads=1)
     with workspace(900):
@@ -80,6 +82,7 @@ def test_more_offsets_than_a_piece_has_room_for(device: str) -> None:
     check(found, exact(case), case, ALLOWED)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("size", [3000, 1 << 28])
 def test_rows_that_are_cut_and_edges_that_are_cut(size: int, device: str) -> None:
     for update in ("energy", "target"):
@@ -89,6 +92,7 @@ def test_rows_that_are_cut_and_edges_that_are_cut(size: int, device: str) -> Non
         check(found, exact(case), case, ALLOWED)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("xi", [7, 40])
 @pytest.mark.parametrize("name", ["path", "padding, target"])
 def test_weights_that_stay_on_chip_are_the_same_weights(name: str, xi: int, device: str) -> None:
@@ -151,6 +155,7 @@ def solve_layered(case: Case, tensors: dict[str, Tensor], backend: str, device: 
     }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("size", [4000, 1 << 28])
 @pytest.mark.parametrize("name", ["window", "hubs", "one network"])
 def test_a_first_layer_gives_what_its_hidden_vectors_give(
@@ -237,6 +242,7 @@ def test_what_is_put_upon_a_first_layer_counts(device: str) -> None:
     assert (layer(x, graph) - before).abs().max() > 1e-4
 
 
+@pytest.mark.long
 def test_autocast_around_the_backward_changes_nothing(device: str) -> None:
     case = FORMS["window"]
     tensors = layered(case, case.heads)
@@ -253,6 +259,7 @@ def test_autocast_around_the_backward_changes_nothing(device: str) -> None:
         assert (ours - theirs).abs().max() <= 1e-4 * theirs.abs().max()
 
 
+@pytest.mark.long
 def test_many_groups_add_up_in_float32(device: str) -> None:
     case = Case(ga.window_path_graph(6, 1), batch=(40,), heads=1, features=2, xi=3)
     tensors = {name: x.bfloat16() for name, x in layered(case, 1).items()}

@@ -109,6 +109,7 @@ def test_hubs_of_more_than_one_real_segment(option: str, device: str) -> None:
         check(kernels(case, device), exact(case), SINGLE, floor=0.1)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("size", [(16, 16), (32, 4)], ids=str)
 @pytest.mark.parametrize(
     "name", ["list", "fewer neighbours than k", "hubs", "longformer", "top 3 of a list"]
@@ -120,6 +121,7 @@ def test_sizes_of_tiles_change_no_result(name: str, size: tuple[int, int], devic
     check(found, exact(case), SINGLE, floor=0.1)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("size", [(1, 1), (1, 16), (4, 2)], ids=str)
 def test_tiles_may_be_as_small_as_one_edge(size: tuple[int, int], device: str) -> None:
     one_head = {"heads": 1, "kv_heads": 1}

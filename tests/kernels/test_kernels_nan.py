@@ -147,6 +147,7 @@ def _on(tensors: Tensors, device: str) -> Tensors:
     return {n: x.to(device) for n, x in tensors.items()}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("score", ["rbf", "dot"])
 def test_no_bit_changes_with_another_sequence(score: str, device: str) -> None:
     """Forward and backward; one sequence after the other holds something else."""

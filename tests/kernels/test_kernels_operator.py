@@ -69,6 +69,7 @@ def test_the_operator_keeps_the_promises_of_torch_library(case: Case, device: st
     )  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "build",
     [lambda n: ga.causal_window_graph(n, 6), ga.complete_graph],
@@ -102,6 +103,7 @@ def test_two_compiled_layers_are_two_nodes_of_one_graph(build, device: str) -> N
     ]
 
 
+@pytest.mark.long
 def test_two_compilations_serve_all_lengths_and_windows(device: str) -> None:
     model = TwoLayers("triton").to(device)
     counter = CompileCounterWithBackend("aot_eager")

@@ -21,6 +21,7 @@ LAYERS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", GRAPHS)
 @pytest.mark.parametrize("name", LAYERS)
 def test_padded_items_are_those_alone_and_so_are_gradients(name, kind, device):

@@ -72,6 +72,7 @@ CASES = {
 }  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", CASES)
 def test_values_and_gradients_are_those_of_float64(name: str, device: str) -> None:
     check(kernels(CASES[name], device), exact(CASES[name]), SINGLE)

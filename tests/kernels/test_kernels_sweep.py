@@ -68,6 +68,7 @@ def _has_table(graph: ga.TokenGraph) -> bool:
     return rows is not None and rows > 0 and rows != graph.num_edges
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", range(CASES))
 def test_random_problems_are_solved(seed: int, device: str) -> None:
     case = random_case(seed)

@@ -398,6 +398,7 @@ def test_the_ring_has_a_place_per_token_of_the_window_and_stays(device: str) -> 
         close(cache.buffers["value"][:, p % WINDOW], value[:, p])
 
 
+@pytest.mark.long
 @SOME
 def test_a_ring_with_places_for_a_guess_takes_it_back(name: str, device: str) -> None:
     layer, x = layer_of(name, device), tokens(2, 12)

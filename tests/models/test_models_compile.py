@@ -60,6 +60,7 @@ def compilations(
     return counter.frame_count
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("mixer", "padded"),
     [("dot", True), ("consensus", True), ("mix", False), ("krause", True), ("gka", False)],
@@ -73,6 +74,7 @@ def test_two_compilations_serve_an_encoder_at_all_lengths(mixer: str, padded: bo
     assert compilations(model, model, inputs) <= 2
 
 
+@pytest.mark.long
 def test_also_with_safe_steps_positions_and_batches_of_other_sizes() -> None:
     model, inputs = encoder("mix", rope="isometric", step_size="auto"), []
     for n, batch in zip(LENGTHS, (2, 3, 5, 4), strict=True):
@@ -80,6 +82,7 @@ def test_also_with_safe_steps_positions_and_batches_of_other_sizes() -> None:
     assert compilations(model, model, inputs) <= 2
 
 
+@pytest.mark.long
 def test_also_where_the_graphs_are_given() -> None:
     """One per block, and of packed sequences."""
     model, inputs = encoder("mix"), []
@@ -93,6 +96,7 @@ def near(n: int) -> ga.TokenGraph:
     return ga.window_path_graph(n, 2, self_loops=True)
 
 
+@pytest.mark.long
 def test_also_under_autocast_and_without_fullgraph() -> None:
     model = encoder("mix")
     counter = CompileCounterWithBackend("aot_eager")
@@ -126,6 +130,7 @@ BUILDERS: dict[str, Callable[[Any], ga.TokenGraph]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", BUILDERS)
 def test_graphs_can_be_built_inside_what_is_compiled(name: str) -> None:
     layer = ga.nn.DotProductAttention(8, 2, rope=True)
@@ -137,6 +142,7 @@ def test_graphs_can_be_built_inside_what_is_compiled(name: str) -> None:
     assert compilations(layer, call, inputs) <= 2
 
 
+@pytest.mark.long
 def test_a_sequence_shorter_than_the_window_comes_after_longer_ones() -> None:
     model = encoder("mix", window=5)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")

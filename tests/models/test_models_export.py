@@ -26,6 +26,7 @@ class Within(nn.Module):
         return out
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("mixer", ["dot", "mix"])
 def test_an_encoder_is_exported_once_for_all_lengths_and_saved(mixer: Any, strict: bool) -> None:

@@ -58,6 +58,7 @@ def test_a_model_comes_back_with_every_bit(name, dtype, tmp_path):
         assert parameter.dtype == dtype
 
 
+@pytest.mark.long
 def test_it_comes_back_in_a_process_that_has_only_the_files(tmp_path):
     model = mixed().eval()
     ga.save(model, tmp_path)

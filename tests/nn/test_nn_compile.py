@@ -36,6 +36,7 @@ def fresh_compiler():
     torch._dynamo.reset()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("graph", GRAPHS)
 @pytest.mark.parametrize("name", LAYERS)
 def test_two_compilations_serve_all_lengths(name: str, graph: str) -> None:

@@ -340,6 +340,7 @@ def test_autocast_computes_with_a_bias_of_half_precision(case: Case) -> None:
         )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", FULL, ids=str)
 def test_two_compilations_serve_all_lengths(case: Case) -> None:
     """A table made inside, and numbers of edges that come from outside."""

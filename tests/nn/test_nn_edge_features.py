@@ -418,6 +418,7 @@ COMPILED = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("own", [False, True], ids=["shared", "per sequence"])
 @pytest.mark.parametrize("graph", COMPILED)
 def test_two_compilations_serve_all_lengths(graph: str, own: bool) -> None:

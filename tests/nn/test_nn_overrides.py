@@ -127,6 +127,7 @@ def test_whatever_propagate_runs_can_be_replaced(kind: type, copied: str) -> Non
         )
 
 
+@pytest.mark.long
 def test_and_under_autocast_and_torch_compile() -> None:
     mine, plain = twin_of(Doubled)
     mine, plain = mine.float(), plain.float()

@@ -132,6 +132,7 @@ def assert_same(mine, theirs, seed, **tolerances):
             torch.testing.assert_close(mine[name], value, msg=message, **tolerances)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("chunk", [200, 1 << 20])
 def test_values_and_gradients_are_those_of_the_reference(monkeypatch, chunk):
     monkeypatch.setattr(structured, "CHUNK", chunk)

@@ -80,6 +80,7 @@ def short_chunks(monkeypatch):
     monkeypatch.setattr(rows, "CHUNK", 64)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("quarter", range(4))
 def test_values_and_gradients_are_those_of_the_reference(quarter, request):
     if quarter % 2:
@@ -230,6 +231,7 @@ TWICE = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("short_chunks")
 @pytest.mark.parametrize("kind", ["rbf", "dot"])
 @pytest.mark.parametrize("top_k", [None, 2])

@@ -292,7 +292,10 @@ def _check_tensors(query: Any, key: Any, value: Any) -> None:
             f"got {list(value.shape[-3:-1])}"
         )
     if Hk == 0 or H % Hk:
-        raise ValueError(f"key_cache heads must divide query heads ({H}), got {Hk}")
+        raise ValueError(
+            f"key_cache heads must divide query heads ({H}), got {Hk}: query is [*, T, H, D] and "
+            "key_cache [*, M, Hk, D]; [*, H, T, D] becomes that by transpose(-3, -2)"
+        )
 
 
 def _kind(
