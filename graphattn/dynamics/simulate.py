@@ -173,6 +173,11 @@ def simulate(
     """
     x = as_tokens("x", x)
     graph = as_token_graph(graph, len(x), len(x))
+    if not graph.has_same_tokens:
+        raise ValueError(
+            "graph must have the same tokens as sources and targets, got sequences of "
+            f"{graph.sizes} (targets, sources) from positions {graph.starts} on"
+        )
     if len(graph.sizes) > 1:
         raise ValueError(
             f"graph must be one sequence, got a batch of {len(graph.sizes)}: the update is "

@@ -11,6 +11,7 @@ from graphattn.graphs.token_graph import TokenGraph
 
 BatchVector = Tensor | tuple[Tensor, Tensor]
 Sizes = tuple[tuple[int, int], ...]  # (targets, sources) of every part
+MOST_ITEMS = 1 << 24  # of a batch vector: one that is far off would take all memory
 
 
 def part_sizes(name: str, batch: Any, num_tokens: int) -> list[int]:
@@ -48,6 +49,10 @@ def part_sizes(name: str, batch: Any, num_tokens: int) -> list[int]:
         )
     if num_tokens and int(batch[0]) < 0:
         raise ValueError(f"{name} must be >= 0, got {name}[0] = {int(batch[0])}")
+    if num_tokens and int(batch[-1]) >= MOST_ITEMS:
+        raise ValueError(
+            f"{name} must number items from 0 on, at most {MOST_ITEMS}, got {int(batch[-1])}"
+        )
     sizes: list[int] = torch.bincount(batch.long()).tolist()
     return sizes
 

@@ -106,7 +106,7 @@ def collate(
         elif kind == "edge" or shape is None:
             fields[name] = torch.cat(values)
         else:
-            fields[name] = _padded(values, shape[kind == "source"], fill.get(name, 0))
+            fields[name] = _padded(name, values, shape[kind == "source"], fill.get(name, 0))
     return TokenBatch(
         fields=fields,
         kinds=kinds,
@@ -136,9 +136,18 @@ def _fill_values(padding_value: Any, kinds: dict[str, Kind], padding: bool) -> d
     return {**given, **{name: 0 for name in ("valid", "attention_mask") if name in rows}}
 
 
-def _padded(values: list[Tensor], rows: int, fill: float) -> Tensor:
+def _padded(name: str, values: list[Tensor], rows: int, fill: float) -> Tensor:
     """[B, rows, ...] of tensors [N_b, ...]."""
     first = values[0]
+    try:
+        filled = first.new_full((), fill)
+    except (RuntimeError, OverflowError):
+        filled = None
+    exact = first.is_floating_point() or first.is_complex()
+    if filled is None or not (exact or filled.item() == fill):
+        raise ValueError(
+            f"padding_value of {name} must be a number of its dtype {first.dtype}, got {fill!r}"
+        )
     out = first.new_full((len(values), rows, *first.shape[1:]), fill)
     for b, value in enumerate(values):
         out[b, : len(value)] = value

@@ -210,7 +210,7 @@ class Parts(Structure):
 
     @property
     def is_causal(self) -> bool:
-        return all(part.is_causal for part in self.parts)
+        return all(part.is_causal for part in self._without_padding())
 
     @property
     def has_causal_part(self) -> bool:

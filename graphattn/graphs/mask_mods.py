@@ -90,6 +90,12 @@ def from_mask_mod(
     entries = 1 if batch is None else as_int("batch", batch, 1)
     alike = 1 if heads is None else as_int("heads", heads, 1)
     reads_b, reads_h = mask.reads()
+    for name, count, read, own in (
+        ("batch", batch, reads_b, mask.of_blocks[0]),
+        ("heads", heads, reads_h, mask.of_blocks[1]),
+    ):
+        if count is not None and own > 1 and (read or count > own) and count != own:
+            raise ValueError(f"{name} must be {own}, as many as the BlockMask has, got {count}")
     if reads_b and batch is None:
         raise ValueError(
             "mask_mod depends on b, the entry of the batch, and a graph is shared by all of them: "
@@ -118,6 +124,7 @@ class _Mask:
         self.mask_mod, self.device = mask_mod, device
         self.num_targets, self.num_sources = sizes
         self._kept: tuple[tuple[int, int], Tensor] | None = None
+        self.of_blocks = 1, 1  # entries and heads of a BlockMask
 
     @classmethod
     def of(cls, mask_mod: Any, num_targets: Any, num_sources: Any, device: Any) -> _Mask:
@@ -137,7 +144,10 @@ class _Mask:
                     )
                 sizes.append(size)
             where = mask_mod.kv_indices.device if device is None else torch.device(device)
-            return cls(_within_blocks(mask_mod.to(where)), (sizes[0], sizes[1]), where)
+            mask = cls(_within_blocks(mask_mod.to(where)), (sizes[0], sizes[1]), where)
+            entries, heads = mask_mod.kv_indices.shape[:2]
+            mask.of_blocks = entries, heads
+            return mask
         if not callable(mask_mod):
             raise ValueError(
                 "mask_mod must be a function (b, h, q_idx, kv_idx) or a BlockMask, got "

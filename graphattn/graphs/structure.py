@@ -215,7 +215,9 @@ def no_edges(num_tokens: int) -> Band:
 
 
 def is_padding(structure: Structure) -> bool:
-    """Whether a structure is one of :func:`no_edges`."""
+    """Whether a structure is one of :func:`no_edges`, or has tokens of one side alone."""
+    if isinstance(structure, Complete):
+        return (structure.targets == 0) != (structure.sources == 0)
     return (
         isinstance(structure, Band)
         and not structure.self_loops

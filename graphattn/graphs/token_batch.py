@@ -26,8 +26,8 @@ class TokenBatch:
     Padded (``collate(..., padding=True)``) they are [B, N, ...], N being the longest item's. Either
     way ``layer(batch.features, batch.graph, valid=batch.valid)`` gives every item what it would get
     by itself: :attr:`graph` is one graph over all tokens, without edges between items or to
-    padding, and layers and models read [B, N, dim] over it row by row. Operations and modules that make
-    biases take rows laid end to end, ``x.flatten(0, 1)``.
+    padding, and layers and models read [B, N, dim] over it row by row. Operations and modules that
+    make biases take rows laid end to end, ``x.flatten(0, 1)``.
 
     A field is an attribute and an entry, ``batch.tokens`` and ``batch["tokens"]``: those per token
     as above; those per edge [E_total, ...], in the order of ``graph.edge_index``; those per item
@@ -99,9 +99,8 @@ class TokenBatch:
         self.valid = self._what_is_real()
 
     def _what_is_real(self) -> Tensor | tuple[Tensor | None, Tensor | None] | None:
-        own = self._fields.get("valid")
-        if own is None and "attention_mask" in self._kinds:
-            own = self._fields["attention_mask"].bool()
+        names = [n for n in ("valid", "attention_mask") if self._kinds.get(n) == "token"]
+        own = self._as_mask(names[0]) if names else None
         if self._shape is None:
             of_targets, of_sources = own, None
         else:
@@ -116,6 +115,18 @@ class TokenBatch:
         if all(targets == sources for targets, sources in self.sizes):
             return of_targets
         return None if of_targets is None and of_sources is None else (of_targets, of_sources)
+
+    def _as_mask(self, name: str) -> Tensor:
+        """A field per token as bool, of booleans or of 0 and 1."""
+        mask = self._fields[name]
+        rows = 1 if self._shape is None else 2
+        if mask.dim() != rows or not bool(((mask == 0) | (mask == 1)).all()):
+            shown = f"{mask.dtype} of shape {list(mask.shape)}"
+            raise ValueError(
+                f"items must hold {name} as booleans (or 0 and 1), one per token, got {shown}"
+                + ("" if mask.dim() != rows else " with other numbers")
+            )
+        return mask.bool()
 
     # Facts.
 

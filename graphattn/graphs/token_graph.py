@@ -205,6 +205,12 @@ class TokenGraph:
         return self._starts
 
     @property
+    def has_same_tokens(self) -> bool:
+        """Whether its sources are its targets: in every sequence as many, from one position on."""
+        pairs = (*self._sizes, *self._starts)
+        return all(of_targets == of_sources for of_targets, of_sources in pairs)
+
+    @property
     def batch(self) -> Tensor:
         """LongTensor [N]: the graph of a :func:`~graphattn.batch` that every target belongs to.
 
@@ -517,7 +523,8 @@ class TokenGraph:
         that restart, are in :attr:`sizes` alone. With values of edges comes a Data; with an edge
         type a HeteroData of two kinds of nodes. Those of a batch are a PyG ``Batch`` of them, with
         its borders and ``to_data_list()``. :func:`~graphattn.from_pyg` leads back to the same
-        edges and values, and from a ``Batch`` to the same borders; what is known of their structure and causality stays behind.
+        edges and values, and from a ``Batch`` to the same borders; what is known of their structure
+        and causality stays behind.
 
         Args:
             edge_type: (source node type, relation, target node type).

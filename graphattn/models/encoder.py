@@ -66,7 +66,7 @@ class SequenceEncoder(Configured, nn.Module):
     Shapes:
         - **tokens**: integers [*, N]
         - **graph**: one TokenGraph for all layers, or one per layer (a sequence of `depth`); packed
-          sequences come as a :func:`~graphattn.batch`. Without a graph, the tokens of a call are one
+          sequences come as a :func:`~graphattn.batch`. Without one, the tokens of a call are one
           sequence, packed ones too, and see each other
         - **valid**: bool [N] or [*, N], True where a token is real (keyword)
         - **positions**: [N] or [*, N]; those of the graph if None (keyword)

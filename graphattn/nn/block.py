@@ -38,7 +38,7 @@ class PreNormBlock(Configured, nn.Module):
     Shapes:
         - **x**: [*, N, dim]
         - **graph**: as the mixer takes it
-        - **context**: [*, M, context_dim], for a mixer across two tracks; handed on as it is, so for
+        - **context**: [*, M, context_dim], for a mixer across two tracks; handed on as it is. For
           some rows of one sequence it must come through ``mixer_norm``, as `x` does
         - **valid**, **positions**: passed on to the mixer (keyword)
         - **edge_features**: passed on where given, as consensus layers take them (keyword)

@@ -116,11 +116,12 @@ class GraphLayer(Configured, MessagePassing):
         graph = check_graph(graph, x, N, M, per_edge=per_edge)
         pair = check_valid(valid, x.shape[:-2], x.device, N, M)
         same = context is x
-        if same and any(target != source for target, source in graph.starts):
+        if same and not graph.has_same_tokens:
             raise ValueError(
-                "context must be the tokens that are seen: this graph has its targets at other "
-                f"positions than its sources, {graph.starts} (first target, first source), so `x` "
-                "alone cannot be both"
+                "context must be the tokens that are seen, since `x` alone cannot be both: the "
+                "targets of this graph are not its sources. They start at positions "
+                f"{graph.starts} (first target, first source) and number {graph.sizes} (targets, "
+                "sources)"
             )
         if pair[0] is not None:
             x = x.masked_fill(~pair[0][..., None], 0)

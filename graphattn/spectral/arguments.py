@@ -25,6 +25,11 @@ def as_square_graph(graph: Any) -> TokenGraph:
             "graph must have the same tokens as sources and targets, "
             f"got {graph.num_targets} targets and {graph.num_sources} sources"
         )
+    if not graph.has_same_tokens:
+        raise ValueError(
+            "graph must have the same tokens as sources and targets, got sequences of "
+            f"{graph.sizes} (targets, sources) from positions {graph.starts} on"
+        )
     return graph
 
 

@@ -218,3 +218,9 @@ def test_nan_has_no_neighbours_and_is_none():
     for graph in (ga.knn_graph(x, 3, batch=which), ga.radius_graph(x, 100.0, batch=which)):
         assert 2 not in graph.edge_index
         assert graph.in_degree().tolist() == [2, 2, 0, 2, 3, 3, 3, 3]
+
+
+def test_a_number_that_is_far_off_is_named_and_takes_no_memory():
+    batch = torch.tensor([0, 0, 1, 1, 1, 10**12])
+    with pytest.raises(ValueError, match=r"batch must number items from 0 on.* got 1000000000000"):
+        ga.knn_graph(torch.randn(6, 2), 2, batch=batch)

@@ -540,3 +540,34 @@ def test_a_model_gives_every_item_of_a_batch_its_own_loss(padding):
         for each in (losses, alone)
     )
     torch.testing.assert_close(together, apart)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "fill"),
+    [(torch.uint8, -100), (torch.int64, 1.5), (torch.int64, float("nan")), (torch.int8, 300)],
+)
+def test_a_filling_that_its_dtype_cannot_hold_is_refused(dtype, fill):
+    items = [{"tokens": torch.arange(n, dtype=dtype), "graph": ga.causal_graph(n)} for n in (3, 2)]
+    with pytest.raises(ValueError, match=f"padding_value of tokens must be a number of .*{dtype}"):
+        ga.collate(items, padding=True, padding_value=fill)
+
+
+@pytest.mark.parametrize("padding", [False, True])
+def test_valid_holds_booleans_or_zeros_and_ones(padding):
+    def of(*masks):
+        return [{"valid": m, "tokens": m, "graph": ga.causal_graph(len(m))} for m in masks]
+
+    batch = ga.collate(of([1, 1, 0], [1, 1]), padding=padding)
+    assert batch.valid.dtype == torch.bool
+    assert batch.valid.sum() == 4
+    with pytest.raises(ValueError, match=r"items must hold valid as booleans \(or 0 and 1\)"):
+        ga.collate(of([1, 2, 0], [2, 1]), padding=padding)
+
+
+def test_padding_keeps_causality_between_two_tracks_of_time():
+    items = [
+        {"tokens": torch.arange(n), "graph": ga.causal_graph(n, past=p)}
+        for n, p in ((3, 1), (2, 0))
+    ]
+    assert ga.collate(items).graph.is_causal
+    assert ga.collate(items, padding=True).graph.is_causal

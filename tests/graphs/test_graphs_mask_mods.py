@@ -444,3 +444,18 @@ def test_blocks_keep_their_structure_in_all_sizes():
             N,
         )
         assert graph.structure == Blocks(N, size, shift)
+
+
+def test_a_block_mask_says_how_many_entries_and_heads_it_has():
+    of_entries = create_block_mask(
+        lambda b, h, q, kv: (q >= kv) & (kv <= b * 20), 3, None, 40, 40, device="cpu", BLOCK_SIZE=16
+    )
+    for count in (2, 4):
+        with pytest.raises(ValueError, match=f"batch must be 3, .* got {count}"):
+            ga.from_mask_mod(of_entries, batch=count)
+    assert len(ga.from_mask_mod(of_entries, batch=3).sizes) == 3
+    of_heads = create_block_mask(
+        lambda b, h, q, kv: (q >= kv) & (kv <= h * 20), None, 3, 40, 40, device="cpu"
+    )
+    with pytest.raises(ValueError, match=r"heads must be 3, .* got 1"):
+        ga.from_mask_mod(of_heads, heads=1)

@@ -327,3 +327,22 @@ def test_a_graph_with_a_past_is_named_and_drawn():
     named = "TokenGraph(num_targets=4, num_sources=7, num_edges=8, structure=Section(Band))"
     assert repr(graph) == named
     assert "<svg" in graph._repr_html_()
+
+
+CROSSED = ga.batch([ga.bipartite_complete_graph(1, 2), ga.bipartite_complete_graph(2, 1)])
+SHIFTED = ga.from_mask(torch.eye(6, dtype=torch.bool).roll(1, 1)).targets(0, 3)[0]
+
+
+@pytest.mark.parametrize("graph", [CROSSED, SHIFTED], ids=["crossed", "shifted"])
+def test_as_many_sources_as_targets_need_not_be_the_same_tokens(graph):
+    assert graph.num_targets == graph.num_sources == 3
+    assert not graph.has_same_tokens
+    with pytest.raises(ValueError, match="context must be the tokens that are seen"):
+        ga.nn.DotProductAttention(8, heads=2)(torch.randn(3, 8), graph)
+    with pytest.raises(ValueError, match=r"context must be|update='energy'"):
+        ga.nn.SelfConsensus(8, heads=2)(torch.randn(3, 8), graph)
+    for function in (ga.spectral.fiedler_value, ga.spectral.certify, ga.spectral.laplacian):
+        with pytest.raises(ValueError, match="graph must have the same tokens"):
+            function(graph)
+    with pytest.raises(ValueError, match="graph must have the same tokens"):
+        ga.dynamics.simulate(torch.randn(3, 2), graph, steps=1)

@@ -475,3 +475,17 @@ def test_masks_and_positions_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match="index cannot reorder a cache without batch dimensions"):
         layer.init_cache((), 5).reorder(torch.tensor([0]))
     assert cache.position == 0
+
+
+@pytest.mark.parametrize("kind", ["KrauseAttention", "DotProductAttention"])
+def test_padding_after_a_long_text_sees_nothing_and_is_no_nan(kind):
+    """Few are kept of many: the way that reads kept values alone has rows that keep none."""
+    layer, n = getattr(ga.nn, kind)(64, heads=4, top_k=3), 700
+    x, valid = torch.randn(2, n, 64), torch.ones(2, n, dtype=torch.bool)
+    valid[1, -1] = False
+    cache = layer.init_cache(2, None)
+    layer.step(x[:, :-1], cache, valid=valid[:, :-1])
+    y = layer.step(x[:, -1], cache, valid=valid[:, -1])
+    torch.testing.assert_close(y[1], layer.output_proj.bias)
+    expected = layer(x, ga.causal_graph(n), valid=valid)[:, -1]
+    torch.testing.assert_close(y[0], expected[0], atol=1e-5, rtol=1e-4)

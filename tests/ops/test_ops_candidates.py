@@ -190,3 +190,15 @@ def test_chunks_of_a_cache_decode_with_top_k():
 def test_what_does_not_fit_is_refused_by_name(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def test_an_empty_batch_and_too_few_candidates():
+    q, k, v = torch.randn(0, 3, 4, 8), torch.randn(0, 5, 2, 8), torch.randn(0, 5, 2, 8)
+    found = ga.top_k_candidates(q, k, ga.bipartite_complete_graph(3, 5), 2)
+    out, lse = ga.attend_candidates(*found, v)
+    assert (out.shape, lse.shape) == ((0, 3, 4, 8), (0, 3, 4))
+    part = ga.top_k_candidates(
+        torch.randn(3, 2, 8), torch.randn(5, 2, 8), ga.bipartite_complete_graph(3, 5), 1
+    )
+    with pytest.raises(ValueError, match=r"parts\[0\] must hold at least k = 3 candidates"):
+        ga.merge_top_k([part], 3)

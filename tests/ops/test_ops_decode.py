@@ -435,3 +435,31 @@ def test_what_does_not_fit_is_refused_by_name(change, message):
     }
     with pytest.raises(ValueError, match=message):
         ga.decode_attention(**{**arguments, **change})
+
+
+def test_no_new_tokens_and_padding_before_the_first_are_nothing_for_gradients_too():
+    q, k = torch.randn(2, 0, 4, 8, requires_grad=True), torch.randn(2, 16, 2, 8, requires_grad=True)
+    out = ga.decode_attention(q, k, k, 5)
+    assert out.shape == (2, 0, 4, 8)
+    out.sum().backward()
+    assert not k.grad.any()
+    q = torch.randn(1, 3, 2, 4)
+    q[0, 0] = torch.nan  # stands before the first of two tokens
+    q.requires_grad_()
+    k = torch.randn(1, 5, 2, 4)
+    ga.decode_attention(q, k, k, torch.tensor([2]), sigma=1.0).sum().backward()
+    assert q.grad[0, 0].abs().max() == 0
+    assert q.grad[0, 2].abs().max() > 0
+
+
+@pytest.mark.parametrize("sink", [torch.inf, torch.nan])
+def test_a_sink_that_leaves_nothing_is_refused(sink):
+    q, k = torch.randn(2, 1, 4, 8), torch.randn(2, 9, 4, 8)
+    with pytest.raises(ValueError, match="sink must be finite"):
+        ga.decode_attention(q, k, k, 5, sink=torch.full((4,), sink))
+
+
+def test_a_layout_with_heads_first_is_told_from_ours():
+    q, k = torch.randn(2, 64, 1, 8), torch.randn(2, 9, 64, 8)
+    with pytest.raises(ValueError, match=r"transpose\(-3, -2\)"):
+        ga.decode_attention(q, k, k, 5)

@@ -191,3 +191,9 @@ def test_triton_refuses_it_by_name_and_says_so_before():
     assert support == {"reference": None, "structured": None, "triton": reason}
     with pytest.raises(ValueError, match="softcap is no option of rbf_attention"):
         ga.backends("rbf_attention", graph, q, softcap=5.0)
+
+
+def test_a_cap_beyond_the_numbers_of_float32_is_refused():
+    q = torch.randn(2, 10, 4, 8)
+    with pytest.raises(ValueError, match="softcap must be a number of float32, got 1e"):
+        ga.dot_product_attention(q, q, q, ga.causal_graph(10), softcap=1e300)

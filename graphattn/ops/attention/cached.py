@@ -337,5 +337,7 @@ def _average_few(
     if masked:  # a row may see fewer than k
         read.masked_fill_((kept == -torch.inf)[..., None], 0)
     weights = kept.softmax(dim=-1)
+    if masked:  # or nothing: then its softmax is 0 / 0
+        weights = weights.masked_fill(kept == -torch.inf, 0)
     out = (weights[..., None, :] @ read).squeeze(-2)
     return out, _log_sums(kept, weights, masked) if need_lse else None

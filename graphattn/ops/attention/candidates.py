@@ -209,6 +209,11 @@ def merge_top_k(parts: Iterable[Candidates], k: int) -> Candidates:
                 f"parts[{p}] must have the rows of parts[0], {list(pairs[0][0].shape[:-1])}, "
                 f"got {list(part[0].shape[:-1])}"
             )
+        if part[0].shape[-1] < k:
+            raise ValueError(
+                f"parts[{p}] must hold at least k = {k} candidates of every row (those of no edge "
+                f"have index -1), got {part[0].shape[-1]}"
+            )
     logits, index = (torch.cat(x, dim=-1) for x in zip(*pairs, strict=True))
     by_index = index.argsort(dim=-1)
     order = logits.detach().gather(-1, by_index).argsort(dim=-1, descending=True, stable=True)
@@ -284,7 +289,7 @@ def attend_candidates(
         dim=1,
     )
     lse = logits.logsumexp(-1).masked_fill(empty, -torch.inf)
-    return out.to(value.dtype).reshape(*batch, N, H, -1), lse.reshape(*batch, N, H)
+    return out.to(value.dtype).reshape(*batch, N, H, value.shape[-1]), lse.reshape(*batch, N, H)
 
 
 def _check_candidates(part: Any, name: str) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from graphattn.graphs.arguments import as_float, as_int
-from graphattn.ops.attention.api import _dot_scale, _per_head, _rbf_scale
+from graphattn.ops.attention.api import _dot_scale, _rbf_scale, _sink
 from graphattn.ops.attention.cached import attend_cached
 from graphattn.ops.attention.masked_rows import attend_masked
 from graphattn.ops.attention.reference import Score
@@ -352,7 +352,7 @@ def _lengths(
 
 def _check_sink(sink: Any, query: Tensor) -> Tensor | None:
     """Logits [H] in the compute dtype."""
-    return None if sink is None else _per_head("sink", sink, query.shape[-2], query)
+    return _sink(sink, query.shape[-2], query)
 
 
 def _needs_masks(*inputs: Tensor | float) -> bool:

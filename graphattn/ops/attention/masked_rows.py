@@ -35,6 +35,9 @@ def attend_masked(
         _row(query[:, t], key, value, allowed[:, t], score, scale, top_k)
         for t in range(query.shape[1])
     ]
+    if not rows:
+        out = query.new_empty(*query.shape[:-1], value.shape[-1]) + 0 * (key.sum() + value.sum())
+        return out, out.sum(-1)
     outs, sums = zip(*rows, strict=True)
     return torch.stack(outs, dim=1), torch.stack(sums, dim=1)
 
@@ -50,6 +53,7 @@ def _row(
 ) -> tuple[Tensor, Tensor]:
     """One token of every sequence: query [B, Hk, g, D], allowed [B, n]."""
     hidden = ~allowed[..., None, None]
+    query = query.masked_fill(~allowed.any(-1)[:, None, None, None], 0)  # it is not read
     key = key.masked_fill(hidden, 0).transpose(1, 2)  # [B, Hk, n, D]
     value = value.masked_fill(hidden, 0).transpose(1, 2)
     if isinstance(scale, Tensor):

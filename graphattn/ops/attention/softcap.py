@@ -12,7 +12,12 @@ from graphattn.graphs.arguments import as_float
 
 def as_softcap(softcap: Any) -> float | None:
     """A number > 0, or None; a ValueError otherwise."""
-    return None if softcap is None else as_float("softcap", softcap, positive=True)
+    if softcap is None:
+        return None
+    softcap = as_float("softcap", softcap, positive=True)
+    if softcap > torch.finfo(torch.float32).max:  # infinity * tanh(0) is NaN
+        raise ValueError(f"softcap must be a number of float32, got {softcap}")
+    return softcap
 
 
 def capped(logits: Tensor, softcap: float | None) -> Tensor:

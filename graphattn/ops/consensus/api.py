@@ -220,6 +220,12 @@ def check_energy_graph(graph: TokenGraph, stacklevel: int = 3) -> None:
             "update='energy' moves both ends of an edge and needs one set of tokens, got "
             f"{graph.num_targets} targets and {graph.num_sources} sources: use update='target'"
         )
+    if not graph.has_same_tokens:
+        raise ValueError(
+            "update='energy' moves both ends of an edge and needs one set of tokens, got sequences "
+            f"of {graph.sizes} (targets, sources) from positions {graph.starts} on: use "
+            "update='target'"
+        )
     if graph.has_causal_part:
         raise ValueError(
             "update='energy' on a causal graph (or a batch that holds one) leaks the future: an "
