@@ -14,7 +14,7 @@ import re
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -89,7 +89,9 @@ class Watcher:
     def enter(self, module: nn.Module) -> None:
         self.num_runs += not self.stack
         self.stack.append(module)
-        if any(_LOOKS_LIKE_ATTENTION.search(c.__name__) for c in type(module).__mro__):
+        if not self.is_own(module) and any(
+            _LOOKS_LIKE_ATTENTION.search(c.__name__) for c in type(module).__mro__
+        ):
             self.waiting.append([module, False])
 
     def leave(self, module: nn.Module, failed: bool) -> None:
@@ -115,13 +117,14 @@ def watching(watcher: Watcher) -> Iterator[None]:
     """Let a watcher see this thread's calls inside the block."""
     for module in watcher.model.modules():
         _refuse_compiled(module)
-    _install(watcher.model)
-    _thread.watchers.append(watcher)
-    try:
+    with ExitStack() as stack:
+        if "torch._dynamo" in sys.modules:  # a compiled function may call the model
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        _install(watcher.model)
+        stack.callback(_uninstall)
+        _thread.watchers.append(watcher)
+        stack.callback(_thread.watchers.remove, watcher)
         yield
-    finally:
-        _thread.watchers.remove(watcher)
-        _uninstall()
 
 
 def _refuse_compiled(module: nn.Module) -> None:
@@ -250,13 +253,13 @@ def _tell(
         if name is None or any(map(watcher.is_own, watcher.stack)):
             continue
         if told is None:
-            with _paused(), torch.no_grad(), torch.autocast(_device(output), enabled=False):
+            with _aside(output):
                 told = operands()
         if isinstance(told, str):
             watcher.miss(name + suffix, told)
         else:
             watcher.found()
-            with _paused(), torch.no_grad(), torch.autocast(_device(output), enabled=False):
+            with _aside(output):
                 watcher.saw(name + suffix, told)
         first = output[0] if isinstance(output, tuple) else output
         changed = watcher.answer(first)
@@ -265,9 +268,17 @@ def _tell(
     return output
 
 
-def _device(output: Any) -> str:
+@contextmanager
+def _aside(output: Any) -> Iterator[None]:
+    """What is computed inside is not seen, has no gradient, and keeps its precision."""
     first = output[0] if isinstance(output, tuple) else output
-    return str(first.device.type)
+    device = first.device.type
+    with ExitStack() as stack:
+        stack.enter_context(_paused())
+        stack.enter_context(torch.no_grad())
+        if torch.amp.is_autocast_available(device):
+            stack.enter_context(torch.autocast(device, enabled=False))
+        yield
 
 
 # The four functions of torch.

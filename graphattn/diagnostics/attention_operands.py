@@ -323,7 +323,7 @@ def of_encoder_layer(
     *rest: Any,
 ) -> Operands | str:
     """torch's fused transformer layer in inference; rest ends in the mask and its type."""
-    mask, mask_type = rest[7], rest[8]
+    mask, mask_type = rest[6], rest[7]
     if not source.is_nested and (reason := _unreadable(source, source, mask)):
         return reason
 

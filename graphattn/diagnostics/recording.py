@@ -164,6 +164,7 @@ def record(model: nn.Module, *, token: int = 0, keep: Keep = "weights") -> Itera
 
     Queries that may look at nothing count for nothing, and so do tokens that no query may look at,
     not even their own: padding. Results, gradients and random numbers are the same to the last bit.
+    A compiled function that calls the model runs as it is written inside the block.
     Only calls in the thread that opened the block are recorded; calls that gradient checkpointing
     repeats in the backward pass are not recorded twice. Blocks may be nested.
 
@@ -219,7 +220,7 @@ def record(model: nn.Module, *, token: int = 0, keep: Keep = "weights") -> Itera
         if watcher.num_runs == 0:
             raise ValueError(
                 f"nothing was recorded: the {type(model).__name__} was not called inside the "
-                "block, or only in another thread or as part of a compiled function"
+                "block, or only in another thread"
             )
         raise ValueError(
             f"nothing was recorded: no call of attention was seen in the {type(model).__name__}"
