@@ -17,6 +17,8 @@ from graphattn.diagnostics.attention_off import without_attention
 from graphattn.diagnostics.blocks import Layers, choose_layers, real_tokens, tokens_of
 from graphattn.diagnostics.disabled import disabled_parameters, without_normalization
 from graphattn.diagnostics.scaling_in_place import queries_scaled_in_place
+from graphattn.dynamics.scores import participation_ratio
+from graphattn.dynamics.simulate import covariance_spectrum
 from graphattn.graphs.arguments import as_choice
 
 Switch = Literal["enabled", "disabled"]
@@ -50,8 +52,6 @@ class HiddenSpectra:
     @property
     def participation_ratio(self) -> Tensor:
         """Effective number of dimensions, [L + 1]; 0 without variance."""
-        from graphattn.dynamics.scores import participation_ratio
-
         return participation_ratio(self.spectra)
 
     def __repr__(self) -> str:
@@ -250,8 +250,6 @@ def _is_states(x: Any) -> bool:
 
 def _spectrum(x: Tensor, name: str, real: Tensor | None) -> Tensor:
     """[C], the mean over sequences of :func:`graphattn.dynamics.simulate.covariance_spectrum`."""
-    from graphattn.dynamics.simulate import covariance_spectrum
-
     sequences = tokens_of(x, real, name)
     if not all(tokens.isfinite().all() for tokens in sequences):
         raise ValueError(f"states must be finite, those of {name!r} are not")

@@ -57,7 +57,9 @@ def attention_ablation(
     change = torch.stack([getattr(spectra[name], measure) - whole for name in blocks])
     ax = axes_or_new(ax, 1.8 + 0.4 * change.shape[1], 1.2 + 0.3 * len(blocks))
     reach = float(change.abs().nan_to_num().max()) or 1.0
-    image = ax.imshow(change.numpy(), cmap="RdBu_r", vmin=-reach, vmax=reach, interpolation="nearest")
+    image = ax.imshow(
+        change.numpy(), cmap="RdBu_r", vmin=-reach, vmax=reach, interpolation="nearest"
+    )
     label = "dimensions" if measure == "participation_ratio" else "leading share"
     colour_bar(image, f"change of {label}")
     ax.set(xlabel="state after block (0: input)", ylabel="attention disabled in block")
