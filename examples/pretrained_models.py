@@ -28,7 +28,6 @@ import tempfile
 import time
 from collections.abc import Sequence
 from hashlib import sha256
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -36,7 +35,7 @@ import torch
 import typer
 from pretrained_data import ANTIBODIES, SENTENCES, Antibody, families, read_antibodies, split
 from pretrained_figure import draw
-from pretrained_weights import AntibodyModel, SentenceModel, load_antiberty, load_minilm
+from pretrained_weights import AntibodyModel, SentenceModel, load_antiberty, load_minilm, version
 from torch import Tensor
 from torch.nn import functional
 
@@ -354,13 +353,6 @@ def origin(antibodies: Path | None, size: str, seed: int) -> dict[str, Any]:
         "sha256": None if antibodies is None else sha256(antibodies.read_bytes()).hexdigest(),
         "seed": seed,
     }
-
-
-def version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def write(record: dict[str, Any], path: Path) -> None:

@@ -55,6 +55,14 @@ def package_folder(package: str, requirement: str) -> Path:
     return Path(spec.submodule_search_locations[0])
 
 
+def version(package: str) -> str | None:
+    """Of an installed package; None where it is not."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
 def antiberty_folder() -> Path:
     """The folder of AntiBERTy's weights inside its package.
 
@@ -70,8 +78,9 @@ def antiberty_folder() -> Path:
     ):
         if not (folder / file).is_file():
             raise FileNotFoundError(
-                f"antiberty {metadata.version('antiberty')} has no {folder / file}: later versions "
-                "come without weights and download them. pip install antiberty==0.1.3"
+                f"{folder / file} is missing: this version of antiberty ({version('antiberty')}) "
+                "comes without weights. Install the last one that has them: "
+                "pip install antiberty==0.1.3"
             )
     return folder
 
