@@ -1,0 +1,15 @@
+"""Token graphs inside Hugging Face's models.
+
+from graphattn.integrations import transformers as gat
+
+gat.register()
+model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="graphattn")
+gat.configure(model, mixer="krause", window=256, top_k=64, layers=range(4, 12))
+model.save_pretrained(folder)
+model = gat.from_pretrained(folder)
+"""
+
+from graphattn.integrations.transformers.configure import configure, register
+from graphattn.integrations.transformers.saving import from_pretrained
+
+__all__ = ["configure", "from_pretrained", "register"]

@@ -1,0 +1,142 @@
+"""Mask functions read as mathematics: which of them are a band of offsets, and which one.
+
+transformers writes a mask as a function of indices, ``f(batch, head, query, key) -> bool``, made of
+comparisons: ``key <= query``, ``key > query - 256``, ``abs(query - key) <= 64``. Called with the
+symbols below instead of numbers, such a function returns the offsets it lets through. A function
+that looks anything up (padding, packed sequences, token types) cannot be called with symbols: it
+is no band, and nobody has to guess from its name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+FAR = 1 << 62  # more than any offset
+
+
+class Band(NamedTuple):
+    """Targets i see the sources j with -before <= j - i <= after.
+
+    Example:
+        >>> from graphattn.integrations.transformers.bands import band_of
+        >>> band_of(lambda batch, head, query, key: key <= query).after
+        0
+    """
+
+    before: int
+    after: int
+
+    def __and__(self, other: Any) -> Band:
+        if not isinstance(other, Band):
+            return NotImplemented
+        return Band(min(self.before, other.before), min(self.after, other.after))
+
+    # What mask functions call on the tensors they think they have.
+
+    def to(self, *_: Any, **__: Any) -> Band:
+        return self
+
+    @property
+    def device(self) -> None:
+        return None
+
+
+EVERYTHING = Band(FAR, FAR)
+
+
+class NoBandError(Exception):
+    """A mask function does something that no band does."""
+
+
+class Index:
+    """The number ``targets * i + sources * j + shift`` of a target i and a source j."""
+
+    def __init__(self, targets: int, sources: int, shift: int = 0) -> None:
+        self.targets, self.sources, self.shift = targets, sources, shift
+
+    def __add__(self, other: Any) -> Index:
+        x = _index(other)
+        return Index(self.targets + x.targets, self.sources + x.sources, self.shift + x.shift)
+
+    def __neg__(self) -> Index:
+        return Index(-self.targets, -self.sources, -self.shift)
+
+    def __sub__(self, other: Any) -> Index:
+        return self + -_index(other)
+
+    def __radd__(self, other: Any) -> Index:
+        return self + other
+
+    def __rsub__(self, other: Any) -> Index:
+        return -self + other
+
+    def __abs__(self) -> Size:
+        return Size(self)
+
+    def __ge__(self, other: Any) -> Band:
+        return _where_positive(self - other)
+
+    def __le__(self, other: Any) -> Band:
+        return _where_positive(_index(other) - self)
+
+    def __gt__(self, other: Any) -> Band:
+        return _where_positive(self - other - 1)
+
+    def __lt__(self, other: Any) -> Band:
+        return _where_positive(_index(other) - self - 1)
+
+    def new_ones(self, *_: Any, **__: Any) -> Band:
+        return EVERYTHING
+
+
+class Size:
+    """The absolute value of an index."""
+
+    def __init__(self, of: Index) -> None:
+        self.of = of
+
+    def __le__(self, other: Any) -> Band:
+        return (self.of <= other) & (self.of >= -_index(other))
+
+    def __lt__(self, other: Any) -> Band:
+        return self <= _index(other) - 1
+
+
+def band_of(mask_function: Callable[..., Any]) -> Band | None:
+    """Return the offsets that a mask function lets through, or None if it is no band.
+
+    Args:
+        mask_function: ``f(batch, head, query, key)``, as in ``transformers.masking_utils``.
+
+    Example:
+        >>> from graphattn.integrations.transformers.bands import band_of
+        >>> band_of(lambda batch, head, query, key: abs(query - key) <= 3)
+        Band(before=3, after=3)
+        >>> band_of(lambda batch, head, query, key: query % 2 == key % 2) is None
+        True
+    """
+    try:
+        band = mask_function(None, None, Index(1, 0), Index(0, 1))
+    except (NoBandError, TypeError, AttributeError, IndexError):
+        return None
+    return band if isinstance(band, Band) and min(band) >= 0 else None
+
+
+def _index(x: Any) -> Index:
+    if isinstance(x, Index):
+        return x
+    if isinstance(x, int):
+        return Index(0, 0, x)
+    raise NoBandError
+
+
+def _where_positive(x: Index) -> Band:
+    """The offsets j - i at which x >= 0."""
+    if (x.targets, x.sources) == (-1, 1):
+        return Band(x.shift, FAR)
+    if (x.targets, x.sources) == (1, -1):
+        return Band(FAR, x.shift)
+    if x.targets >= 0 and x.sources >= 0 and x.shift >= 0:  # places count from 0
+        return EVERYTHING
+    raise NoBandError

@@ -1,0 +1,113 @@
+"""The calls that give a model's attention to graphattn, and say how it mixes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from graphattn.integrations.transformers.attention import graph_attention
+from graphattn.integrations.transformers.masks import graph_mask
+from graphattn.integrations.transformers.options import (
+    GraphOf,
+    add_step,
+    as_step,
+    checked_options,
+    set_options,
+)
+from graphattn.integrations.transformers.saving import mark
+
+NAME = "graphattn"
+
+
+def register() -> None:
+    """Make "graphattn" a name that transformers' `attn_implementation` takes.
+
+    Attention and masks come together, since one without the other would be wrong. Calling it again
+    does nothing.
+
+    Example:
+        >>> from transformers import BertConfig, BertModel
+        >>> from graphattn.integrations import transformers as gat
+        >>> gat.register()
+        >>> config = BertConfig(hidden_size=32, num_attention_heads=4, num_hidden_layers=2)
+        >>> model = BertModel(config)
+        >>> model.set_attn_implementation("graphattn")
+    """
+    AttentionInterface.register(NAME, graph_attention)
+    AttentionMaskInterface.register(NAME, graph_mask)
+
+
+def configure(
+    model: nn.Module,
+    mixer: str = "dot",
+    *,
+    window: int | None = None,
+    top_k: int | None = None,
+    sigma: float | None = None,
+    graph: GraphOf | None = None,
+    layers: Any = None,
+) -> list[int]:
+    r"""Choose how the attention of a Hugging Face model mixes, layer by layer.
+
+    The weights of the model stay what they are; its attention implementation becomes "graphattn".
+    The options stand in ``model.config.graphattn`` and are saved with the model
+    (:func:`from_pretrained` reads them). A later call takes the place of an earlier one in the
+    layers that it names.
+
+    Args:
+        model: a model of transformers.
+        mixer: "dot", the model's own softmax attention; "rbf", attention by distance,
+            :math:`\exp(-\lVert q - k \rVert^2 / 2 \sigma^2)`
+            (:func:`~graphattn.rbf_attention`); or "krause", the same within a window or among the
+            nearest (Krause Synchronization Transformers).
+        window: how far tokens see: of a causal model the last `window` keys, itself included; of
+            others `window` tokens on each side. Within the model's own mask.
+        top_k: how many keys every query keeps in each head, those with the largest logits.
+        sigma: bandwidth of "rbf" and "krause"; ``scaling ** -0.5`` of the layer if None, with which
+            logits differ from the model's own by the squared lengths of queries and keys alone.
+        graph: a function of (num_targets, num_sources) that returns a TokenGraph of these sizes,
+            which is intersected with the mask. Targets are the last of the sources; for a few new
+            tokens beside a cache the graph of all num_sources tokens will do as well.
+        layers: numbers of attention modules, as in ``range(4, 12)``, negative ones from the end;
+            all if None.
+
+    Returns:
+        The numbers of the layers that were configured.
+
+    Raises:
+        ValueError: names the argument, its value and what is allowed; nothing is changed then.
+
+    Example:
+        >>> import torch
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> from graphattn.integrations import transformers as gat
+        >>> config = LlamaConfig(
+        ...     vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=4,
+        ...     num_attention_heads=4, num_key_value_heads=2)
+        >>> model = LlamaForCausalLM(config)
+        >>> gat.configure(model, mixer="krause", window=16, top_k=4, layers=range(2, 4))
+        [2, 3]
+        >>> model(torch.randint(50, (2, 20))).logits.shape
+        torch.Size([2, 20, 50])
+    """
+    options = checked_options(mixer, window, top_k, sigma, graph)
+    numbers = apply(model, options, layers)
+    add_step(model, "configure", as_step(options, numbers))
+    mark(model)
+    return numbers
+
+
+def replay_configure(model: Any, *, layers: Any, **arguments: Any) -> None:
+    """:func:`configure` as a config keeps it."""
+    apply(model, checked_options(**arguments), layers)
+
+
+def apply(model: Any, options: Any, layers: Any) -> list[int]:
+    """Set options and the implementation of a model, without writing them down."""
+    register()
+    numbers = set_options(model, options, layers)
+    if model.config._attn_implementation != NAME:
+        model.set_attn_implementation(NAME)
+    return numbers

@@ -1,0 +1,297 @@
+"""Token graphs of masks: what a query sees, as the structure or the edges it is."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from graphattn.graphs import (
+    bipartite_complete_graph,
+    causal_graph,
+    causal_window_graph,
+    complete_graph,
+    from_edge_index,
+    window_path_graph,
+)
+from graphattn.graphs.recognize import Rows, structure_of_rows
+from graphattn.graphs.token_graph import TokenGraph
+from graphattn.integrations.transformers.bands import EVERYTHING, FAR, Band
+from graphattn.integrations.transformers.masks import is_sketch, read_sketch
+from graphattn.integrations.transformers.options import GraphOf
+
+
+class Seen(NamedTuple):
+    """What Q queries see of a batch: a graph that all share, or one over the packed batch.
+
+    Attributes:
+        graph: Q targets and ``len(keys)`` sources; or B Q targets and B n sources where `packed`.
+        keys: the range of keys that are its sources.
+        valid: which of those are real, bool [B, len(keys)]; None for all.
+        packed: whether the graph holds every sample with tokens of its own.
+        bias: what a float mask adds to the logits, [B or 1, 1, Q, n].
+    """
+
+    graph: TokenGraph
+    keys: range
+    valid: Tensor | None = None
+    packed: bool = False
+    bias: Tensor | None = None
+
+
+def seen_through(
+    mask: Tensor | None,
+    batch: int,
+    num_targets: int,
+    num_keys: int,
+    *,
+    causal: bool,
+    window: int | None = None,
+    graph_of: GraphOf | None = None,
+    device: Any,
+) -> Seen:
+    """What queries see through whatever mask a model hands to its attention.
+
+    Args:
+        mask: None, a sketch of :func:`.masks.graph_mask`, or a dense mask [B or 1, 1, Q or 1, n]
+            of bools (True: is seen) or floats (are added).
+        batch: B.
+        num_targets: Q.
+        num_keys: K; the last of Q > 1 queries stands at key K - 1, or n - 1 where there is a mask.
+        causal: whether the module is causal, which is read where the mask does not say.
+        window: of causal modules `window` keys, itself included; of others that many on each side.
+        graph_of: a configured graph.
+    """
+    Q, valid = num_targets, None
+    if mask is None:
+        band = Band(FAR, 0) if causal and Q > 1 else EVERYTHING
+        n = Q if causal and 1 < Q < num_keys else num_keys  # as torch reads it: the first keys
+    elif is_sketch(mask):
+        band, valid, n = read_sketch(mask)
+        causal = band.after == 0
+    else:
+        limit = None if window is None else _window(window, causal, FAR)
+        return seen_in_mask(mask, batch, Q, limit, graph_of)
+    if window is not None:
+        band &= _window(window, causal, 0)
+    if graph_of is not None:
+        return seen_in_graph(graph_of, band, Q, n, valid, device)
+    return seen_in_band(band, Q, n, valid, device)
+
+
+def _window(window: int, causal: bool, after: int) -> Band:
+    return Band(window - 1, after) if causal else Band(window, window)
+
+
+def seen_in_band(
+    band: Band, num_targets: int, num_sources: int, valid: Tensor | None, device: Any
+) -> Seen:
+    """The targets are the last tokens of the sources, and see a band of offsets around them."""
+    before, after = (min(reach, num_sources) for reach in band)
+    everywhere = num_sources - 1
+    if before >= everywhere and after >= everywhere:
+        graph = _complete(num_targets, num_sources)
+        return Seen(graph.to(device), range(num_sources), valid)
+    if after == 0 and before >= everywhere:
+        past = num_sources - num_targets
+        return Seen(causal_graph(num_targets, past=past).to(device), range(num_sources), valid)
+    whole = _band(before, after, num_sources).to(device)
+    graph, keys = whole.targets(num_sources - num_targets, num_sources)
+    return Seen(graph, keys, None if valid is None else valid[:, keys.start : keys.stop])
+
+
+def _complete(num_targets: int, num_sources: int) -> TokenGraph:
+    if num_targets == num_sources:
+        return complete_graph(num_targets)
+    return bipartite_complete_graph(num_targets, num_sources)
+
+
+def _band(before: int, after: int, num_tokens: int) -> TokenGraph:
+    if after == 0:
+        return causal_window_graph(num_tokens, before + 1)
+    if before == after:
+        return window_path_graph(num_tokens, before, self_loops=True)
+    i = torch.arange(num_tokens)
+    last = (i + after).clamp(max=num_tokens - 1)
+    rows = Rows((i - before).clamp(min=0), last, step=1, loops=True, num_sources=num_tokens)
+    structure = structure_of_rows(rows)
+    return TokenGraph(structure=structure, num_targets=num_tokens, num_sources=num_tokens)
+
+
+def seen_in_mask(
+    mask: Tensor, batch: int, num_targets: int, band: Band | None, graph_of: GraphOf | None
+) -> Seen:
+    """What a dense mask lets through, within a band and a graph; once per mask, not per layer.
+
+    Args:
+        mask: bool, or floats that are added, [B or 1, 1, Q or 1, n]; the queries are the last of
+            the n tokens.
+        batch: B.
+        num_targets: Q.
+        band: offsets of a configured window.
+        graph_of: a configured graph.
+    """
+    if mask.dim() != 4 or mask.shape[0] not in (1, batch) or mask.shape[2] not in (1, num_targets):
+        raise ValueError(
+            f"attention_mask must have the shape [{batch} or 1, 1 or heads, {num_targets}, keys], "
+            f"got {list(mask.shape)}"
+        )
+    if num_targets == 1 and graph_of is None and mask.dtype == torch.bool:
+        return _seen_by_one(mask[:, 0, 0], batch, band)
+    options = batch, num_targets, band, graph_of
+    return _once(mask, options, lambda: _seen_in_mask(mask, *options))
+
+
+def _seen_by_one(mask: Tensor, batch: int, band: Band | None) -> Seen:
+    """One new token beside a cache: every key is there, and some are not real."""
+    n = mask.shape[-1]
+    if band is not None:
+        mask = mask & _in_band(band, own_places(mask[:, None]), n)[:, 0]
+    graph = bipartite_complete_graph(1, n).to(mask.device)
+    return Seen(graph, range(n), mask.expand(batch, n))
+
+
+def _seen_in_mask(
+    mask: Tensor, batch: int, num_targets: int, band: Band | None, graph_of: GraphOf | None
+) -> Seen:
+    bias = None
+    if mask.dtype != torch.bool:
+        seen = mask > torch.finfo(mask.dtype).min / 2  # transformers writes that, or -inf
+        bias = mask.masked_fill(~seen, 0)
+        bias = bias.expand(-1, -1, num_targets, -1) if bool(bias.any()) else None
+        mask = seen
+    mask = mask[:, 0].expand(-1, num_targets, -1)
+    if num_targets == 1 and graph_of is not None:
+        mask = mask[..., : int(own_places(mask).max()) + 1]  # not the room of a static cache
+    B, Q, n = mask.shape
+    if band is not None:
+        mask = mask & _in_band(band, own_places(mask), n)
+    if graph_of is not None:
+        mask = mask & dense(configured_graph(graph_of, Q, n), mask.device)
+    if B > 1 and bool((mask[1:] == mask[:1]).all()):
+        mask = mask[:1]
+    B = mask.shape[0]
+    packed = B > 1
+    structure = _structure(mask.reshape(B * Q, n), B, Q, n) if n == Q and Q > 1 else None
+    if structure is not None:
+        sizes = ((Q, n),) * B if packed else None
+        graph = TokenGraph(structure=structure, num_targets=B * Q, num_sources=B * n, sizes=sizes)
+        return Seen(graph.to(mask.device), range(n), packed=packed, bias=bias)
+    sample, target, source = mask.nonzero().T
+    edges = torch.stack([sample * n + source, sample * Q + target])
+    graph = from_edge_index(edges, num_targets=B * Q, num_sources=B * n)
+    return Seen(graph, range(n), packed=packed, bias=bias)
+
+
+def _structure(flat: Tensor, B: int, Q: int, n: int) -> Any:
+    """The structure of rows that are runs of keys, as of packed sequences; None if they are not."""
+    count = flat.sum(-1)
+    first = flat.to(torch.uint8).argmax(-1)
+    last = n - 1 - flat.flip(-1).to(torch.uint8).argmax(-1)
+    if bool((count == 0).any()) or bool((last - first + 1 != count).any()):
+        return None
+    shift = torch.arange(B, device=flat.device).repeat_interleave(Q) * n
+    rows = Rows(first + shift, last + shift, step=1, loops=True, num_sources=B * n)
+    return structure_of_rows(rows)
+
+
+def own_places(mask: Tensor) -> Tensor:
+    """Which key is the query's own, [B or 1, Q]: the last ones; of one query the last it sees.
+
+    A static cache has room beyond the newest token, which nothing sees.
+    """
+    _, Q, n = mask.shape
+    if Q == 1:
+        return n - 1 - mask.flip(-1).to(torch.uint8).argmax(-1)
+    return torch.arange(n - Q, n, device=mask.device)[None]
+
+
+def _in_band(band: Band, own: Tensor, num_sources: int) -> Tensor:
+    offset = torch.arange(num_sources, device=own.device) - own[..., None]
+    return (offset >= -band.before) & (offset <= band.after)
+
+
+def configured_graph(graph_of: GraphOf, num_targets: int, num_sources: int) -> TokenGraph:
+    """The user's graph of the last `num_targets` of `num_sources` tokens, over all the sources."""
+    graph = graph_of(num_targets, num_sources)
+    if not isinstance(graph, TokenGraph):
+        raise ValueError(
+            f"graph({num_targets}, {num_sources}) must return a TokenGraph, got {type(graph)}"
+        )
+    sizes = graph.num_targets, graph.num_sources
+    if sizes == (num_targets, num_sources):
+        return graph
+    if sizes == (num_sources, num_sources):  # of all tokens, for a few new ones beside a cache
+        return _last_rows(graph, num_targets)
+    raise ValueError(
+        f"graph({num_targets}, {num_sources}) must have {num_targets} targets (or {num_sources}, "
+        f"of which the last are taken) and {num_sources} sources, got {sizes[0]} and {sizes[1]}"
+    )
+
+
+def _last_rows(graph: TokenGraph, count: int) -> TokenGraph:
+    source, target = graph.edge_index
+    first = graph.num_targets - count
+    kept = target >= first
+    edges = torch.stack([source[kept], target[kept] - first])
+    return from_edge_index(edges, num_targets=count, num_sources=graph.num_sources)
+
+
+def seen_in_graph(
+    graph_of: GraphOf,
+    band: Band,
+    num_targets: int,
+    num_sources: int,
+    valid: Tensor | None,
+    device: Any,
+) -> Seen:
+    """A configured graph within a band; structured where the band takes nothing away."""
+    graph = configured_graph(graph_of, num_targets, num_sources)
+    shift = num_sources - num_targets
+    inside = (graph.is_causal and shift == 0 and band.after == 0) or band.after >= num_sources - 1
+    if not inside or band.before < num_sources - 1:
+        source, target = graph.edge_index
+        offset = source - target - shift
+        kept = (offset >= -band.before) & (offset <= band.after)
+        graph = from_edge_index(graph.edge_index[:, kept], num_targets, num_sources)
+    return Seen(graph.to(device), range(num_sources), valid)
+
+
+def dense(graph: TokenGraph, device: Any) -> Tensor:
+    """A graph as a mask, bool [N, M]."""
+    return graph.to_mask().to(device)
+
+
+# Once per forward: layers get the same mask, or a view of the same memory from a checkpoint.
+
+MOST_MASKS = 8  # that a thread remembers: full and sliding layers, encoder and decoder
+_kept = threading.local()
+
+
+class _Entry(NamedTuple):
+    storage: StorageWeakRef
+    copy: Tensor | None
+    seen: Seen
+
+
+def _once(mask: Tensor, options: Any, make: Callable[[], Seen]) -> Seen:
+    entries: OrderedDict[Any, _Entry] = _kept.__dict__.setdefault("entries", OrderedDict())
+    for key in [key for key, entry in entries.items() if entry.storage.expired()]:
+        del entries[key]
+    counted = not mask.is_inference()  # of a tensor made in inference mode nobody counts changes
+    version = mask._version if counted else None
+    key = (mask.data_ptr(), tuple(mask.shape), mask.stride(), mask.device, version, options)
+    found = entries.get(key)
+    if found is not None and (found.copy is None or torch.equal(found.copy, mask)):
+        return found.seen
+    seen = make()
+    storage = StorageWeakRef(mask.untyped_storage())
+    entries[key] = _Entry(storage, None if counted else mask.clone(), seen)
+    while len(entries) > MOST_MASKS:
+        entries.popitem(last=False)
+    return seen

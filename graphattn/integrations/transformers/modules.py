@@ -1,0 +1,64 @@
+"""Which modules of a Hugging Face model are its attention."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+from types import CodeType
+from typing import Any
+
+from torch import nn
+
+INTERFACE = "ALL_ATTENTION_FUNCTIONS"
+CROSS = re.compile(r"cross|encoder_attn|EncDecAttention", re.IGNORECASE)
+
+
+def attention_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """List the attention modules of a model with their names, in the order of the model.
+
+    They are the modules that look up the attention function in transformers' interface, so every
+    attention of a model counts: self-attention of encoder and decoder, cross-attention, those of a
+    vision tower. `layers=` of the calls of this package are indices of this list, and a module that
+    was replaced keeps the place of the one before it.
+
+    Args:
+        model: a transformers model, or any module that holds one.
+
+    Returns:
+        ``[(name, module), ...]`` as ``model.named_modules()`` has them.
+
+    Example:
+        >>> from transformers import LlamaConfig, LlamaModel
+        >>> config = LlamaConfig(vocab_size=9, hidden_size=8, intermediate_size=8,
+        ...     num_hidden_layers=2, num_attention_heads=2)
+        >>> [name for name, _ in attention_modules(LlamaModel(config))]
+        ['layers.0.self_attn', 'layers.1.self_attn']
+    """
+    return [(name, module) for name, module in model.named_modules() if is_attention(module)]
+
+
+def is_attention(module: nn.Module) -> bool:
+    """Whether a module is an attention module, or stands in the place of one."""
+    kind: Any = type(module)
+    return getattr(kind, "replaces_attention", False) or calls_interface(kind)
+
+
+@functools.cache
+def calls_interface(module_class: type[nn.Module]) -> bool:
+    """Whether the `forward` of a class, or a function inside it, names the attention interface."""
+    forward = inspect.unwrap(module_class.forward)
+    code = getattr(forward, "__code__", None)
+    return code is not None and names_interface(code)
+
+
+def names_interface(code: CodeType) -> bool:
+    """Whether code, or code inside it, uses the name of the attention interface."""
+    return INTERFACE in code.co_names or any(
+        names_interface(inner) for inner in code.co_consts if isinstance(inner, CodeType)
+    )
+
+
+def is_cross_attention(name: str, module: nn.Module) -> bool:
+    """Whether an attention module reads another sequence, by its names."""
+    return bool(CROSS.search(type(module).__name__) or CROSS.search(name.rpartition(".")[2]))

@@ -1,0 +1,184 @@
+"""What `configure` takes: checked, kept in the model's config, and found again by its modules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from graphattn.graphs.arguments import as_float, as_int
+from graphattn.graphs.token_graph import TokenGraph
+from graphattn.integrations.transformers.modules import attention_modules, is_cross_attention
+
+VERSION = 1  # of config.graphattn
+MIXERS = ("dot", "rbf", "krause")
+GRAPH = "given in code"  # what a config says of a graph, which is a function
+
+GraphOf = Callable[[int, int], TokenGraph]
+
+
+@dataclass(frozen=True)
+class Options:
+    """How one attention module mixes; the defaults are what the model itself does."""
+
+    mixer: str = "dot"
+    window: int | None = None
+    top_k: int | None = None
+    sigma: float | None = None
+    graph: GraphOf | None = None
+
+
+AS_IT_IS = Options()
+
+
+def checked_options(mixer: Any, window: Any, top_k: Any, sigma: Any, graph: Any) -> Options:
+    """Return the options, or say what is wrong with them."""
+    if mixer not in MIXERS:
+        raise ValueError(
+            f"mixer must be one of {', '.join(map(repr, MIXERS))}, got {mixer!r} (mixers that "
+            "replace projections, such as 'gka', are for convert())"
+        )
+    window = None if window is None else as_int("window", window, 1)
+    top_k = None if top_k is None else as_int("top_k", top_k, 1)
+    if sigma is not None:
+        if mixer == "dot":
+            raise ValueError(f"sigma is for mixer='rbf' and 'krause', got sigma={sigma} with 'dot'")
+        sigma = as_float("sigma", sigma, positive=True)
+    if mixer == "krause" and window is None and graph is None and top_k is None:
+        raise ValueError("mixer='krause' needs window=, top_k= or graph=; without use mixer='rbf'")
+    if graph is not None and not callable(graph):
+        raise ValueError(
+            "graph must be a function of (num_targets, num_sources) that returns a TokenGraph, got "
+            f"{type(graph).__name__}: lengths change from call to call"
+        )
+    return Options(mixer, window, top_k, sigma, graph)
+
+
+def chosen_layers(model: nn.Module, layers: Any) -> list[int]:
+    """Return the numbers of the attention modules that `layers` chooses, all for None."""
+    count = len(attention_modules(model))
+    if count == 0:
+        raise ValueError(
+            f"model has no module that calls transformers' attention interface: {type(model)} "
+            "cannot be configured"
+        )
+    if layers is None:
+        return list(range(count))
+    if isinstance(layers, str) or not isinstance(layers, Iterable):
+        layers = [layers]
+    found = sorted({as_int("layers", number, -count) for number in layers})
+    for number in found:
+        if number >= count:
+            raise ValueError(f"layers must be within 0 .. {count - 1}, got {number}")
+    if not found:
+        raise ValueError("layers must name at least one layer (None for all), got none")
+    return sorted({number % count for number in found})
+
+
+def options_of(module: nn.Module) -> Options:
+    """Return the options of one attention module."""
+    options = getattr(module, "graphattn_options", None)
+    if options is not None:
+        assert isinstance(options, Options)
+        return options
+    config = getattr(module, "config", None)
+    if config is not None and _steps(config, "configure"):
+        raise ValueError(
+            f"config.graphattn of this model has options for its attention, but {type(module)} was "
+            "made without them: load the model with "
+            "graphattn.integrations.transformers.from_pretrained"
+        )
+    return AS_IT_IS
+
+
+def set_options(model: nn.Module, options: Options, layers: Any) -> list[int]:
+    """Give `options` to the chosen modules, all or none of them."""
+    numbers = chosen_layers(model, layers)
+    modules = attention_modules(model)
+    places = options.window is not None or options.graph is not None
+    for number in numbers:
+        name, module = modules[number]
+        if places and is_cross_attention(name, module):
+            raise ValueError(
+                f"layers must not include {number} ({name}), which attends to another sequence, "
+                "where a window or graph has no meaning; choose others with layers="
+            )
+        if options.mixer != "dot" and _softcap(module) is not None:
+            raise ValueError(
+                f"mixer must be 'dot' in layer {number} ({name}), whose logits are capped "
+                f"(softcap = {_softcap(module)}), got {options.mixer!r}"
+            )
+    for number in numbers:
+        modules[number][1].graphattn_options = options  # type: ignore[assignment]
+    for _, module in modules:
+        if not hasattr(module, "graphattn_options"):
+            module.graphattn_options = AS_IT_IS  # type: ignore[assignment]
+    return numbers
+
+
+def _softcap(module: nn.Module) -> float | None:
+    config = getattr(module, "config", None)
+    return getattr(module, "attn_logit_softcapping", None) or getattr(
+        config, "attn_logit_softcapping", None
+    )
+
+
+# What is kept.
+
+
+def add_step(model: nn.Module, call: str, arguments: dict[str, Any]) -> None:
+    """Write a call and its arguments into ``model.config.graphattn``, to be replayed on loading."""
+    config: Any = model.config
+    steps = [*_steps(config), {"call": call, **arguments}]
+    if call == "configure":  # a later one takes the place of what it covers
+        covered = set(arguments["layers"])
+        steps = [
+            step
+            for step in steps[:-1]
+            if step["call"] != "configure" or not covered.issuperset(step["layers"])
+        ] + steps[-1:]
+    config.graphattn = {"version": VERSION, "steps": steps}
+
+
+def steps_of(config: Any) -> list[dict[str, Any]]:
+    """Return the steps that a config holds, after checking that this version can read them."""
+    kept = getattr(config, "graphattn", None)
+    if kept is None:
+        return []
+    version = kept.get("version") if isinstance(kept, dict) else None
+    if not isinstance(version, int) or not isinstance(kept.get("steps"), list):
+        raise ValueError(f"config.graphattn must hold a version and steps, got {kept!r}")
+    if version > VERSION:
+        raise ValueError(
+            f"config.graphattn was written by a newer graphattn (its version is {version}, this "
+            f"one reads up to {VERSION}): update graphattn"
+        )
+    return kept["steps"]
+
+
+def _steps(config: Any, call: str | None = None) -> list[dict[str, Any]]:
+    kept = getattr(config, "graphattn", None)
+    steps = kept.get("steps", []) if isinstance(kept, dict) else []
+    return [step for step in steps if call is None or step.get("call") == call]
+
+
+def has_places(config: Any) -> bool:
+    """Whether any layer has a window or graph, for which it matters where queries stand."""
+    return any(
+        step.get("window") is not None or step.get("graph") is not None
+        for step in _steps(config, "configure")
+    )
+
+
+def as_step(options: Options, layers: list[int]) -> dict[str, Any]:
+    """Return the options as a config keeps them."""
+    return {
+        "mixer": options.mixer,
+        "window": options.window,
+        "top_k": options.top_k,
+        "sigma": options.sigma,
+        "graph": None if options.graph is None else GRAPH,
+        "layers": layers,
+    }
