@@ -32,7 +32,6 @@ def paddings(name):
 CASES = [pytest.param(n, p, id=f"{n}-{p}") for n in families() for p in paddings(n)]
 
 
-@pytest.mark.every_case
 @pytest.mark.parametrize(("name", "padding"), CASES)
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 def test_logits_equal_those_of_eager_attention(name, padding, dtype):
@@ -68,7 +67,9 @@ def test_texts_packed_by_position_do_not_see_each_other(name):
     found = logits(ours, input_ids=tokens, position_ids=positions, use_cache=False)
     with exact_softmax():
         packed = logits(eager, input_ids=tokens, position_ids=positions, use_cache=False)
-        alone = [logits(eager, input_ids=text, use_cache=False) for text in tokens.split(lengths, 1)]
+        alone = [
+            logits(eager, input_ids=text, use_cache=False) for text in tokens.split(lengths, 1)
+        ]
     assert relative_difference(found, packed) < 1e-10
     assert relative_difference(found, torch.cat(alone, 1)) < 1e-6  # rotary tables are float32
 
@@ -154,7 +155,9 @@ def test_a_mask_of_ones_is_no_mask(name):
     _, ours = twins(name)
     tokens = inputs(name)["input_ids"]
     ones = torch.ones_like(tokens)
-    assert torch.equal(logits(ours, input_ids=tokens, attention_mask=ones), logits(ours, input_ids=tokens))
+    assert torch.equal(
+        logits(ours, input_ids=tokens, attention_mask=ones), logits(ours, input_ids=tokens)
+    )
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "gpt2"])

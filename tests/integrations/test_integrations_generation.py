@@ -36,7 +36,6 @@ def generate(model, given, *, tokens=64, **options):
         )
 
 
-@pytest.mark.every_case
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("name", WRITERS)
 def test_generated_tokens_equal_those_of_eager_attention(name, cache):
@@ -60,6 +59,7 @@ def test_64_generated_tokens_equal_those_of_eager_attention(name, cache):
     assert torch.equal(generate(ours, given, **VARIED, **CACHES[cache]), expected)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mixer", MIXERS)
 @pytest.mark.parametrize("name", SOME)
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
@@ -96,6 +96,7 @@ def test_a_prompt_in_pieces_equals_the_whole_prompt(name, options):
     assert relative_difference(torch.cat(found, 1), expected) < 1e-6
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", SOME)
 @pytest.mark.parametrize("padding", [None, "left"])
 def test_generate_takes_a_prompt_in_pieces(name, padding):
@@ -105,6 +106,7 @@ def test_generate_takes_a_prompt_in_pieces(name, padding):
     assert torch.equal(generate(ours, given, tokens=12, prefill_chunk_size=5), expected)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", [*SOME, *[n for n in ("bart", "t5") if n in WRITERS]])
 def test_beam_search_finds_the_same_texts(name):
     eager, ours = twins(name)
@@ -113,6 +115,7 @@ def test_beam_search_finds_the_same_texts(name):
     assert torch.equal(generate(ours, given, **more), generate(eager, given, **more))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", SOME)
 def test_assisted_generation_finds_the_same_text(name):
     eager, ours = twins(name)
