@@ -87,12 +87,14 @@ def test_dropout_drops_weights_in_training_only():
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("mixer", MIXERS)
-@pytest.mark.parametrize("name", ["llama", "bert", "mistral"])
+@pytest.mark.parametrize(
+    ("name", "mixer"),
+    [("llama", "dot"), ("llama", "krause"), ("bert", "rbf"), ("mistral", "dot-window")],
+)
 def test_plain_masks_compile_whole_at_three_lengths(name, mixer):
     torch._dynamo.reset()
     model = configured(name, MIXERS[mixer], dtype=torch.float32)
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
     for length in (16, 24, 9):
         for padding in (None, "right"):
             given = inputs(name, length=length, padding=padding)
