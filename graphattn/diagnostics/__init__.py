@@ -20,12 +20,14 @@ from graphattn.diagnostics.cost import activation_memory, flops
 from graphattn.diagnostics.effective_rank import effective_rank, effective_rank_per_layer
 from graphattn.diagnostics.per_layer import PerLayer
 from graphattn.diagnostics.record import AttentionRecord, record_attention, sinks_per_layer
+from graphattn.diagnostics.recording import Recording, record
 from graphattn.diagnostics.rollout import rollout
 from graphattn.diagnostics.stable_learning_rate import StableLearningRate, max_stable_lr
 
 __all__ = [
     "AttentionRecord",
     "PerLayer",
+    "Recording",
     "StableLearningRate",
     "activation_memory",
     "attention_entropy",
@@ -35,6 +37,7 @@ __all__ = [
     "flops",
     "head_diversity",
     "max_stable_lr",
+    "record",
     "record_attention",
     "rollout",
     "sink_share",

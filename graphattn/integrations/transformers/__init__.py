@@ -10,6 +10,7 @@ model = gat.from_pretrained(folder)
 """
 
 from graphattn.integrations.transformers.configure import configure, register
+from graphattn.integrations.transformers.convert import convert
 from graphattn.integrations.transformers.saving import from_pretrained
 
-__all__ = ["configure", "from_pretrained", "register"]
+__all__ = ["configure", "convert", "from_pretrained", "register"]

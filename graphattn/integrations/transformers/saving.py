@@ -118,8 +118,9 @@ def _rebuilt(cls: Any, steps: list[dict[str, Any]], graph: GraphOf | None) -> An
 def replay(model: Any, steps: list[dict[str, Any]], graph: GraphOf | None = None) -> None:
     """Do to a model what the steps of a config say, without writing them down again."""
     from graphattn.integrations.transformers.configure import replay_configure
+    from graphattn.integrations.transformers.convert import replay_convert
 
-    calls: dict[str, Any] = {"configure": replay_configure}
+    calls: dict[str, Any] = {"configure": replay_configure, "convert": replay_convert}
     for step in steps:
         arguments = dict(step)
         call = arguments.pop("call")
