@@ -51,11 +51,11 @@ def with_shortcut(family="Llama", *, dtype=torch.float32, model=None, **options)
 
 
 def disturb(model, seed=1):
-    """Other numbers in all that the shortcut learns."""
+    """Other numbers in all that is learned of the shortcut and its adapters."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "krause" in name or "lora_" in name:
+            if parameter.requires_grad and ("krause" in name or "lora_" in name):
                 noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
                 parameter.add_((0.2 * noise).to(parameter.dtype))
 
