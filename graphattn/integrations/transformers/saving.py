@@ -72,6 +72,10 @@ def from_pretrained(
         directory, config=config, output_loading_info=True, **kwargs
     )
     model.__class__ = cls
+    frozen = model.__dict__.pop(FROZEN)
+    for name, parameter in model.named_parameters():
+        if name in frozen:
+            parameter.requires_grad_(False)
     wrong = {kind: sorted(map(str, info[kind])) for kind in WRONG if info.get(kind)}
     if wrong:
         raise ValueError(f"the weights in {str(directory)!r} do not fit config.graphattn: {wrong}")
@@ -79,6 +83,7 @@ def from_pretrained(
 
 
 HUB = ("cache_dir", "revision", "token", "subfolder", "local_files_only", "trust_remote_code")
+FROZEN = "_frozen_by_replay"  # names of what an adapter froze, which loading makes trainable
 WRONG = ("missing_keys", "unexpected_keys", "mismatched_keys")
 
 
@@ -110,6 +115,8 @@ def _rebuilt(cls: Any, steps: list[dict[str, Any]], graph: GraphOf | None) -> An
     def initialize(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         cls.__init__(self, config, *args, **kwargs)
         replay(self, steps, graph)
+        parameters = self.named_parameters()
+        setattr(self, FROZEN, {name for name, p in parameters if not p.requires_grad})
 
     body = {"__init__": initialize, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
     return type(cls.__name__, (cls,), body)
@@ -119,8 +126,13 @@ def replay(model: Any, steps: list[dict[str, Any]], graph: GraphOf | None = None
     """Do to a model what the steps of a config say, without writing them down again."""
     from graphattn.integrations.transformers.configure import replay_configure
     from graphattn.integrations.transformers.convert import replay_convert
+    from graphattn.integrations.transformers.shortcut import replay_krause_shortcut
 
-    calls: dict[str, Any] = {"configure": replay_configure, "convert": replay_convert}
+    calls: dict[str, Any] = {
+        "configure": replay_configure,
+        "convert": replay_convert,
+        "add_krause_shortcut": replay_krause_shortcut,
+    }
     for step in steps:
         arguments = dict(step)
         call = arguments.pop("call")
