@@ -60,6 +60,8 @@ class Watcher:
     Calls in a backward pass (recomputation by gradient checkpointing) are not told again.
     """
 
+    reads = True  # whether it wants to know what calls are made of
+
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.names = {id(m): name or type(m).__name__ for name, m in model.named_modules()}
@@ -116,7 +118,7 @@ class Watcher:
 def watching(watcher: Watcher) -> Iterator[None]:
     """Let a watcher see this thread's calls inside the block."""
     for module in watcher.model.modules():
-        _refuse_compiled(module)
+        refuse_compiled(module)
     with ExitStack() as stack:
         if "torch._dynamo" in sys.modules:  # a compiled function may call the model
             stack.enter_context(torch.compiler.set_stance("force_eager"))
@@ -127,7 +129,7 @@ def watching(watcher: Watcher) -> Iterator[None]:
         yield
 
 
-def _refuse_compiled(module: nn.Module) -> None:
+def refuse_compiled(module: nn.Module) -> None:
     compiled = (
         getattr(module, "_orig_mod", None) is not None and "Optimized" in type(module).__name__
     )
@@ -252,15 +254,14 @@ def _tell(
         name = watcher.name_of(module)
         if name is None or any(map(watcher.is_own, watcher.stack)):
             continue
-        if told is None:
+        if watcher.reads:
             with _aside(output):
-                told = operands()
-        if isinstance(told, str):
-            watcher.miss(name + suffix, told)
-        else:
-            watcher.found()
-            with _aside(output):
-                watcher.saw(name + suffix, told)
+                told = operands() if told is None else told
+                if isinstance(told, str):
+                    watcher.miss(name + suffix, told)
+                else:
+                    watcher.found()
+                    watcher.saw(name + suffix, told)
         first = output[0] if isinstance(output, tuple) else output
         changed = watcher.answer(first)
         if changed is not first:
@@ -407,11 +408,10 @@ def _watched_interface(function: Any, is_eager: bool) -> Any:
 
 def _mask_of_sketch(mask: Tensor | None) -> Tensor | None:
     """The keys that "graphattn" may look at, where its mask says them in short."""
-    from graphattn.integrations.transformers.masks import is_sketch, read_sketch
-
-    if mask is None or not is_sketch(mask):
+    masks = sys.modules["graphattn.integrations.transformers.masks"]
+    if mask is None or not masks.is_sketch(mask):
         return mask
-    valid = read_sketch(mask)[1]
+    valid: Tensor | None = masks.read_sketch(mask)[1]
     return None if valid is None else valid[:, None, None]
 
 

@@ -263,6 +263,46 @@ def test_attention_that_goes_its_own_way_is_named():
         model(**inputs_of("BERT"))
 
 
+def test_a_registered_function_without_sdpa_is_named_and_one_with_it_is_seen():
+    held = torch.nn.functional.scaled_dot_product_attention
+
+    def alone(module, query, key, value, mask, **kwargs):  # nothing to see from outside
+        return held(query, key, value).transpose(1, 2), None
+
+    def through(module, query, key, value, mask, **kwargs):
+        sdpa = torch.nn.functional.scaled_dot_product_attention
+        return sdpa(query, key, value, scale=0.0).transpose(1, 2), None
+
+    interface = transformers.AttentionInterface
+    inputs = {"input_ids": torch.randint(3, 50, (2, N))}
+    try:
+        interface.register("alone", alone)
+        interface.register("through", through)
+        with pytest.raises(ValueError, match=r"attention\.self: alone does not say its weights"):
+            recorded(tiny("BERT", "alone"), inputs)
+        for call in recorded(tiny("BERT", "through"), inputs):
+            torch.testing.assert_close(call.matrix, torch.full((2, 4, N, N), 1 / N))
+    finally:
+        for name in ("alone", "through"):
+            interface._global_mapping.pop(name)
+
+
+def test_what_configure_chose_is_what_is_recorded():
+    model, inputs = tiny("Llama", "graphattn"), inputs_of("Llama", "left")
+    gat.configure(model, mixer="krause", window=4, top_k=2)
+    recording = recorded(model, inputs)
+    mask = inputs["attention_mask"].bool()
+    for call in recording:
+        kept = (call.matrix > 0).sum(-1)  # [B, H, N]
+        real = mask[:, None].expand_as(kept)
+        assert (kept[real] <= 2).all()
+        assert (kept[~real] == 0).all()
+        torch.testing.assert_close(call.matrix.sum(-1)[real], torch.ones(int(real.sum())))
+        far = torch.ones(N, N).tril(-4).bool()  # four keys, the query's own included
+        assert (call.matrix[..., far] == 0).all()
+        assert not call.sinks.isnan().any()
+
+
 def test_an_encoder_and_a_decoder_are_told_apart():
     config = transformers.BartConfig(
         vocab_size=50,
