@@ -317,3 +317,51 @@ def test_exported():
     x = torch.randn(B, N, E)
     program = torch.export.export(net, (x,))
     assert_same(program.module()(x), net(x), 1e-5)
+
+
+@pytest.mark.parametrize("mixer", ["dot", "krause"])
+def test_inference_mode_before_training(mixer):
+    """A mask that was read in inference mode, and remembered, can be trained with."""
+    net = gtorch.convert(attention().float(), mixer, window=3)
+    x, mask = torch.randn(B, N, E), CAUSAL.roll(1, 0)
+    with torch.inference_mode():
+        y = net(x, x, x, attn_mask=mask)[0].clone()
+    again = net(x, x, x, attn_mask=mask)[0]
+    again.sum().backward()
+    assert torch.equal(again, y)
+
+
+def test_empty_batches():
+    x = torch.randn(0, N, E).double()
+    for mixer in ("dot", "rbf"):
+        out, weights = gtorch.convert(attention(), mixer=mixer, window=2)(x, x, x)
+        assert out.shape == (0, N, E)
+        assert weights.shape == (0, N, N)
+
+
+@pytest.mark.parametrize("targets", ["self_attn", "out_proj"])
+@pytest.mark.parametrize("first", ["convert", "peft"])
+def test_lora_around_and_inside(targets, first):
+    peft = pytest.importorskip("peft")
+    layer = nn.TransformerEncoderLayer(E, H, 32, dropout=0.0, batch_first=True)
+    plain = nn.TransformerEncoder(layer, 2).double()
+    config = peft.LoraConfig(target_modules=[targets], init_lora_weights=False)
+    if first == "convert" and targets == "self_attn":
+        with pytest.raises(ValueError, match="not supported"):  # no layer that peft knows
+            peft.get_peft_model(gtorch.convert(plain), config)
+        return
+    net = gtorch.convert(copy.deepcopy(plain)) if first == "convert" else copy.deepcopy(plain)
+    net = peft.get_peft_model(net, config).double()
+    if first == "peft" and targets == "self_attn":
+        with pytest.raises(ValueError, match="inside an adapter"):
+            gtorch.convert(net, mixer="gka")
+    if first == "peft":
+        net = gtorch.convert(net)
+    x = torch.randn(B, N, E).double()
+    found = net(x)
+    found.square().sum().backward()
+    trained = [p for name, p in net.named_parameters() if "lora" in name]
+    assert trained
+    assert all(p.grad is not None and p.grad.abs().max() > 0 for p in trained)
+    assert_same(found, net.merge_and_unload()(x))
+    assert not torch.allclose(found, plain(x), atol=1e-3)
