@@ -127,7 +127,7 @@ def convert(
     for number in numbers:
         name, old = modules[number]
         where = f"layer {number} ({name or 'the module itself'})"
-        check_module(old, is_cross_attention(module, old), options, where)
+        check_module(old, is_cross_attention(module, old), is_adapted(module, old), options, where)
         made[id(old)] = replacement(old, options)
     for parent in list(module.modules()):
         for name, child in parent._modules.items():
@@ -213,7 +213,12 @@ def is_cross_attention(root: nn.Module, module: nn.Module) -> bool:
     )
 
 
-def check_module(module: Any, cross: bool, options: Options, where: str) -> None:
+def is_adapted(root: nn.Module, module: nn.Module) -> bool:
+    """Whether a module stands inside an adapter, as peft's LoRA has it."""
+    return any(parent._modules.get("base_layer") is module for parent in root.modules())
+
+
+def check_module(module: Any, cross: bool, adapted: bool, options: Options, where: str) -> None:
     """Refuse what would not be served exactly."""
     if isinstance(module, LayerAttention):
         raise ValueError(
@@ -222,8 +227,8 @@ def check_module(module: Any, cross: bool, options: Options, where: str) -> None
         )
     if parametrize.is_parametrized(module) or parametrize.is_parametrized(module.out_proj):
         raise ValueError(f"{where} must not have parametrized weights: remove them first")
-    own = type(module) is not GraphMultiheadAttention
-    if own and type(module).forward is not nn.MultiheadAttention.forward:
+    native = type(module) is not GraphMultiheadAttention
+    if native and type(module).forward is not nn.MultiheadAttention.forward:
         raise ValueError(
             f"{where} must be an nn.MultiheadAttention, got {type(module).__name__}, whose own "
             "forward() would be lost"
@@ -238,6 +243,11 @@ def check_module(module: Any, cross: bool, options: Options, where: str) -> None
         raise ValueError(
             f"mixer={options.mixer!r} must not be used in cross-attention, since it mixes the "
             f"tokens themselves: {where}; choose others with layers="
+        )
+    if adapted and options.mixer in OF_TOKENS:
+        raise ValueError(
+            f"mixer={options.mixer!r} must not be used inside an adapter, which needs projections "
+            f"that would be gone: {where}; convert first"
         )
     if cross and options.window is not None:
         raise ValueError(

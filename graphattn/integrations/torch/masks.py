@@ -226,7 +226,8 @@ def _packed(base: TokenGraph, allowed: Tensor, *, everywhere: bool) -> TokenGrap
 
 # Layers get the same mask one after the other, and training steps too.
 
-MOST_MASKS = 4  # that a thread remembers
+MOST_MASKS = 4  # that a thread remembers,
+MOST_PAIRS = 2**27  # and how many pairs they may have together, beside the newest
 _kept = threading.local()
 
 
@@ -235,8 +236,11 @@ class _Entry(NamedTuple):
     base: TokenGraph
     allowed: Tensor
     graph: TokenGraph
+    inference: bool  # what is made in inference mode cannot be trained with
 
     def is_of(self, places: Places, base: TokenGraph, allowed: Tensor) -> bool:
+        if self.inference != torch.is_inference_mode_enabled():
+            return False
         same = base is self.base  # a function may give another graph every time
         if places.graph is None:
             same = self.places == places
@@ -251,6 +255,9 @@ def _once(places: Places, base: TokenGraph, allowed: Tensor) -> TokenGraph:
         if entry.is_of(places, base, allowed):
             return entry.graph
     graph = _within(base, allowed, everywhere=places.everywhere)
-    entries.insert(0, _Entry(places, base, allowed.clone(), graph))
+    inference = torch.is_inference_mode_enabled()
+    entries.insert(0, _Entry(places, base, allowed.clone(), graph, inference))
     del entries[MOST_MASKS:]
+    while len(entries) > 1 and sum(entry.allowed.numel() for entry in entries) > MOST_PAIRS:
+        entries.pop()
     return graph

@@ -345,7 +345,7 @@ def _attend(
         out = dot_product_attention(q, k, v, seen.graph, dropout=dropout, **given)
     else:
         out = rbf_attention(q, k, v, seen.graph, sigma, dropout=dropout, **given)
-    out = out.reshape(B, L, H, -1)
+    out = out.reshape(B, L, H, v.shape[-1])
     if not need_weights:
         return out, None
     return out, seen.dense(attention_weights(q, k, seen.graph, sigma=sigma, **given), B)
