@@ -11,6 +11,7 @@ from graphattn.graphs.arguments import as_choice, as_float, as_int
 from graphattn.graphs.token_graph import TokenGraph
 from graphattn.integrations.transformers.edges import Seen
 from graphattn.integrations.transformers.families import Family, value_projection
+from graphattn.integrations.transformers.masks import is_sketch
 from graphattn.integrations.transformers.replacement import Call, Replacement, heads_of
 from graphattn.nn.edge_network import EdgeNetwork
 from graphattn.ops import consensus_update
@@ -141,7 +142,7 @@ class Consensus(Replacement):
                 "is_causal=True cannot be had of a layer converted with update='energy', which "
                 "moves both ends of an edge: convert with update='target'"
             )
-        if graph.structure is not None and not seen.packed:
+        if call.mask is None or is_sketch(call.mask):
             return graph, (valid, valid)
         graph, valid = components(graph), seen_at_all(graph, valid)
         return graph, (valid, valid)

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from graphattn.graphs.arguments import as_int
 from graphattn.integrations.transformers.agreement import Consensus
@@ -70,8 +71,10 @@ def convert(
 
     In a model with rotary positions the model's own cosines and sines turn the features of "gka",
     values included (Eq. 11 of its paper), and the states that "consensus" compares; both layers
-    would otherwise know nothing of positions. "gka" without ``normalize=True`` takes the hidden
-    states as the block's normalisation hands them on.
+    would otherwise know nothing of positions. Both then know absolute positions, not differences
+    alone: averages of turned values turn with them, and so do states under matrices that do not.
+    "gka" without ``normalize=True`` takes the hidden states as the block's normalisation hands them
+    on.
 
     Fine-tune afterwards: the other weights were trained for something else. PEFT freezes new
     parameters unless ``LoraConfig(modules_to_save=["bandwidth"])`` names their module ("bandwidth"
@@ -218,11 +221,10 @@ def check_needs(mixer: str, module: nn.Module, family: Family, where: str) -> No
             f"states take the place of both: {where} has {heads} and {key_heads} (grouped-query "
             "attention); use 'krause' or 'consensus'"
         )
-    plain = all(hasattr(getattr(module, part), "weight") for part in family.projections)
-    if not plain or (mixer == "consensus" and not has_plain_values(module, family)):
-        raise ValueError(f"mixer={mixer!r} needs plain projections in {where}: convert it first")
-
-
-def has_plain_values(module: nn.Module, family: Family) -> bool:
-    """Whether the value projection is a linear map and no adapter or quantised one."""
-    return type(getattr(module, family.value)).__name__ in ("Linear", "Conv1D")
+    reads = [family.value] if mixer == "consensus" or (mixer == "vlt" and family.fused) else []
+    for name in reads:
+        if type(getattr(module, name)) not in (nn.Linear, Conv1D):
+            raise ValueError(
+                f"mixer={mixer!r} copies weights of {name} in {where}, which is a "
+                f"{type(getattr(module, name))}: convert before adapters or quantisation"
+            )

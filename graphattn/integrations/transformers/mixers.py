@@ -13,6 +13,7 @@ from graphattn.integrations.transformers.replacement import (
     Bandwidth,
     Call,
     Replacement,
+    a_weight,
     key_heads_of,
 )
 from graphattn.ops import dot_product_attention, rbf_attention
@@ -99,8 +100,7 @@ class GaussianKernel(Attention):
         self.normalize = bool(normalize)
         self.eps = as_float("eps", eps, positive=False)
         self.choose_rotation(rope)
-        like = getattr(replaced, family.query).weight
-        self.bandwidth = Bandwidth(self.heads, sigma, like)
+        self.bandwidth = Bandwidth(self.heads, sigma, a_weight(replaced))
 
     def mix(self, hidden: Tensor, call: Call) -> Tensor:
         (features,) = self.rotate(call, self.slices(hidden))
@@ -174,8 +174,7 @@ class Krause(Attention):
         if init_sigma is not None:
             sigma = as_float("init_sigma", init_sigma, positive=True)
         self.keep(replaced, *family.projections)
-        like = getattr(replaced, family.query).weight
-        self.bandwidth = Bandwidth(self.heads if sigma_per_head else 1, sigma, like)
+        self.bandwidth = Bandwidth(self.heads if sigma_per_head else 1, sigma, a_weight(replaced))
         self.key_heads = key_heads_of(replaced, family)
 
     def mix(self, hidden: Tensor, call: Call) -> Tensor:

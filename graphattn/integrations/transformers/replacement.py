@@ -152,25 +152,22 @@ class Replacement(nn.Module):
 
     def seen(self, call: Call, hidden: Tensor, num_keys: int) -> Seen:
         """Who sees whom."""
-        mask = call.mask
-        if mask is not None:
-            if mask.dim() != 4:
+        mask, window, Q = call.mask, self.window, hidden.shape[1]
+        if mask is not None and not is_sketch(mask):
+            if mask.dim() != 4 or mask.shape[1] != 1:
                 raise ValueError(
                     "attention_mask must have the shape [batch, 1, queries, keys] in a converted "
-                    f"layer, got {list(mask.shape)}"
+                    f"layer, the same for all heads, got {list(mask.shape)}"
                 )
-            if mask.shape[1] != 1 and not is_sketch(mask):
-                raise ValueError(
-                    "attention_mask must be the same for all heads in a converted layer, got "
-                    f"shape {list(mask.shape)}"
-                )
+            if window is not None and call.is_causal and 1 < Q < num_keys:
+                mask, window = narrowed(mask, window), None
         found = seen_through(
             mask,
             hidden.shape[0],
-            hidden.shape[1],
+            Q,
             num_keys,
             causal=call.is_causal,
-            window=self.window,
+            window=window,
             device=hidden.device,
         )
         if found.bias is not None:
@@ -182,6 +179,18 @@ class Replacement(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.mixer}, heads={self.heads}, in the place of {self.replaced_class}"
+
+
+def narrowed(mask: Tensor, window: int) -> Tensor:
+    """A causal mask [B, 1, Q, n] cut to the last `window` keys of every row, its own counted.
+
+    Its own is the last that a row sees: a static cache has room beyond, which nothing sees.
+    """
+    low = None if mask.dtype == torch.bool else torch.finfo(mask.dtype).min
+    seen = mask if low is None else mask > low / 2
+    key = torch.arange(mask.shape[-1], device=mask.device)
+    outside = key <= torch.where(seen, key, -1).amax(-1, keepdim=True) - window
+    return mask & ~outside if low is None else mask.masked_fill(outside, low)
 
 
 class Bandwidth(nn.Module):
@@ -210,6 +219,11 @@ class Bandwidth(nn.Module):
 
     def extra_repr(self) -> str:
         return f"heads={self.heads}"
+
+
+def a_weight(module: nn.Module) -> Tensor:
+    """A parameter of a module, whose dtype and device new ones take."""
+    return next(p for p in module.parameters() if p.is_floating_point())
 
 
 def heads_of(module: nn.Module, family: Family) -> int:
