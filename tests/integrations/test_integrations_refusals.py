@@ -145,6 +145,19 @@ def test_bad_options_are_refused_and_change_nothing(options, message):
     assert model.config._attn_implementation == "eager"
 
 
+def test_a_model_whose_attention_cannot_be_changed_is_refused_and_not_left_as_it_was(monkeypatch):
+    """transformers only warns: the model would go on with its old attention."""
+    model = tiny("llama")
+    monkeypatch.setattr(type(model), "_can_set_attn_implementation", classmethod(lambda cls: False))
+    with pytest.raises(
+        ValueError, match="made with attn_implementation='graphattn'.*it is 'eager'"
+    ):
+        gat.configure(model, window=4)
+    assert getattr(model.config, "graphattn", None) is None
+    made = tiny("llama", implementation="graphattn")
+    assert gat.configure(made, window=4) == [0, 1]
+
+
 def test_an_unknown_option_is_refused():
     with pytest.raises(TypeError, match="windows"):
         gat.configure(tiny("llama"), windows=4)

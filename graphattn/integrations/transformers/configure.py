@@ -14,6 +14,7 @@ from graphattn.integrations.transformers.options import (
     add_step,
     as_step,
     checked_options,
+    chosen_layers,
     set_options,
 )
 from graphattn.integrations.transformers.saving import mark
@@ -107,7 +108,20 @@ def replay_configure(model: Any, *, layers: Any, **arguments: Any) -> None:
 def apply(model: Any, options: Any, layers: Any) -> list[int]:
     """Set options and the implementation of a model, without writing them down."""
     register()
+    chosen_layers(model, layers)  # names what is wrong with them first
+    if model.config._attn_implementation != NAME and not _can_change(model):
+        raise ValueError(
+            f"model must be made with attn_implementation={NAME!r} (an argument of from_pretrained "
+            f"and from_config): this transformers cannot change the attention of a "
+            f"{type(model).__name__} afterwards, it is {model.config._attn_implementation!r}"
+        )
     numbers = set_options(model, options, layers)
     if model.config._attn_implementation != NAME:
         model.set_attn_implementation(NAME)
     return numbers
+
+
+def _can_change(model: Any) -> bool:
+    """Whether `set_attn_implementation` does anything but warn."""
+    can = getattr(model, "_can_set_attn_implementation", None)
+    return can is None or bool(can())
