@@ -11,10 +11,10 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "integrations"))
 
-import tiny_models as tiny  # noqa: E402
+import tiny_models as tiny
 
-from graphattn.integrations import transformers as gat  # noqa: E402
-from graphattn.integrations.transformers.modules import (  # noqa: E402
+from graphattn.integrations import transformers as gat
+from graphattn.integrations.transformers.modules import (
     attention_modules,
     is_cross_attention,
 )

@@ -176,7 +176,8 @@ def test_plain_masks_need_no_square_tensor_and_a_full_causal_one_none():
         plain(window, local_size=9),
         plain(upstream.bidirectional_mask_function, allow_is_bidirectional_skip=True),
     ):
-        assert is_sketch(mask) and mask.untyped_storage().nbytes() == 500
+        assert is_sketch(mask)
+        assert mask.untyped_storage().nbytes() == 500
     assert not is_sketch(plain(causal, padding, allow_is_causal_skip=False))
 
 
@@ -258,7 +259,8 @@ def test_a_sketch_never_has_a_row_for_every_query(length):
                 attention_mask=given_padding,
                 allow_is_bidirectional_skip=not causal,
             )
-            assert is_sketch(mask) and mask.shape[2] not in (1, length)
+            assert is_sketch(mask)
+            assert mask.shape[2] not in (1, length)
 
 
 # Bands.
