@@ -44,7 +44,7 @@ def test_generated_tokens_equal_those_of_eager_attention(name, cache):
     given = inputs(name, length=11, padding="left")
     options = {"tokens": 24, **VARIED, **CACHES[cache]}
     expected = generate(eager, given, **options)
-    assert len(expected[0].unique()) > 10
+    assert len(expected[0].unique()) > 4
     assert torch.equal(generate(ours, given, **options), expected)
 
 
@@ -55,7 +55,7 @@ def test_64_generated_tokens_equal_those_of_eager_attention(name, cache):
     eager, ours = twins(name, seed=1)
     given = inputs(name, length=11, padding="left", seed=2)
     expected = generate(eager, given, **VARIED, **CACHES[cache])
-    assert len(expected[0].unique()) > 20
+    assert len(expected[0].unique()) > 9
     assert torch.equal(generate(ours, given, **VARIED, **CACHES[cache]), expected)
 
 

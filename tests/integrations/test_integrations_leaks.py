@@ -21,7 +21,8 @@ BOTH_WAYS = ("bert", "esm", "modernbert", "distilbert")
 
 
 def configured(name, mixer, **options):
-    model = tiny(name, **options)
+    gat.register()
+    model = tiny(name, implementation="graphattn", **options)
     gat.configure(model, **MIXERS[mixer])
     return model
 

@@ -1,13 +1,10 @@
 """Nothing is ignored in silence: what cannot be computed is refused by name."""
 
-import ast
-import importlib.util
 import json
-from pathlib import Path
 
 import pytest
 import torch
-from tiny_models import inputs, logits, tiny, twins
+from tiny_models import arguments_of_attention, inputs, logits, tiny, twins
 from transformers import AttentionInterface
 
 import graphattn as ga
@@ -61,32 +58,10 @@ def test_an_unknown_argument_is_refused_by_name(name):
     assert torch.isfinite(attend(layer, **{name: None})[0]).all()
 
 
-def arguments_of_attention_in_transformers():
-    """Names that any family of the installed version hands to its attention function."""
-    spec = importlib.util.find_spec("transformers")
-    assert spec is not None
-    assert spec.origin is not None
-    found: dict[str, set[str]] = {}
-    for path in (Path(spec.origin).parent / "models").glob("*/modeling_*.py"):
-        text = path.read_text(encoding="utf-8")
-        if "attention_interface(" not in text:
-            continue
-        for node in ast.walk(ast.parse(text)):
-            if (
-                isinstance(node, ast.Call)
-                and isinstance(node.func, ast.Name)
-                and node.func.id == "attention_interface"
-            ):
-                for keyword in node.keywords:
-                    if keyword.arg is not None:
-                        found.setdefault(keyword.arg, set()).add(path.parent.name)
-    return found
-
-
 @pytest.mark.long
 def test_every_argument_of_the_installed_version_is_supported_harmless_or_refused():
     """A new version may bring an argument; whoever updates decides here what it means."""
-    found = arguments_of_attention_in_transformers()
+    found = arguments_of_attention()
     assert {"scaling", "dropout", "s_aux", "softcap", "sliding_window"} <= found.keys()
     assert found.keys() <= SUPPORTED | TENSORS | HARMLESS | set(REFUSED), found
 
@@ -143,6 +118,19 @@ def test_bad_options_are_refused_and_change_nothing(options, message):
         gat.configure(model, **options)
     assert getattr(model.config, "graphattn", None) is None
     assert model.config._attn_implementation == "eager"
+
+
+def test_a_model_whose_attention_cannot_be_changed_is_refused_and_not_left_as_it_was(monkeypatch):
+    """transformers only warns: the model would go on with its old attention."""
+    model = tiny("llama")
+    monkeypatch.setattr(type(model), "_can_set_attn_implementation", classmethod(lambda cls: False))
+    with pytest.raises(
+        ValueError, match=r"made with attn_implementation='graphattn'.*it is 'eager'"
+    ):
+        gat.configure(model, window=4)
+    assert getattr(model.config, "graphattn", None) is None
+    made = tiny("llama", implementation="graphattn")
+    assert gat.configure(made, window=4) == [0, 1]
 
 
 def test_an_unknown_option_is_refused():

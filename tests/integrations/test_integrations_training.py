@@ -33,7 +33,8 @@ SOME = [name for name in ("llama", "gemma2", "bert", "modernbert") if name in fa
 
 
 def configured(name, options=None, **more):
-    model = tiny(name, **more)
+    gat.register()
+    model = tiny(name, implementation="graphattn", **more)
     gat.configure(model, **(options or {}))
     return model
 

@@ -7,12 +7,14 @@ uniform and a wrong mask changes what comes out. Nothing is downloaded.
 
 from __future__ import annotations
 
+import ast
 import importlib
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -275,6 +277,25 @@ def uses_the_interface(name: str) -> bool:
         return False
     source = inspect.getsource(importlib.import_module(model.__module__))
     return "ALL_ATTENTION_FUNCTIONS" in source
+
+
+def arguments_of_attention() -> dict[str, set[str]]:
+    """Names that any family of the installed version hands to its attention, and which families."""
+    found: dict[str, set[str]] = {}
+    for path in (Path(transformers.__file__).parent / "models").glob("*/modeling_*.py"):
+        text = path.read_text(encoding="utf-8")
+        if "attention_interface(" not in text:
+            continue
+        for node in ast.walk(ast.parse(text)):
+            if (
+                isinstance(node, ast.Call)
+                and isinstance(node.func, ast.Name)
+                and node.func.id == "attention_interface"
+            ):
+                for keyword in node.keywords:
+                    if keyword.arg is not None:
+                        found.setdefault(keyword.arg, set()).add(path.parent.name)
+    return found
 
 
 def families(*kinds: Kind) -> list[str]:
