@@ -234,6 +234,22 @@ def test_a_row_that_sees_nothing_is_zero_and_not_the_mean_of_everything(form):
         assert not krause.attend(q, k, v, form(keep), 0, 0.0).any()
 
 
+def test_room_that_a_static_cache_has_left_is_never_read():
+    """Masks speak of all slots, or end with the last query's."""
+    krause = with_shortcut(window=4).model.layers[0].self_attn.krause
+    q, k, v = torch.randn(2, 5, 4, 8), torch.randn(2, 12, 2, 8), torch.randn(2, 12, 2, 8)
+    with torch.no_grad():
+        expected = krause.attend(q, k[:, :8], v[:, :8], None, 3, 0.0)
+        k[:, 8:] = v[:, 8:] = torch.nan
+        causal = torch.ones(12, 12, dtype=torch.bool).tril()[3:8].expand(2, 1, 5, 12)
+        for mask in (None, causal, causal[..., :8], as_scores(causal[:, 0])):
+            assert torch.equal(krause.attend(q, k, v, mask, 3, 0.0), expected)
+            row = None if mask is None else mask[:, :, 4:]
+            for past in (7, torch.tensor(7)):  # read, and not looked at
+                last = krause.attend(q[:, 4:], k, v, row, past, 0.0)
+                torch.testing.assert_close(last, expected[:, 4:], rtol=1e-5, atol=1e-6)
+
+
 def test_masks_that_look_ahead_show_nothing_ahead():
     """The shortcut is causal, even under a mask of somebody's own that is not."""
     krause = with_shortcut().model.layers[0].self_attn.krause

@@ -195,7 +195,7 @@ class KrauseShortcut(nn.Module):
         seen = (slots >= 0).expand(B, W)
         slots = slots.clamp(min=0)
         if mask is not None:
-            row = dense(mask, Call(B, 1, K, K - 1, W))[:, 0]
+            row = dense(mask, Call(B, 1, K, 0, W))[:, 0]
             seen = seen & row.index_select(1, slots)
         key, value = key.index_select(1, slots), value.index_select(1, slots)
         graph = causal_window_graph(1, W, past=W - 1)

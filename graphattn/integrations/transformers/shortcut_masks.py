@@ -101,7 +101,11 @@ def _of_sketch(sketch: Tensor, call: Call) -> Reach:
 
 
 def dense(mask: Any, call: Call) -> Tensor:
-    """Any mask but None as booleans [B, Q, K], True where a query sees a slot."""
+    """Any mask but None as booleans [B, Q, K], True where a query sees a slot.
+
+    Of slots beyond the last query's, as a static cache has them, a mask may be silent: then there
+    are fewer than K.
+    """
     B, Q, K = call.batch, call.queries, call.slots
     if not isinstance(mask, Tensor):
         mask = _dense_blocks(mask, B, Q, K)
@@ -119,7 +123,7 @@ def dense(mask: Any, call: Call) -> Tensor:
     mask = mask[:, 0, :, :K]
     if mask.dtype != torch.bool:
         mask = _from_scores(mask)
-    return mask.expand(B, Q, K)
+    return mask.expand(B, Q, -1)
 
 
 def _from_scores(mask: Tensor) -> Tensor:
