@@ -35,17 +35,17 @@ def draw(record: dict[str, Any]) -> Figure:
         (axes[1], sentences, "cosine"),
     ):
         by_window, by_k = row_of_axes[:2]
+        by_k.sharey(by_window)  # before anything is drawn, so that the limits hold both
         all_pairs = [row for row in rows if row["edges"] == 1 and row["mixer"] in ("eager", "rbf")]
         for ax, parameter in ((by_window, "window"), (by_k, "top_k")):
             curves(ax, rows, parameter, quantity)
             for row in all_pairs:
                 colour = COLOUR[row["mixer"]]
                 ax.axhline(row[quantity], color=colour, linewidth=1, linestyle=DASHES)
-        by_k.sharey(by_window)
     for ax in axes[0, :2]:
         ax.set_yscale("log")
         ax.yaxis.set_major_formatter("{x:g}")
-        ax.set_yticks([2, 3, 4, 6, 8, 12, 16])
+        ax.set_yticks([2, 3, 4, 6, 8])
         ax.minorticks_off()
         ax.set_ylabel("pseudo-perplexity (log scale)")
     for ax in axes[1, :2]:
@@ -136,8 +136,8 @@ def fine_tuning(ax: Axes, rows: Rows, facts: dict[str, Any]) -> None:
             )
     shown = [row["perplexity"] for row in rows if row["fine_tuned"] or row["mixer"] != "dot"]
     ax.set_xscale("log")
+    ax.set_xticks([2, 3, 4, 6, 8], ["2", "3", "4", "6", "8"])
     ax.set_xlim(0.85 * min(shown), 1.2 * max(shown))
-    ax.set_xticks([2, 3, 4, 6, 8, 12], ["2", "3", "4", "6", "8", "12"])
     ax.minorticks_off()
     ax.set_yticks(range(len(after)), [label(row) for row in after])
     ax.set_ylim(len(after) - 0.5, -0.5)
