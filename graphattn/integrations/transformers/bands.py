@@ -32,6 +32,9 @@ class Band(NamedTuple):
             return NotImplemented
         return Band(min(self.before, other.before), min(self.after, other.after))
 
+    def __bool__(self) -> bool:  # as of a tensor: `and`, `not`, `if` and `a < b < c` ask for it
+        raise NoBandError
+
     # What mask functions call on the tensors they think they have.
 
     def to(self, *_: Any, **__: Any) -> Band:
@@ -49,7 +52,22 @@ class NoBandError(Exception):
     """A mask function does something that no band does."""
 
 
-class Index:
+class Symbol:
+    """What stands for a number: nothing can be asked of it but what the classes below answer."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __eq__(self, other: object) -> Any:
+        raise NoBandError
+
+    def __ne__(self, other: object) -> Any:
+        raise NoBandError
+
+    def __bool__(self) -> bool:
+        raise NoBandError
+
+
+class Index(Symbol):
     """The number ``targets * i + sources * j + shift`` of a target i and a source j."""
 
     def __init__(self, targets: int, sources: int, shift: int = 0) -> None:
@@ -90,7 +108,7 @@ class Index:
         return EVERYTHING
 
 
-class Size:
+class Size(Symbol):
     """The absolute value of an index."""
 
     def __init__(self, of: Index) -> None:
@@ -106,6 +124,9 @@ class Size:
 def band_of(mask_function: Callable[..., Any]) -> Band | None:
     """Return the offsets that a mask function lets through, or None if it is no band.
 
+    A function that asks for its batch or head, compares with a tensor, or does anything but add,
+    subtract, compare and ``&`` is no band. So is one that lets a token not see itself.
+
     Args:
         mask_function: ``f(batch, head, query, key)``, as in ``transformers.masking_utils``.
 
@@ -117,8 +138,8 @@ def band_of(mask_function: Callable[..., Any]) -> Band | None:
         True
     """
     try:
-        band = mask_function(None, None, Index(1, 0), Index(0, 1))
-    except (NoBandError, TypeError, AttributeError, IndexError):
+        band = mask_function(Symbol(), Symbol(), Index(1, 0), Index(0, 1))
+    except Exception:  # whatever symbols cannot do: tensors may well do it
         return None
     return band if isinstance(band, Band) and min(band) >= 0 else None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 from torch import nn
@@ -9,14 +10,18 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from graphattn.integrations.transformers.attention import graph_attention
 from graphattn.integrations.transformers.masks import graph_mask
+from graphattn.integrations.transformers.modules import attention_modules, is_attention
 from graphattn.integrations.transformers.options import (
     GraphOf,
     add_step,
     as_step,
     checked_options,
-    set_options,
+    give_options,
+    layers_for,
+    steps_of,
 )
-from graphattn.integrations.transformers.saving import mark
+from graphattn.integrations.transformers.saving import is_marked, mark
+from graphattn.integrations.transformers.wrapped import unwrapped
 
 NAME = "graphattn"
 
@@ -57,7 +62,8 @@ def configure(
     layers that it names.
 
     Args:
-        model: a model of transformers.
+        model: a model of transformers; compiled, with adapters of peft, or in DDP or FSDP as well.
+            Configure the whole model rather than a part of it: files hold numbers of its layers.
         mixer: "dot", the model's own softmax attention; "rbf", attention by distance,
             :math:`\exp(-\lVert q - k \rVert^2 / 2 \sigma^2)`
             (:func:`~graphattn.rbf_attention`); or "krause", the same within a window or among the
@@ -71,13 +77,16 @@ def configure(
             which is intersected with the mask. Targets are the last of the sources; for a few new
             tokens beside a cache the graph of all num_sources tokens will do as well.
         layers: numbers of attention modules, as in ``range(4, 12)``, negative ones from the end;
-            all if None.
+            all if None, but for cross-attention where there is a window or graph.
 
     Returns:
         The numbers of the layers that were configured.
 
     Raises:
         ValueError: names the argument, its value and what is allowed; nothing is changed then.
+
+    Warns:
+        UserWarning: names attention that does not call transformers' interface, and stays as it is.
 
     Example:
         >>> import torch
@@ -93,21 +102,107 @@ def configure(
         torch.Size([2, 20, 50])
     """
     options = checked_options(mixer, window, top_k, sigma, graph)
-    numbers = apply(model, options, layers)
-    add_step(model, "configure", as_step(options, numbers))
-    mark(model)
+    inside = unwrapped(model)
+    if steps_of(inside.config) and not is_marked(inside):
+        raise ValueError(
+            "model.config.graphattn holds steps that were not done to this model: load it with "
+            "graphattn.integrations.transformers.from_pretrained, or set model.config.graphattn = "
+            "None to begin anew"
+        )
+    numbers = apply(inside, options, layers)
+    count = len(attention_modules(inside))
+    add_step(inside, "configure", {**as_step(options, numbers), "modules": count})
+    mark(inside)
+    _warn_of_others(inside)
     return numbers
 
 
-def replay_configure(model: Any, *, layers: Any, **arguments: Any) -> None:
+def replay_configure(
+    model: Any,
+    *,
+    layers: Any,
+    mixer: str = "dot",
+    window: int | None = None,
+    top_k: int | None = None,
+    sigma: float | None = None,
+    graph: GraphOf | None = None,
+    modules: int | None = None,
+) -> None:
     """:func:`configure` as a config keeps it."""
-    apply(model, checked_options(**arguments), layers)
+    count = len(attention_modules(model))
+    if modules not in (None, count):
+        raise ValueError(
+            f"config.graphattn was written for a model of {modules} attention modules, but "
+            f"{type(model).__name__} has {count}: it was configured as a part of this model, or as "
+            "another class. Load it with transformers itself, set model.config.graphattn = None, "
+            "and configure the whole model"
+        )
+    apply(model, checked_options(mixer, window, top_k, sigma, graph), layers)
 
 
 def apply(model: Any, options: Any, layers: Any) -> list[int]:
-    """Set options and the implementation of a model, without writing them down."""
+    """Set options and the implementation of a model, all or nothing, without writing them down."""
     register()
-    numbers = set_options(model, options, layers)
-    if model.config._attn_implementation != NAME:
-        model.set_attn_implementation(NAME)
+    numbers = layers_for(model, options, layers)
+    if model.config._attn_implementation != NAME and not _can_change(model):
+        raise ValueError(
+            f"model must be made with attn_implementation={NAME!r} (an argument of from_pretrained "
+            f"and from_config): this transformers cannot change the attention of a "
+            f"{type(model).__name__} afterwards, it is {model.config._attn_implementation!r}"
+        )
+    configs = [model.config, *(module.config for _, module in _with_config(model))]
+    before = [(config, config._attn_implementation) for config in configs]
+    try:
+        if any(name != NAME for _, name in before):
+            model.set_attn_implementation(NAME)
+        for name, module in _with_config(model):
+            if module.config._attn_implementation != NAME:
+                raise ValueError(
+                    f"model must take attn_implementation={NAME!r} in all of its attention, but "
+                    f"{name} ({type(module).__name__}) kept {module.config._attn_implementation!r}"
+                )
+    except BaseException:
+        for config, name in before:
+            config._attn_implementation_internal = name
+        raise
+    give_options(model, options, numbers)
     return numbers
+
+
+def _with_config(model: Any) -> list[tuple[str, Any]]:
+    return [
+        (name, module)
+        for name, module in attention_modules(model)
+        if getattr(module, "config", None) is not None
+    ]
+
+
+OWN = ("softmax", "scaled_dot_product_attention")
+
+
+def _warn_of_others(model: nn.Module) -> None:
+    """Name modules that compute attention by themselves, which nothing here can change."""
+    others = [
+        name
+        for name, module in model.named_modules()
+        if "attention" in type(module).__name__.lower()
+        and not is_attention(module)
+        and any(
+            word in getattr(type(module).forward, "__code__", _NO_CODE).co_names for word in OWN
+        )
+    ]
+    if others:
+        warnings.warn(
+            f"{len(others)} attention modules do not call transformers' attention interface and "
+            f"stay as they are: {', '.join(others[:4])}{', ...' if len(others) > 4 else ''}",
+            stacklevel=3,
+        )
+
+
+_NO_CODE = compile("", "", "exec")
+
+
+def _can_change(model: Any) -> bool:
+    """Whether `set_attn_implementation` does anything but warn."""
+    can = getattr(model, "_can_set_attn_implementation", None)
+    return can is None or bool(can())

@@ -72,7 +72,7 @@ def seen_through(
         band = Band(FAR, 0) if causal and Q > 1 else EVERYTHING
         n = Q if causal and 1 < Q < num_keys else num_keys  # as torch reads it: the first keys
     elif is_sketch(mask):
-        band, valid, n = read_sketch(mask)
+        band, valid, n = read_sketch(mask, Q)
         causal = band.after == 0
     else:
         limit = None if window is None else _window(window, causal, FAR)
@@ -142,6 +142,11 @@ def seen_in_mask(
         raise ValueError(
             f"attention_mask must have the shape [{batch} or 1, 1 or heads, {num_targets}, keys], "
             f"got {list(mask.shape)}"
+        )
+    if mask.dtype != torch.bool and not mask.is_floating_point():
+        raise ValueError(
+            "attention_mask of four dimensions must be bool (True: is seen) or float (is added), "
+            f"got {mask.dtype}"
         )
     if num_targets == 1 and graph_of is None and mask.dtype == torch.bool:
         return _seen_by_one(mask[:, 0, 0], batch, band)

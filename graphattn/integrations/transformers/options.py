@@ -83,8 +83,7 @@ def options_of(module: nn.Module) -> Options:
     if options is not None:
         assert isinstance(options, Options)
         return options
-    config = getattr(module, "config", None)
-    if config is not None and _steps(config, "configure"):
+    if is_configured(getattr(module, "config", None)):
         raise ValueError(
             f"config.graphattn of this model has options for its attention, but {type(module)} was "
             "made without them: load the model with "
@@ -93,29 +92,42 @@ def options_of(module: nn.Module) -> Options:
     return AS_IT_IS
 
 
-def set_options(model: nn.Module, options: Options, layers: Any) -> list[int]:
-    """Give `options` to the chosen modules, all or none of them."""
+def layers_for(model: nn.Module, options: Options, layers: Any) -> list[int]:
+    """Return the numbers of the layers that get `options`, after checking that they can.
+
+    A window or graph has no meaning in cross-attention: `layers=None` leaves it out.
+    """
     numbers = chosen_layers(model, layers)
     modules = attention_modules(model)
     places = options.window is not None or options.graph is not None
+    if places and layers is None:
+        numbers = [number for number in numbers if not is_cross_attention(*modules[number])]
+        if not numbers:
+            raise ValueError("model has cross-attention only, where no window or graph has meaning")
     for number in numbers:
         name, module = modules[number]
         if places and is_cross_attention(name, module):
             raise ValueError(
                 f"layers must not include {number} ({name}), which attends to another sequence, "
-                "where a window or graph has no meaning; choose others with layers="
+                "where a window or graph has no meaning; choose others with layers= (None: all "
+                "but these)"
             )
         if options.mixer != "dot" and _softcap(module) is not None:
             raise ValueError(
                 f"mixer must be 'dot' in layer {number} ({name}), whose logits are capped "
                 f"(softcap = {_softcap(module)}), got {options.mixer!r}"
             )
+    return numbers
+
+
+def give_options(model: nn.Module, options: Options, numbers: list[int]) -> None:
+    """Give `options` to the modules of these numbers, and to others what they have or had."""
+    modules = attention_modules(model)
     for number in numbers:
         modules[number][1].graphattn_options = options  # type: ignore[assignment]
     for _, module in modules:
         if not hasattr(module, "graphattn_options"):
             module.graphattn_options = AS_IT_IS  # type: ignore[assignment]
-    return numbers
 
 
 def _softcap(module: nn.Module) -> float | None:
@@ -129,9 +141,13 @@ def _softcap(module: nn.Module) -> float | None:
 
 
 def add_step(model: nn.Module, call: str, arguments: dict[str, Any]) -> None:
-    """Write a call and its arguments into ``model.config.graphattn``, to be replayed on loading."""
+    """Write a call and its arguments into ``model.config.graphattn``, to be replayed on loading.
+
+    The configs of its parts, which masks and attention of a text or vision part read, say only
+    that they are parts.
+    """
     config: Any = model.config
-    steps = [*_steps(config), {"call": call, **arguments}]
+    steps = [*steps_of(config), {"call": call, **arguments}]
     if call == "configure":  # a later one takes the place of what it covers
         covered = set(arguments["layers"])
         steps = [
@@ -140,6 +156,11 @@ def add_step(model: nn.Module, call: str, arguments: dict[str, Any]) -> None:
             if step["call"] != "configure" or not covered.issuperset(step["layers"])
         ] + steps[-1:]
     config.graphattn = {"version": VERSION, "steps": steps}
+    for _, module in attention_modules(model):
+        part = getattr(module, "config", None)
+        if part is not None and part is not config:
+            of = {"configured": is_configured(config), "places": has_places(config)}
+            part.graphattn = {"version": VERSION, "steps": [], "part_of": of}
 
 
 def steps_of(config: Any) -> list[dict[str, Any]]:
@@ -148,27 +169,54 @@ def steps_of(config: Any) -> list[dict[str, Any]]:
     if kept is None:
         return []
     version = kept.get("version") if isinstance(kept, dict) else None
-    if not isinstance(version, int) or not isinstance(kept.get("steps"), list):
+    if type(version) is not int or version < 1:
         raise ValueError(f"config.graphattn must hold a version and steps, got {kept!r}")
     if version > VERSION:
         raise ValueError(
             f"config.graphattn was written by a newer graphattn (its version is {version}, this "
             f"one reads up to {VERSION}): update graphattn"
         )
-    return kept["steps"]
+    steps = kept.get("steps")
+    if not isinstance(steps, list) or not all(map(_is_step, steps)):
+        raise ValueError(
+            "config.graphattn must hold a list of steps, each with a call and its layers (numbers, "
+            f"or None for all), got {kept!r}"
+        )
+    return steps
 
 
-def _steps(config: Any, call: str | None = None) -> list[dict[str, Any]]:
+def _is_step(step: Any) -> bool:
+    if not isinstance(step, dict) or not isinstance(step.get("call"), str):
+        return False
+    layers = step.get("layers")
+    return layers is None or (
+        isinstance(layers, list) and all(type(n) is int and n >= 0 for n in layers)
+    )
+
+
+def _part_of(config: Any) -> dict[str, Any]:
     kept = getattr(config, "graphattn", None)
-    steps = kept.get("steps", []) if isinstance(kept, dict) else []
-    return [step for step in steps if call is None or step.get("call") == call]
+    of = kept.get("part_of") if isinstance(kept, dict) else None
+    return of if isinstance(of, dict) else {}
+
+
+def is_part(config: Any) -> bool:
+    """Whether a config is that of a part of a changed model, which holds no steps of its own."""
+    return bool(_part_of(config))
+
+
+def is_configured(config: Any) -> bool:
+    """Whether a config, or that of the model it is a part of, has options for attention."""
+    steps = any(step["call"] == "configure" for step in steps_of(config))
+    return steps or bool(_part_of(config).get("configured"))
 
 
 def has_places(config: Any) -> bool:
     """Whether any layer has a window or graph, for which it matters where queries stand."""
-    return any(
+    return bool(_part_of(config).get("places")) or any(
         step.get("window") is not None or step.get("graph") is not None
-        for step in _steps(config, "configure")
+        for step in steps_of(config)
+        if step["call"] == "configure"
     )
 
 

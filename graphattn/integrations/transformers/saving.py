@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import os
-import shutil
-import tempfile
-from pathlib import Path
-from types import MethodType
 from typing import Any
 
 import torch
 from torch import nn
 
-from graphattn.integrations.transformers.options import VERSION, GraphOf, steps_of
+from graphattn.integrations.transformers.options import VERSION, GraphOf, is_part, steps_of
+from graphattn.integrations.transformers.whole_saves import save_pretrained
 
 # transformers names weights that it has no use for when it loads a model: that is how whoever
 # loads a changed model as if it were not hears of it.
@@ -20,7 +19,11 @@ MARK = "load_with_graphattn_integrations_transformers_from_pretrained"
 
 
 def from_pretrained(
-    directory: Any, *, graph: GraphOf | None = None, model_class: Any = None, **kwargs: Any
+    directory: Any,
+    *,
+    graph: GraphOf | list[GraphOf] | None = None,
+    model_class: Any = None,
+    **kwargs: Any,
 ) -> Any:
     """Load a model that was changed by this package, added parameters included.
 
@@ -29,8 +32,11 @@ def from_pretrained(
 
     Args:
         directory: a folder or a name on the hub, as in transformers.
-        graph: the function that `configure` was given as `graph`, which files do not hold.
-        model_class: the class of the model; the first of the config's `architectures` if None.
+        graph: the function that `configure` was given as `graph`, which files do not hold; a list
+            of them, in the order of the calls, if there were several.
+        model_class: the class of the model, or an ``AutoModelFor...``; the first of the config's
+            `architectures` if None. With another class the parameters that it has or lacks are
+            named by transformers' own warning, as ever.
         **kwargs: what the class's own ``from_pretrained`` takes (`dtype`, `device_map`, ...).
 
     Returns:
@@ -57,29 +63,84 @@ def from_pretrained(
     import transformers
 
     config = kwargs.pop("config", None)
-    if config is None:
+    wants_info = kwargs.pop("output_loading_info", False)
+    if config is None or isinstance(config, str | os.PathLike):
         taken = {name: kwargs[name] for name in HUB if name in kwargs}
-        config = transformers.AutoConfig.from_pretrained(directory, **taken)
+        source = directory if config is None else config
+        config = transformers.AutoConfig.from_pretrained(source, **taken)
     steps = steps_of(config)
     if not steps:
         raise ValueError(
             f"directory must hold a model changed by graphattn, got {str(directory)!r}, whose "
-            "config has no steps under 'graphattn': load it with transformers itself"
+            f"config has no steps under 'graphattn': {_what_else(config)}"
         )
-    cls = _class_of(config, model_class)
+    cls = _class_of(config, model_class, directory, kwargs)
     kwargs.setdefault("attn_implementation", _implementation(steps))
     model, info = _rebuilt(cls, steps, graph).from_pretrained(
         directory, config=config, output_loading_info=True, **kwargs
     )
     model.__class__ = cls
-    wrong = {kind: sorted(map(str, info[kind])) for kind in WRONG if info.get(kind)}
-    if wrong:
-        raise ValueError(f"the weights in {str(directory)!r} do not fit config.graphattn: {wrong}")
-    return model
+    frozen = model.__dict__.pop(FROZEN)
+    for name, parameter in model.named_parameters():
+        if name in frozen:
+            parameter.requires_grad_(False)
+    if getattr(model, MARK).device.type != "meta":
+        getattr(model, MARK).fill_(VERSION)  # weights from another class may have come without it
+    _check_loaded(model, info, config, directory, bool(kwargs.get("ignore_mismatched_sizes")))
+    return (model, info) if wants_info else model
 
 
-HUB = ("cache_dir", "revision", "token", "subfolder", "local_files_only", "trust_remote_code")
+HUB = (
+    "cache_dir",
+    "code_revision",
+    "force_download",
+    "local_files_only",
+    "proxies",
+    "revision",
+    "subfolder",
+    "token",
+    "trust_remote_code",
+)
+CODE = (
+    "cache_dir",
+    "code_revision",
+    "force_download",
+    "local_files_only",
+    "proxies",
+    "revision",
+    "token",
+)
+FROZEN = "_frozen_by_replay"  # names of what an adapter froze, which loading makes trainable
 WRONG = ("missing_keys", "unexpected_keys", "mismatched_keys")
+
+
+def _what_else(config: Any) -> str:
+    if is_part(config):
+        return (
+            "it is a part of a model that was changed. Load it with transformers itself, set "
+            "model.config.graphattn = None, and change it anew"
+        )
+    return "load it with transformers itself"
+
+
+def _check_loaded(model: Any, info: Any, config: Any, directory: Any, ignore: bool) -> None:
+    """Refuse weights that do not fit; of another class's head transformers has warned."""
+    wrong = {kind: {name for name in info.get(kind) or () if not _is_mark(name)} for kind in WRONG}
+    if ignore:
+        wrong["mismatched_keys"] = set()
+    if type(model).__name__ not in (config.architectures or [type(model).__name__]):
+        wrong["unexpected_keys"] = set()
+        if wrong["missing_keys"]:
+            with torch.device("meta"):
+                plain = set(type(model)(config).state_dict())
+            wrong["missing_keys"] -= plain
+    named = {kind: sorted(map(str, names)) for kind, names in wrong.items() if names}
+    if named:
+        raise ValueError(f"the weights in {str(directory)!r} do not fit config.graphattn: {named}")
+
+
+def _is_mark(name: Any) -> bool:
+    return isinstance(name, str) and name.rpartition(".")[2] == MARK
 
 
 def _implementation(steps: list[dict[str, Any]]) -> str | None:
@@ -87,21 +148,35 @@ def _implementation(steps: list[dict[str, Any]]) -> str | None:
     return "graphattn" if configured else None
 
 
-def _class_of(config: Any, model_class: Any) -> Any:
+def _class_of(config: Any, model_class: Any, directory: Any, kwargs: dict[str, Any]) -> Any:
+    """The class that is given, which may be an AutoModel, or the one that was saved."""
     import transformers
+    from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
-    if model_class is not None:
+    written = getattr(config, "auto_map", None) or {}
+    if model_class is None:
+        names = config.architectures or ()
+        for name in names:
+            if hasattr(transformers, name):
+                return getattr(transformers, name)
+        written = {key: place for key, place in written.items() if place.split(".")[-1] in names}
+    elif not hasattr(model_class, "_model_mapping"):
         return model_class
-    for name in config.architectures or ():
-        if hasattr(transformers, name):
-            return getattr(transformers, name)
+    else:
+        if type(config) in model_class._model_mapping:
+            found = model_class._model_mapping[type(config)]
+            return found[0] if isinstance(found, list | tuple) else found
+        written = {key: place for key, place in written.items() if key == model_class.__name__}
+    if written and kwargs.get("trust_remote_code"):
+        taken = {name: kwargs[name] for name in CODE if name in kwargs}
+        return get_class_from_dynamic_module(next(iter(written.values())), directory, **taken)
     raise ValueError(
         f"model_class must be given: transformers has no class of the config's architectures "
-        f"({config.architectures})"
+        f"({config.architectures}; trust_remote_code=True for code that lies beside the weights)"
     )
 
 
-def _rebuilt(cls: Any, steps: list[dict[str, Any]], graph: GraphOf | None) -> Any:
+def _rebuilt(cls: Any, steps: list[dict[str, Any]], graph: Any) -> Any:
     """The class of a model that is changed as soon as it is made, before weights are read."""
     from graphattn.integrations.transformers.configure import register
 
@@ -110,17 +185,25 @@ def _rebuilt(cls: Any, steps: list[dict[str, Any]], graph: GraphOf | None) -> An
     def initialize(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         cls.__init__(self, config, *args, **kwargs)
         replay(self, steps, graph)
+        parameters = self.named_parameters()
+        setattr(self, FROZEN, {name for name, p in parameters if not p.requires_grad})
 
     body = {"__init__": initialize, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
     return type(cls.__name__, (cls,), body)
 
 
-def replay(model: Any, steps: list[dict[str, Any]], graph: GraphOf | None = None) -> None:
+def replay(model: Any, steps: list[dict[str, Any]], graph: Any = None) -> None:
     """Do to a model what the steps of a config say, without writing them down again."""
     from graphattn.integrations.transformers.configure import replay_configure
     from graphattn.integrations.transformers.convert import replay_convert
+    from graphattn.integrations.transformers.shortcut import replay_krause_shortcut
 
-    calls: dict[str, Any] = {"configure": replay_configure, "convert": replay_convert}
+    calls: dict[str, Any] = {
+        "configure": replay_configure,
+        "convert": replay_convert,
+        "add_krause_shortcut": replay_krause_shortcut,
+    }
+    graphs = _given(steps, graph)
     for step in steps:
         arguments = dict(step)
         call = arguments.pop("call")
@@ -129,56 +212,55 @@ def replay(model: Any, steps: list[dict[str, Any]], graph: GraphOf | None = None
                 f"config.graphattn names the step {call!r}, which this version does not know "
                 f"({', '.join(calls)}): update graphattn"
             )
-        if call == "configure":
-            arguments["graph"] = _given(arguments.get("graph"), graph)
+        try:
+            inspect.signature(calls[call]).bind(model, **arguments)
+        except TypeError as error:
+            raise ValueError(
+                f"config.graphattn has a step {call!r} whose arguments this version does not "
+                f"know ({error}): {step}"
+            ) from None
+        if call == "configure" and arguments.get("graph") is not None:
+            arguments["graph"] = graphs.pop(0)
         calls[call](model, **arguments)
     mark(model)
 
 
-def _given(kept: Any, graph: GraphOf | None) -> GraphOf | None:
-    if kept is None:
-        return None
-    if graph is None:
+def _given(steps: list[dict[str, Any]], graph: Any) -> list[GraphOf]:
+    """The functions for the steps that had one, in their order."""
+    layers = [step["layers"] for step in steps if step.get("graph") is not None]
+    graphs = [] if graph is None else list(graph) if isinstance(graph, list | tuple) else [graph]
+    if len(graphs) == len(layers):
+        return graphs
+    if not layers:
+        raise ValueError("graph must be None: no layer of this model was configured with a graph")
+    if not graphs:
         raise ValueError(
             "graph must be given: the model was configured with a function for its graph, and "
             "files do not hold functions"
         )
-    return graph
+    raise ValueError(
+        f"graph must be a list of {len(layers)} functions, for the layers {layers}, got "
+        f"{len(graphs)}"
+    )
 
 
 def mark(model: nn.Module) -> None:
-    """Let loading without this package be heard of, and saving be whole or not at all."""
+    """Let loading without this package be heard of, and saving be whole or not at all.
+
+    Weights of the model as it was, without the mark, still fit: `load_state_dict` asks for no mark.
+    """
     if MARK not in dict(model.named_buffers(recurse=False)):
         model.register_buffer(MARK, torch.tensor(VERSION))
-    model.save_pretrained = MethodType(save_pretrained, model)  # type: ignore[assignment]
+        model.register_load_state_dict_post_hook(_without_mark)
+    # A partial rather than a method, which pickle would take for the class's own.
+    model.save_pretrained = functools.partial(save_pretrained, model)  # type: ignore[assignment]
 
 
-def save_pretrained(self: Any, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
-    """Save the model as its class does, in a folder beside it, then move all the files."""
-    save = type(self).save_pretrained
-    folder = Path(save_directory)
-    if kwargs.get("push_to_hub") or folder.is_file() or not kwargs.get("is_main_process", True):
-        return save(self, save_directory, *args, **kwargs)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    beside = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-    try:
-        result = save(self, beside, *args, **kwargs)
-        folder.mkdir(exist_ok=True)
-        written = sorted(beside.iterdir(), key=_settings_last)
-        for path in written:
-            os.replace(path, folder / path.name)
-        _drop_old_weights(folder, {path.name for path in written})
-    finally:
-        shutil.rmtree(beside, ignore_errors=True)
-    return result
+def is_marked(model: nn.Module) -> bool:
+    """Whether a model, or a part of it, was changed by this package."""
+    return any(name.rpartition(".")[2] == MARK for name, _ in model.named_buffers())
 
 
-def _settings_last(path: Path) -> tuple[bool, str]:
-    return path.suffix == ".json", path.name
-
-
-def _drop_old_weights(folder: Path, written: set[str]) -> None:
-    """Shards of an earlier, larger save, which nothing names any more."""
-    for path in [*folder.glob("model*.safetensors"), folder / "model.safetensors.index.json"]:
-        if path.name not in written and any(name.startswith("model") for name in written):
-            path.unlink(missing_ok=True)
+def _without_mark(module: nn.Module, keys: Any) -> None:
+    missing = [name for name in keys.missing_keys if name.rpartition(".")[2] != MARK]
+    keys.missing_keys[:] = missing

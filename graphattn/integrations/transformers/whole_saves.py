@@ -1,0 +1,126 @@
+"""Saves that are whole or did not happen."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import os
+import re
+import shutil
+import socket
+import tempfile
+from pathlib import Path
+from typing import Any
+
+PREFIX = ".saving-"
+
+
+def save_pretrained(model: Any, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
+    """Save a model as its class does, but in a hidden folder inside, and then move all files up.
+
+    Whatever interrupts the save while it is written, an error, a full disk, Ctrl-C, the end of the
+    process, leaves the files as they were; an error while files are moved puts them back. Files
+    that are not of the model, as those of a tokenizer, stay. A save needs the room of both.
+
+    With `push_to_hub`, with `distributed_checkpoint`, and in processes that do not write, it is
+    the class's own save.
+    """
+    save = type(model).save_pretrained
+    given = inspect.signature(save).bind(model, save_directory, *args, **kwargs)
+    given.apply_defaults()
+    settings = {**given.arguments, **given.arguments.get("kwargs", {})}
+    folder = Path(save_directory)
+    theirs = settings.get("push_to_hub") or settings.get("distributed_checkpoint")
+    if theirs or folder.is_file() or not settings.get("is_main_process", True):
+        return save(model, save_directory, *args, **kwargs)
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        _remove_leftovers(folder)
+        prefix = f"{PREFIX}{socket.gethostname()}-{os.getpid()}-"
+        hidden = Path(tempfile.mkdtemp(prefix=prefix, dir=folder))
+        try:
+            result = save(model, str(hidden), *args, **kwargs)
+            _move(hidden, folder)
+        finally:
+            shutil.rmtree(hidden, ignore_errors=True)
+    except BaseException:
+        for path in made:
+            with contextlib.suppress(OSError):
+                path.rmdir()
+        raise
+    return result
+
+
+def _move(hidden: Path, folder: Path) -> None:
+    """Move all files of a hidden folder up, the settings last; or none of them."""
+    names = [path.relative_to(hidden) for path in hidden.rglob("*") if path.is_file()]
+    names.sort(key=lambda name: (name.suffix == ".json", str(name)))
+    kept = Path(tempfile.mkdtemp(prefix="before-", dir=hidden))
+    touched: list[Path] = []
+    try:
+        for name in [*names, *_outdated(folder, {str(name) for name in names})]:
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            if (folder / name).exists():
+                (kept / name).parent.mkdir(parents=True, exist_ok=True)
+                _keep(folder / name, kept / name)
+            touched.append(name)
+            if (hidden / name).exists():
+                os.replace(hidden / name, folder / name)
+            else:
+                (folder / name).unlink()
+    except BaseException:
+        for name in touched:
+            if (kept / name).exists():
+                os.replace(kept / name, folder / name)
+            else:
+                (folder / name).unlink(missing_ok=True)
+        raise
+
+
+def _keep(path: Path, copy: Path) -> None:
+    try:
+        os.link(path, copy)
+    except OSError:  # a file system without hard links
+        shutil.copy2(path, copy)
+
+
+WEIGHTS = re.compile(
+    r"(model|adapter_model)(\.(?!safetensors)[^-/]+?)?(-\d{5}-of-\d{5})?\.safetensors"
+)
+INDEX = re.compile(r"(model|adapter_model)\.safetensors\.index(\.[^/]+)?\.json")
+
+
+def _outdated(folder: Path, written: set[str]) -> list[Path]:
+    """Weights of an earlier save under the same names and variant, which nothing names any more.
+
+    transformers would read a whole file rather than the shards beside it.
+    """
+    sets = {_set_of(name) for name in written} - {None}
+    names = sorted(path.name for path in folder.iterdir() if path.is_file())
+    return [Path(name) for name in names if name not in written and _set_of(name) in sets]
+
+
+def _set_of(name: str) -> tuple[str, str] | None:
+    """Which set of weights a file belongs to: its stem and its variant."""
+    found = WEIGHTS.fullmatch(name) or INDEX.fullmatch(name)
+    return None if found is None else (found[1], (found[2] or "").lstrip("."))
+
+
+def _remove_leftovers(folder: Path) -> None:
+    """Remove what processes of this machine left that were killed while they saved."""
+    start = f"{PREFIX}{socket.gethostname()}-"
+    for path in folder.glob(f"{PREFIX}*"):
+        number = path.name.removeprefix(start).partition("-")[0]
+        if path.name.startswith(start) and number.isdigit() and not _runs(int(number)):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _runs(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True
+    return True
