@@ -161,8 +161,10 @@ def test_half_precision_and_autocast(name, mixer):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("mixer", OPTIONS)
-@pytest.mark.parametrize("name", ["Llama", "Bert"])
+@pytest.mark.parametrize(  # top-k compiles for minutes
+    ("name", "mixer"),
+    [("Llama", "gka"), ("Bert", "gka"), ("Llama", "vlt"), ("Llama", "consensus")],
+)
 def test_a_plain_mask_compiles_without_a_break_at_three_lengths(name, mixer):
     torch._dynamo.reset()
     model = converted(name, mixer)
