@@ -13,6 +13,7 @@ from torch.nn import functional
 from graphattn.graphs.windows import causal_window_graph
 from graphattn.integrations.transformers.shortcut_masks import Call, Reach, dense, is_sketch, reach
 from graphattn.ops.attention.api import rbf_attention
+from graphattn.ops.attention.decode import decode_attention
 
 
 class Bandwidth(nn.Module):
@@ -129,7 +130,9 @@ class KrauseShortcut(nn.Module):
             out = self._attend_in_place(query, key, value, mask, past, dropout)
         else:
             call = Call(B, Q, K, past, self.window)
-            if mask is None or is_sketch(mask):
+            if Q == 1 and mask is None and dropout == 0:
+                out = self._attend_newest(query, key, value, call)
+            elif mask is None or is_sketch(mask):
                 out = self._attend_over(reach(mask, call), query, key, value, dropout)
             elif Q == 1:
                 out = self._attend_row(query, key, value, mask, call, dropout)
@@ -151,6 +154,18 @@ class KrauseShortcut(nn.Module):
             top_k=self.top_k,
             valid=valid,
             dropout=dropout,
+        )
+
+    def _attend_newest(self, query: Tensor, key: Tensor, value: Tensor, call: Call) -> Tensor:
+        """One token per text that sees all of its window: a quarter of the time of a graph."""
+        start, stop = call.start, call.stop
+        return decode_attention(
+            query,
+            key[:, start:stop].to(query.dtype),
+            value[:, start:stop].to(query.dtype),
+            stop - start,
+            sigma=self.bandwidth(query),
+            top_k=self.top_k,
         )
 
     def _attend_row(
