@@ -11,11 +11,12 @@ from pathlib import Path
 os.environ["TRITON_INTERPRET"] = "1"
 
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE))  # families.py, figures.py, gallery.py, ...
+sys.path.insert(0, str(HERE))  # figures.py, gallery.py and what follows
 
 import families  # noqa: E402
 import figures  # noqa: E402
 import gallery  # noqa: E402
+import pretrained  # noqa: E402
 import records  # noqa: E402
 import support  # noqa: E402
 from docutils import nodes  # noqa: E402
@@ -95,6 +96,7 @@ def draw_and_list(app) -> None:
     figures.draw_all(HERE / "_figures")
     gallery.draw_all(HERE / "_figures")
     (HERE / "_figures" / "benchmarks.md").write_text(records.markdown(), encoding="utf-8")
+    (HERE / "_figures" / "pretrained.md").write_text(pretrained.markdown(), encoding="utf-8")
     draw_support()
 
 

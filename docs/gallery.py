@@ -3,14 +3,17 @@
 python docs/gallery.py            all of them, into docs/_figures (Sphinx does this by itself)
 python docs/gallery.py NAME ...   some
 
-Needs the extra `docs` (matplotlib, scikit-learn). The data are what scikit-learn ships.
+Needs the extra `docs` (matplotlib, scikit-learn). The data are what scikit-learn ships,
+and of gallery_pretrained a recorded run of examples/pretrained_models.py.
 """
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable
 from functools import cache
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -411,6 +414,20 @@ def gallery_layers() -> Figure:
     return figure
 
 
+# Pretrained models.
+
+
+def gallery_pretrained() -> Figure:
+    """What trained models lose in windows and with few keys, from a recorded run of the example."""
+    spec = spec_from_file_location("figure", HERE.parent / "examples" / "pretrained_figure.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    record = json.loads((HERE / "integrations" / "pretrained.json").read_text(encoding="utf-8"))
+    return module.draw(record)
+
+
 FIGURES: dict[str, Callable[[], Figure]] = {
     draw.__name__: draw
     for draw in (
@@ -425,6 +442,7 @@ FIGURES: dict[str, Callable[[], Figure]] = {
         gallery_patches,
         gallery_off_diagonal,
         gallery_layers,
+        gallery_pretrained,
     )
 }
 
