@@ -139,7 +139,7 @@ def test_an_unknown_option_is_refused():
 
 
 def test_a_model_without_the_attention_interface_is_refused():
-    with pytest.raises(ValueError, match="attention interface"):
+    with pytest.raises(ValueError, match="model must be a model of transformers"):
         gat.configure(torch.nn.Linear(3, 3), window=4)
 
 
