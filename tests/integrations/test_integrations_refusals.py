@@ -139,7 +139,7 @@ def test_an_unknown_option_is_refused():
 
 
 def test_a_model_without_the_attention_interface_is_refused():
-    with pytest.raises(ValueError, match="must be a model of transformers"):
+    with pytest.raises(ValueError, match="model must be a model of transformers"):
         gat.configure(torch.nn.Linear(3, 3), window=4)
 
 
@@ -163,7 +163,7 @@ def test_a_graph_function_must_return_a_graph():
     [
         ({"version": 99, "steps": []}, "newer graphattn"),
         ({"version": 1, "steps": [{"call": "dream"}]}, "'dream'"),
-        ({"version": 1}, "must hold"),
+        ({"version": 1}, "must hold a version and steps"),
         ([1, 2], "must hold a version and steps"),
     ],
     ids=str,
