@@ -7,7 +7,7 @@ PROCESSES ?= 2
 CASES ?= 3
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-all slow scatter bench kernels-check kernels-check-all lint docs format clean
+.PHONY: demo test test-all slow scatter transformers-oldest bench kernels-check kernels-check-all lint docs format clean
 
 # torch goes first and alone: a looser requirement would be resolved to the newest CUDA build.
 $(VENV)/.installed: pyproject.toml Makefile
@@ -37,6 +37,17 @@ scatter: $(VENV)/.installed  ## torch-scatter as an independent oracle
 		--disable-pip-version-check --no-build-isolation "torch-scatter>=2.1"
 	$(BIN)/python -c "import torch_scatter"
 	$(BIN)/python -m pytest -q tests/ops/test_ops_torch_scatter.py
+
+# The plug-in supports a range of transformers; the newest is in the environment, the oldest here.
+OLDEST := build/transformers-oldest
+$(OLDEST)/.installed: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --target $(OLDEST) \
+		"transformers==5.4.0"
+	touch $@
+
+transformers-oldest: $(OLDEST)/.installed  ## the plug-in with the oldest transformers it supports
+	PYTHONPATH=$(OLDEST) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(PROCESSES) \
+		--dist worksteal tests/integrations graphattn/integrations
 
 bench: $(VENV)/.installed  ## every operation beside its peers
 	$(BIN)/graphattn bench

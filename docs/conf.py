@@ -11,8 +11,9 @@ from pathlib import Path
 os.environ["TRITON_INTERPRET"] = "1"
 
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE))  # figures.py, gallery.py, records.py, support.py
+sys.path.insert(0, str(HERE))  # families.py, figures.py, gallery.py, ...
 
+import families  # noqa: E402
 import figures  # noqa: E402
 import gallery  # noqa: E402
 import records  # noqa: E402
@@ -98,9 +99,11 @@ def draw_and_list(app) -> None:
 
 
 def draw_support() -> None:
-    """What runs where: by graph from `graphattn.backends`, by dtype and feature by trying it."""
+    """What runs where: by graph from `graphattn.backends`; dtypes, features and families of
+    Hugging Face models by trying them."""
     text = support.by_graph() + "\n" + support.by_feature()
     (HERE / "_figures" / "support.md").write_text(text, encoding="utf-8")
+    (HERE / "_figures" / "families.md").write_text(families.table(), encoding="utf-8")
 
 
 def setup(app) -> None:

@@ -7,8 +7,8 @@
     y = layer(x, graph)                                            # x: [batch, 1024, 384]
 
 Graph builders and operations live here. `ga.nn`, `ga.models`, `ga.spectral`, `ga.dynamics`,
-`ga.diagnostics`, `ga.train`, `ga.plot` and `ga.data` load on first use, so that importing graphattn
-costs little more than importing torch; `ga.save` and `ga.load` too.
+`ga.diagnostics`, `ga.train`, `ga.plot`, `ga.data` and `ga.integrations` load on first use, so that
+importing graphattn costs little more than importing torch; `ga.save` and `ga.load` too.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -22,6 +22,7 @@ if TYPE_CHECKING:  # what loads on first use, for those who read without running
     from graphattn import data as data
     from graphattn import diagnostics as diagnostics
     from graphattn import dynamics as dynamics
+    from graphattn import integrations as integrations
     from graphattn import models as models
     from graphattn import nn as nn
     from graphattn import plot as plot
@@ -36,6 +37,7 @@ _ON_FIRST_USE = (
     "data",
     "diagnostics",
     "dynamics",
+    "integrations",
     "models",
     "nn",
     "plot",

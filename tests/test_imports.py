@@ -122,7 +122,7 @@ ARROWS = {
     "spectral": {"graphs"},
     "data": set(),
     "dynamics": {"ops", "graphs"},
-    "diagnostics": {"ops", "graphs"},
+    "diagnostics": {"ops", "graphs", "dynamics"},
     "models": {"nn", "ops", "graphs"},
     "integrations": {"nn", "ops", "graphs"},
     "train": {"models", "integrations", "nn", "ops", "graphs", "data", "diagnostics"},

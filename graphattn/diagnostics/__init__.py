@@ -4,6 +4,10 @@
 
     with ga.diagnostics.record_attention(model) as layers:  # weights of every layer
         model(tokens)
+    with ga.diagnostics.record(model) as recording:         # the same of anybody's model
+        model(tokens)
+    recording.sinks(), recording.rollout()
+    ga.diagnostics.hidden_spectra(model, tokens)            # eigenvalues of the hidden states
     ga.diagnostics.sink_share(layers[0].weights, layers[0].graph)  # attention on token 0
     ga.diagnostics.bandwidths(model)                               # learned sigma per head
     ga.diagnostics.max_stable_lr(model, loss_fn, optimizer, batches)
@@ -18,14 +22,22 @@ from graphattn.diagnostics.attention_statistics import (
 from graphattn.diagnostics.bandwidths import bandwidths
 from graphattn.diagnostics.cost import activation_memory, flops
 from graphattn.diagnostics.effective_rank import effective_rank, effective_rank_per_layer
+from graphattn.diagnostics.hidden_spectra import (
+    HiddenSpectra,
+    hidden_spectra,
+    spectra_without_attention,
+)
 from graphattn.diagnostics.per_layer import PerLayer
 from graphattn.diagnostics.record import AttentionRecord, record_attention, sinks_per_layer
+from graphattn.diagnostics.recording import Recording, record
 from graphattn.diagnostics.rollout import rollout
 from graphattn.diagnostics.stable_learning_rate import StableLearningRate, max_stable_lr
 
 __all__ = [
     "AttentionRecord",
+    "HiddenSpectra",
     "PerLayer",
+    "Recording",
     "StableLearningRate",
     "activation_memory",
     "attention_entropy",
@@ -34,9 +46,12 @@ __all__ = [
     "effective_rank_per_layer",
     "flops",
     "head_diversity",
+    "hidden_spectra",
     "max_stable_lr",
+    "record",
     "record_attention",
     "rollout",
     "sink_share",
     "sinks_per_layer",
+    "spectra_without_attention",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 import torch
@@ -12,6 +13,14 @@ from torch.utils.hooks import RemovableHandle
 from graphattn.diagnostics.record import is_attention_layer
 
 _NORMS = (nn.LayerNorm, nn.RMSNorm)
+_NORM_NAME = re.compile("(RMS|Layer)Norm")
+#: how transformers calls the linear maps of attention
+_OF_TRANSFORMERS = (
+    *("q_proj", "k_proj", "v_proj", "o_proj", "out_proj"),
+    *("q_lin", "k_lin", "v_lin", "out_lin"),
+    *("query", "key", "value", "attention.output.dense"),
+    *("query_global", "key_global", "value_global"),
+)
 
 
 def disabled_parameters(
@@ -30,12 +39,12 @@ def disabled_parameters(
             own = dict(module.named_parameters(prefix=name, recurse=False))
             if not own or isinstance(module, nn.Embedding):
                 continue
-            if isinstance(module, _NORMS):
-                found |= _filled(own, 1.0)
+            if is_norm(module):
+                found |= _filled(own, 0.0 if _adds_one(module) else 1.0)
             elif isinstance(module, nn.MultiheadAttention):
                 found |= _projections_in_one(name, own)
             elif isinstance(module, nn.Linear):
-                is_projection = name.endswith(projections) or _belongs_to_attention(model, name)
+                is_projection = is_attention_projection(model, layer, name, projections)
                 has_attention |= is_projection
                 found |= _identity(name, own) if is_projection else _filled(own, 0.0)
             elif is_attention_layer(module) and set(own) <= _at_start(name, module).keys():
@@ -67,8 +76,27 @@ def _at_start(name: str, layer: nn.Module) -> dict[str, float]:
 
 def without_normalization(layers: dict[str, nn.Module]) -> list[RemovableHandle]:
     """Hooks by which the norms of `layers` pass their input on."""
-    norms = {m for layer in layers.values() for m in layer.modules() if isinstance(m, _NORMS)}
+    norms = {m for layer in layers.values() for m in layer.modules() if is_norm(m)}
     return [norm.register_forward_hook(_pass_on) for norm in norms]
+
+
+def is_norm(module: nn.Module) -> bool:
+    """Whether a module is a norm, torch's or one that a model brings along."""
+    return isinstance(module, _NORMS) or bool(_NORM_NAME.search(type(module).__name__))
+
+
+def _adds_one(norm: nn.Module) -> bool:
+    """Whether a norm scales by 1 + weight, as Gemma's do: at weight 0 they scale by 1."""
+    return type(norm).__name__.startswith("Gemma")
+
+
+def is_attention_projection(
+    model: nn.Module, layer: nn.Module, name: str, projections: tuple[str, ...]
+) -> bool:
+    """Whether the linear map of this name in the model is a projection of attention."""
+    if type(layer).__module__.startswith("transformers."):
+        projections = (*projections, *_OF_TRANSFORMERS)
+    return name.endswith(projections) or _belongs_to_attention(model, name)
 
 
 def _pass_on(_: nn.Module, args: tuple[Tensor, ...], __: Any) -> Tensor:

@@ -10,13 +10,13 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from graphattn.diagnostics.arguments import as_model
+from graphattn.diagnostics.blocks import Layers, choose_layers, real_tokens, tokens_of
 from graphattn.diagnostics.disabled import disabled_parameters, without_normalization
 from graphattn.diagnostics.per_layer import PerLayer
 from graphattn.graphs.arguments import as_choice
 from graphattn.ops.inputs import compute_dtype
 
 Method = Literal["participation", "entropy"]
-Layers = type[nn.Module] | Sequence[str] | Sequence[type[nn.Module]] | None
 
 
 def effective_rank(x: Tensor, *, method: Method = "participation") -> Tensor:
@@ -91,8 +91,9 @@ def effective_rank_per_layer(
     the chosen layers pass their input on: X + A(X), the paper's "all learned parameters and
     normalization disabled" (Figure 14; Figure 12 keeps the normalisation).
 
-    The model runs in evaluation mode and without gradients. It is left as it was, after an
-    exception too: its parameters are never written.
+    Padding counts for nothing where the call says what padding is (``attention_mask``, `valid`,
+    ``src_key_padding_mask``). The model runs in evaluation mode and without gradients. It is left
+    as it was, after an exception too: its parameters are never written.
 
     Args:
         model: any torch model.
@@ -103,9 +104,9 @@ def effective_rank_per_layer(
             type; if None, the blocks of :mod:`graphattn.models` and torch's transformer layers. An
             output that is a tuple counts by its first tensor.
         projections: how the names of the attention's linear maps end, for attention that is neither
-            of :mod:`graphattn.nn` nor ``torch.nn.MultiheadAttention``: for RoBERTa ``("query",
-            "key", "value", "attention.output.dense")``. Every other linear map counts as part of
-            the perceptron.
+            of :mod:`graphattn.nn` nor ``torch.nn.MultiheadAttention``, such as ``("query", "key",
+            "value", "attention.output.dense")``. Of models of transformers the common names are
+            known. Every other linear map counts as part of the perceptron.
         method: of :func:`effective_rank`.
 
     Returns:
@@ -128,16 +129,17 @@ def effective_rank_per_layer(
     as_choice("weights", weights, ("enabled", "disabled"))
     as_choice("normalization", normalization, ("enabled", "disabled"))
     as_choice("method", method, ("participation", "entropy"))
-    chosen = _choose(as_model(model), layers)
+    chosen = choose_layers(as_model(model), layers)
     parameters = {}
     if weights == "disabled":
         parameters = disabled_parameters(model, chosen, tuple(projections))
+    real = real_tokens(model, inputs, keywords)
     rows: list[tuple[str, Tensor]] = []
     training = [module for module in model.modules() if module.training]
     handles = []
     try:
         for name, layer in chosen.items():
-            handles.append(layer.register_forward_hook(_look(name, rows, method)))
+            handles.append(layer.register_forward_hook(_look(name, rows, method, real)))
         if normalization == "disabled":
             handles += without_normalization(chosen)
         model.eval()
@@ -153,42 +155,17 @@ def effective_rank_per_layer(
     return PerLayer(torch.stack([rank for _, rank in rows]), tuple(name for name, _ in rows))
 
 
-def _look(name: str, rows: list[tuple[str, Tensor]], method: Method) -> Any:
+def _look(name: str, rows: list[tuple[str, Tensor]], method: Method, real: Tensor | None) -> Any:
     """A forward hook that adds the mean effective rank of the output to `rows`."""
 
     def hook(_: nn.Module, __: Any, output: Any) -> None:
         if isinstance(output, tuple | list):
             output = next((part for part in output if isinstance(part, Tensor)), output)
-        rows.append((name or "model", effective_rank(output, method=method).mean()))
+        if real is not None and isinstance(output, Tensor) and output.dim() in (2, 3):
+            sequences = tokens_of(output, real, name)
+            ranks = torch.stack([effective_rank(tokens, method=method) for tokens in sequences])
+        else:
+            ranks = effective_rank(output, method=method)
+        rows.append((name or "model", ranks.mean()))
 
     return hook
-
-
-def _choose(model: nn.Module, layers: Layers) -> dict[str, nn.Module]:
-    """Name and module of every layer that is looked at."""
-    named = dict(model.named_modules())
-    if layers is None:
-        transformer = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
-        found = {
-            name: module
-            for name, module in named.items()
-            if isinstance(module, transformer)
-            or all(isinstance(getattr(module, part, None), nn.Module) for part in ("mixer", "mlp"))
-        }
-        if not found:
-            raise ValueError(
-                "layers must be given (names or types): the model has no block of graphattn and "
-                "no transformer layer of torch"
-            )
-        return found
-    wanted: list[Any] = [layers] if isinstance(layers, type | str) else list(layers)
-    names = [entry for entry in wanted if isinstance(entry, str)]
-    types = tuple(entry for entry in wanted if isinstance(entry, type))
-    if not wanted or len(names) + len(types) < len(wanted):
-        raise ValueError(f"layers must be names or types of modules, got {layers!r}")
-    if unknown := [name for name in names if name not in named]:
-        raise ValueError(f"layers must be names of model.named_modules(), got {unknown[0]!r}")
-    found = {n: module for n, module in named.items() if n in names or isinstance(module, types)}
-    if not found:
-        raise ValueError(f"layers must be types that the model holds, got {layers!r}")
-    return found

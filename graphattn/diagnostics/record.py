@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -60,11 +61,15 @@ def record_attention(model: nn.Module) -> Iterator[list[AttentionRecord]]:
         torch.Size([10, 10])
     """
     records: list[AttentionRecord] = []
+
+    def take(name: str, weights: Tensor, output: Tensor, graph: TokenGraph) -> None:
+        records.append(AttentionRecord(name, weights.detach(), output.detach(), graph))
+
     handles: list[RemovableHandle] = []
     try:
         for name, layer in as_model(model).named_modules():
             if is_attention_layer(layer):
-                handles += _listen(name or type(layer).__name__, layer, records)
+                handles += listen(name or type(layer).__name__, layer, take)
         if not handles:
             raise ValueError(
                 "model must hold attention layers of graphattn.nn (DotProductAttention, "
@@ -87,17 +92,28 @@ def is_attention_layer(module: nn.Module) -> bool:
     )
 
 
-def _listen(
-    name: str, layer: nn.Module, records: list[AttentionRecord]
+def listen(
+    name: str, layer: nn.Module, tell: Callable[[str, Tensor, Tensor, TokenGraph], None]
 ) -> tuple[RemovableHandle, RemovableHandle]:
-    """Hooks that ask a layer for its weights and take them out of its answer again."""
-    asked: list[bool] = []  # whether the caller wants the weights too, of calls under way
+    """Hooks that ask a layer for its weights and take them out of its answer again.
 
-    def ask(_: nn.Module, args: Any, keywords: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    Calls in other threads, and those that gradient checkpointing repeats, go on as they are.
+    """
+    asked: list[bool] = []  # whether the caller wants the weights too, of calls under way
+    thread = threading.get_ident()
+
+    def listens() -> bool:
+        return threading.get_ident() == thread and torch._C._current_graph_task_id() == -1
+
+    def ask(_: nn.Module, args: Any, keywords: dict[str, Any]) -> Any:
+        if not listens():
+            return None
         asked.append(bool(keywords.get("return_attention_weights", False)))
         return args, {**keywords, "return_attention_weights": True}
 
     def take(_: nn.Module, args: Any, keywords: dict[str, Any], answer: Any) -> Any:
+        if not listens():
+            return None
         output, weights = answer
         given = dict(zip(("x", "graph", "context"), args, strict=False)) | keywords
         context = given.get("context")
@@ -105,7 +121,7 @@ def _listen(
         graph = as_token_graph(
             given["graph"], x.shape[-2], (x if context is None else context).shape[-2]
         )
-        records.append(AttentionRecord(name, weights.detach(), output.detach(), graph))
+        tell(name, weights, output, graph)
         return answer if asked.pop() else output
 
     # The last to speak before the layer and the first after it: other hooks see the answer that the

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -65,10 +65,7 @@ def rollout(
                 [0.0625, 0.3750, 0.5625]])
     """
     layers = _checked(weights_per_layer, graph)
-    if as_float("residual", residual, positive=False) > 1:
-        raise ValueError(f"residual must be in 0 .. 1, got {residual}")
-    if as_float("discard", discard, positive=False) >= 1:
-        raise ValueError(f"discard must be in 0 .. 1, less than 1, got {discard}")
+    _check_shares(residual, discard)
     first, batch = layers[0][0], layers[0][0].shape[:-2]
     N = layers[0][1].num_targets
     out = first.new_empty((*batch, N, N))
@@ -123,6 +120,36 @@ def _without_weak(mean: Tensor, graph: TokenGraph, discard: float) -> Tensor:
     least = mean.new_zeros(len(degree))
     least[has_edges] = mean[order[(graph.rowptr[:-1] + dropped)[has_edges]]]
     return mean.masked_fill(mean < least[target], 0)
+
+
+def rollout_of_matrices(matrices: Iterable[Tensor], *, residual: float, discard: float) -> Tensor:
+    """:func:`rollout` of head means [B, N, N] with an edge wherever the weight is above 0."""
+    _check_shares(residual, discard)
+    flow: Tensor | None = None
+    for mean in matrices:
+        has_edges = (mean > 0).any(dim=-1, keepdim=True)
+        if discard > 0:
+            degree = (mean > 0).sum(dim=-1, keepdim=True)
+            dropped = (discard * degree.double() + 1e-9).floor().long()
+            ascending = mean.masked_fill(mean <= 0, torch.inf).sort(dim=-1).values
+            mean = mean.masked_fill(mean < ascending.gather(-1, dropped), 0)
+        total = (1 - residual) * mean.sum(dim=-1, keepdim=True) + residual
+        attention = torch.where(
+            has_edges, (1 - residual) * mean / total.masked_fill(total == 0, 1), 0
+        )
+        stays = torch.where(has_edges, torch.full_like(total, residual) / total, 1)
+        if flow is None:
+            flow = torch.eye(mean.shape[-1], dtype=mean.dtype, device=mean.device).expand_as(mean)
+        flow = attention @ flow + stays * flow
+    assert flow is not None
+    return flow
+
+
+def _check_shares(residual: float, discard: float) -> None:
+    if as_float("residual", residual, positive=False) > 1:
+        raise ValueError(f"residual must be in 0 .. 1, got {residual}")
+    if as_float("discard", discard, positive=False) >= 1:
+        raise ValueError(f"discard must be in 0 .. 1, less than 1, got {discard}")
 
 
 def _checked(weights_per_layer: Any, graph: Any) -> list[tuple[Tensor, TokenGraph]]:

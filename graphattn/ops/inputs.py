@@ -93,7 +93,9 @@ def check_valid(
         if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
             got = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
             raise ValueError(f"valid ({side}) must be a bool tensor, got {got}")
-        if mask.shape not in ((count,), (*batch, count)):
+        shape = (count,) if mask.dim() == 1 else (*batch, count)
+        # size by size: inside torch.compile two symbols of one size are not the same object
+        if mask.dim() != len(shape) or any(a != b for a, b in zip(mask.shape, shape, strict=True)):
             raise ValueError(
                 f"valid ({side}) must have shape {[*batch, count]} or [{count}], "
                 f"got {list(mask.shape)}"

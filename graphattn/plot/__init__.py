@@ -4,6 +4,7 @@ Every function draws on the matplotlib axes `ax`, or on new ones, and returns th
 and files stay in the caller's hands.
 """
 
+from graphattn.plot.ablation import attention_ablation
 from graphattn.plot.benchmarks import benchmark_ratios, benchmark_scaling
 from graphattn.plot.clusters import (
     cluster_counts,
@@ -27,6 +28,7 @@ from graphattn.plot.training import loss_curves
 
 __all__ = [
     "adjacency",
+    "attention_ablation",
     "attention_weights",
     "bandwidth_lines",
     "bandwidth_map",

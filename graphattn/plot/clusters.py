@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from graphattn.diagnostics import HiddenSpectra
 from graphattn.dynamics import Trajectory
 from graphattn.dynamics import cluster_counts as merged_counts
 from graphattn.dynamics.arguments import as_labels, as_tokens
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 SMALL = "#bbbbbb"  # all clusters after the six largest
+MOST_LINES = 32  # of the hundreds of eigenvalues of a model
 
 
 def cluster_scatter(
@@ -121,21 +123,22 @@ def cluster_image(labels: Tensor, height: int, width: int, *, ax: Axes | None = 
     return ax
 
 
-def covariance_spectra(trajectory: Trajectory, *, ax: Axes | None = None) -> Axes:
-    """Share of the variance along every eigenvector of the covariance of X, step by step.
+def covariance_spectra(trajectory: Trajectory | HiddenSpectra, *, ax: Axes | None = None) -> Axes:
+    """Share of the variance along every eigenvector of the covariance, by step or by layer.
 
     Figures 9 and 12-15 of Attention Clusters; there the eigenvalues themselves, here their share of
     the sum, because X grows with every step. The six largest are coloured.
 
     Args:
-        trajectory: of :func:`graphattn.dynamics.simulate`.
+        trajectory: of :func:`graphattn.dynamics.simulate`, or the hidden states of a model:
+            :func:`graphattn.diagnostics.hidden_spectra`, of which the 32 largest are drawn.
         ax: where to draw; new axes if None.
 
     Returns:
         The matplotlib axes.
 
     Raises:
-        ValueError: if `trajectory` is none.
+        ValueError: if `trajectory` is neither.
 
     Example:
         >>> import torch, graphattn as ga
@@ -144,13 +147,20 @@ def covariance_spectra(trajectory: Trajectory, *, ax: Axes | None = None) -> Axe
         >>> len(ga.plot.covariance_spectra(trajectory).lines)
         3
     """
-    spectra = _checked("trajectory", trajectory).spectra
+    is_model = isinstance(trajectory, HiddenSpectra)
+    if not isinstance(trajectory, HiddenSpectra):
+        trajectory = _checked("trajectory", trajectory)
+    spectra = trajectory.spectra
     share = spectra / spectra.sum(dim=1, keepdim=True)
+    if is_model:
+        share = share[:, :MOST_LINES]
     ax = axes_or_new(ax, 5, 3.2)
     for k in range(share.shape[1] - 1, -1, -1):
         name = f"λ{k + 1}" if k < len(COLOURS) else None
         ax.plot(range(len(share)), share[:, k], color=_colour(k), linewidth=1.6, label=name)
-    ax.set(xlabel="step", ylabel="share of the variance", ylim=(-0.02, 1.02))
+    ax.set(
+        xlabel="layer" if is_model else "step", ylabel="share of the variance", ylim=(-0.02, 1.02)
+    )
     _whole_steps(ax)
     handles, names = ax.get_legend_handles_labels()
     ax.legend(handles[::-1], names[::-1], frameon=False, fontsize=8)

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from transformers.utils.output_capturing import _active_collector
 
 from graphattn.integrations.transformers.edges import Seen, seen_through
 from graphattn.integrations.transformers.masks import is_sketch
@@ -86,7 +87,7 @@ def graph_attention(
         )
     logits = Logits(options, scaling, s_aux, softcap, dropout)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    wants_weights = bool(kwargs.get("output_attentions"))
+    wants_weights = _asks_for_weights(kwargs)
     mask = attention_mask
     if mask is None or is_sketch(mask) or mask.dim() != 4 or mask.shape[1] == 1:
         return _attend(query, key, value, mask, position_bias, causal, logits, wants_weights)
@@ -115,6 +116,14 @@ class Logits(NamedTuple):
             return given | {"scale": scale, "softcap": self.softcap}
         sigma = self.options.sigma
         return given | {"sigma": scale**-0.5 if sigma is None else sigma}
+
+
+def _asks_for_weights(kwargs: dict[str, Any]) -> bool:
+    """Whether weights are wanted: GPT-2 and OPT keep the argument, and collect what is returned."""
+    if kwargs.get("output_attentions"):
+        return True
+    collected = _active_collector.get()
+    return collected is not None and any("attentions" in kind for kind in collected)
 
 
 def _refuse_unknown(module: nn.Module, kwargs: dict[str, Any]) -> None:

@@ -144,6 +144,12 @@ def apply(model: Any, options: Any, layers: Any) -> list[int]:
     """Set options and the implementation of a model, all or nothing, without writing them down."""
     register()
     numbers = layers_for(model, options, layers)
+    if model.config._attn_implementation != NAME and not _can_change(model):
+        raise ValueError(
+            f"model must be made with attn_implementation={NAME!r} (an argument of from_pretrained "
+            f"and from_config): this transformers cannot change the attention of a "
+            f"{type(model).__name__} afterwards, it is {model.config._attn_implementation!r}"
+        )
     configs = [model.config, *(module.config for _, module in _with_config(model))]
     before = [(config, config._attn_implementation) for config in configs]
     try:
@@ -194,3 +200,9 @@ def _warn_of_others(model: nn.Module) -> None:
 
 
 _NO_CODE = compile("", "", "exec")
+
+
+def _can_change(model: Any) -> bool:
+    """Whether `set_attn_implementation` does anything but warn."""
+    can = getattr(model, "_can_set_attn_implementation", None)
+    return can is None or bool(can())

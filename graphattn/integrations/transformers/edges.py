@@ -101,6 +101,8 @@ def seen_in_band(
         past = num_sources - num_targets
         return Seen(causal_graph(num_targets, past=past).to(device), range(num_sources), valid)
     whole = _band(before, after, num_sources).to(device)
+    if num_targets == num_sources:
+        return Seen(whole, range(num_sources), valid)
     graph, keys = whole.targets(num_sources - num_targets, num_sources)
     return Seen(graph, keys, None if valid is None else valid[:, keys.start : keys.stop])
 

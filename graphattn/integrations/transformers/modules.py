@@ -41,7 +41,13 @@ def attention_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
 def is_attention(module: nn.Module) -> bool:
     """Whether a module is an attention module, or stands in the place of one."""
     kind: Any = type(module)
-    return getattr(kind, "replaces_attention", False) or calls_interface(kind)
+    return is_replacement(module) or calls_interface(kind)
+
+
+def is_replacement(module: nn.Module) -> bool:
+    """Whether a module stands in the place of an attention module: its class says so."""
+    kind: Any = type(module)
+    return bool(getattr(kind, "replaces_attention", False))
 
 
 @functools.cache
@@ -61,4 +67,7 @@ def names_interface(code: CodeType) -> bool:
 
 def is_cross_attention(name: str, module: nn.Module) -> bool:
     """Whether an attention module reads another sequence, by its names."""
-    return bool(CROSS.search(type(module).__name__) or CROSS.search(name.rpartition(".")[2]))
+    if getattr(module, "is_cross_attention", False) is True:  # GPT-2 has one class for both
+        return True
+    place = ".".join(name.split(".")[-2:])  # ESM's is "crossattention.self"
+    return bool(CROSS.search(type(module).__name__) or CROSS.search(place))

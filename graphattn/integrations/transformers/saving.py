@@ -80,6 +80,10 @@ def from_pretrained(
         directory, config=config, output_loading_info=True, **kwargs
     )
     model.__class__ = cls
+    frozen = model.__dict__.pop(FROZEN)
+    for name, parameter in model.named_parameters():
+        if name in frozen:
+            parameter.requires_grad_(False)
     if getattr(model, MARK).device.type != "meta":
         getattr(model, MARK).fill_(VERSION)  # weights from another class may have come without it
     _check_loaded(model, info, config, directory, bool(kwargs.get("ignore_mismatched_sizes")))
@@ -106,6 +110,7 @@ CODE = (
     "revision",
     "token",
 )
+FROZEN = "_frozen_by_replay"  # names of what an adapter froze, which loading makes trainable
 WRONG = ("missing_keys", "unexpected_keys", "mismatched_keys")
 
 
@@ -180,6 +185,8 @@ def _rebuilt(cls: Any, steps: list[dict[str, Any]], graph: Any) -> Any:
     def initialize(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         cls.__init__(self, config, *args, **kwargs)
         replay(self, steps, graph)
+        parameters = self.named_parameters()
+        setattr(self, FROZEN, {name for name, p in parameters if not p.requires_grad})
 
     body = {"__init__": initialize, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
     return type(cls.__name__, (cls,), body)
@@ -188,8 +195,14 @@ def _rebuilt(cls: Any, steps: list[dict[str, Any]], graph: Any) -> Any:
 def replay(model: Any, steps: list[dict[str, Any]], graph: Any = None) -> None:
     """Do to a model what the steps of a config say, without writing them down again."""
     from graphattn.integrations.transformers.configure import replay_configure
+    from graphattn.integrations.transformers.convert import replay_convert
+    from graphattn.integrations.transformers.shortcut import replay_krause_shortcut
 
-    calls: dict[str, Any] = {"configure": replay_configure}
+    calls: dict[str, Any] = {
+        "configure": replay_configure,
+        "convert": replay_convert,
+        "add_krause_shortcut": replay_krause_shortcut,
+    }
     graphs = _given(steps, graph)
     for step in steps:
         arguments = dict(step)

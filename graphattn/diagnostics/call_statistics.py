@@ -1,0 +1,180 @@
+"""What one call of attention is like, and what is kept of it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from graphattn.diagnostics.attention_operands import Operands
+from graphattn.diagnostics.attention_statistics import (
+    attention_entropy,
+    head_diversity,
+    sink_share,
+)
+from graphattn.graphs import TokenGraph, bipartite_complete_graph, complete_graph
+from graphattn.ops.inputs import compute_dtype
+
+Keep = Literal["weights", "mean", "statistics"]
+
+
+@dataclass(frozen=True, eq=False)
+class RecordedCall:
+    """One call of attention: B sequences, H heads, Q queries, K keys."""
+
+    name: str  #: of the module, as in ``model.named_modules()``
+    shape: tuple[int, int, int, int]  #: B, H, Q, K
+    sinks: Tensor  #: [B, H]; NaN where no query counts
+    entropy: Tensor  #: [B, H], in nats
+    diversity: Tensor  #: [B]; NaN for one head
+    effective_rank: Tensor  #: [B], of the outputs
+    kept: Tensor | None = None
+    edges: TokenGraph | None = None
+    keep: Keep = "weights"
+
+    @property
+    def matrix(self) -> Tensor:
+        """Weights [B, H, Q, K]; 0 where a query may not look, and in rows of padding."""
+        return self._dense(self._kept("weights"))
+
+    @property
+    def graph(self) -> TokenGraph:
+        """The graph that `weights` belong to: the layer's own, or all pairs."""
+        if self.edges is not None:
+            return self.edges
+        Q, K = self.shape[2:]
+        kept = self._kept("weights")
+        graph = complete_graph(Q) if Q == K else bipartite_complete_graph(Q, K)
+        return graph.to(kept.device)
+
+    @property
+    def weights(self) -> Tensor:
+        """[B, E, H], in the order of ``graph.edge_index``."""
+        kept = self._kept("weights")
+        return kept if self.edges is not None else kept.permute(0, 2, 3, 1).flatten(1, 2)
+
+    def mean_over_heads(self) -> Tensor:
+        """[B, Q, K]."""
+        return self._dense(self._kept("mean")).mean(dim=1)
+
+    def _kept(self, what: Keep) -> Tensor:
+        if self.kept is None or (what == "weights" and self.keep == "mean"):
+            raise ValueError(f"keep must be {what!r} in record() for this, got keep={self.keep!r}")
+        return self.kept
+
+    def _dense(self, kept: Tensor) -> Tensor:
+        if self.edges is None:
+            return kept
+        source, target = self.edges.edge_index
+        full = kept.new_zeros(len(kept), *self.shape[2:], kept.shape[-1])
+        full[:, target, source] = kept
+        return full.permute(0, 3, 1, 2)
+
+
+def of_edges(
+    name: str, weights: Tensor, output: Tensor, graph: TokenGraph, token: int, keep: Keep
+) -> RecordedCall:
+    """A call of a layer of graphattn.nn: weights [*, E, H], output [*, N, dim]."""
+    weights = weights.detach().reshape(-1, *weights.shape[-2:])
+    heads = weights.shape[-1]
+    target = graph.edge_index[1]
+    total = weights.new_zeros(len(weights), graph.num_targets)
+    real = total.index_add(1, target, weights.sum(dim=-1)) > 0
+    one = weights.new_full((len(weights),), torch.nan)
+    kept = {"weights": weights, "mean": weights.mean(dim=-1, keepdim=True), "statistics": None}
+    return RecordedCall(
+        name,
+        (len(weights), heads, graph.num_targets, graph.num_sources),
+        sink_share(weights, graph, token),
+        attention_entropy(weights, graph),
+        head_diversity(weights, graph) if heads > 1 else one,
+        ranks(output.detach().reshape(len(weights), graph.num_targets, -1), real),
+        kept[keep],
+        graph,
+        keep,
+    )
+
+
+def of_operands(name: str, call: Operands, token: int, keep: Keep) -> RecordedCall:
+    """A call of somebody else's attention, block of rows by block of rows."""
+    B, H, Q, K = call.shape
+    seen = call.seen_keys()
+    # A cache with room left holds keys that nobody may look at yet.
+    ends = int((seen.any(dim=0) * torch.arange(1, K + 1, device=seen.device)).max()) if K else 0
+    same_tokens = max(Q, ends) == Q if K > Q else K == Q
+    real = seen[:, :Q] if same_tokens else seen.new_ones(B, Q)
+    at = seen.long().cumsum(dim=1) == token + 1
+    column = (at & seen).long().argmax(dim=1)  # of the token, per sequence
+    has_token = at.any(dim=1)
+    if not has_token.any():
+        most = int(seen.sum(dim=1).max()) if K else 0
+        raise ValueError(f"token must be one of the {most} real tokens of {name!r}, got {token}")
+
+    sink = torch.zeros(B, H, dtype=call.dtype, device=call.device)
+    entropy, rows, asking = sink.clone(), sink.clone(), sink.clone()
+    apart, pairs = sink[:, 0].clone(), sink[:, 0].clone()
+    times = 2 * torch.arange(H, device=call.device, dtype=call.dtype) - (H - 1)
+    kept = []
+    for start, stop in call.blocks():
+        weights = call.rows(start, stop).masked_fill(~real[:, None, start:stop, None], 0)
+        total = weights.sum(dim=-1)
+        counts = total > 0  # [B, H, q]
+        on_token = weights.gather(-1, column[:, None, None, None].expand(B, H, stop - start, 1))
+        others = counts
+        if same_tokens:
+            row = torch.arange(start, stop, device=call.device)
+            others = counts & (row != column[:, None])[:, None]
+        sink += (on_token[..., 0] * others).sum(dim=-1)
+        asking += others.sum(dim=-1)
+        nats = -torch.special.xlogy(weights, weights).sum(dim=-1)
+        total = total.masked_fill(~counts, 1)
+        entropy += ((nats / total + total.log()).clamp_min(0) * counts).sum(dim=-1)
+        rows += counts.sum(dim=-1)
+        if H > 1:
+            ordered = weights.sort(dim=1).values
+            distance = (ordered * times.view(1, H, 1, 1)).sum(dim=(1, 3))
+            apart += distance.sum(dim=1) / 2 / math.comb(H, 2)
+            pairs += counts.any(dim=1).sum(dim=-1)
+        if keep != "statistics":
+            kept.append(weights if keep == "weights" else weights.mean(dim=1, keepdim=True))
+    sink = (sink / asking).masked_fill(~has_token[:, None], torch.nan)
+    output = call.output.detach().reshape(B, Q, -1)
+    return RecordedCall(
+        name,
+        call.shape,
+        sink,
+        entropy / rows,
+        apart / pairs,
+        ranks(output, real),
+        torch.cat(kept, dim=2) if kept else None,
+        None,
+        keep,
+    )
+
+
+def ranks(x: Tensor, real: Tensor) -> Tensor:
+    """Participation ratio of every sequence's real tokens, [B] of [B, N, C]; 0 if they are equal.
+
+    (sum of eigenvalues)^2 / (sum of their squares) needs no eigenvalue: these are the trace and
+    the squared norm of the smaller of the two Gram matrices.
+    """
+    x = x.to(compute_dtype(x.dtype))
+    found = []
+    for tokens, own in zip(x, real, strict=True):
+        tokens = tokens[own]
+        if len(tokens) == 0:
+            found.append(x.new_tensor(torch.nan))
+            continue
+        centred = tokens - tokens.mean(dim=0)
+        rounding = tokens.abs().max() * (16 * torch.finfo(x.dtype).eps)
+        if not centred.square().sum() > rounding.square() * tokens.numel():
+            found.append(x.new_tensor(0.0 if tokens.isfinite().all() else torch.nan))
+            continue
+        centred = centred / centred.abs().max()  # squares of squares stay in range
+        small = len(tokens) < tokens.shape[1]
+        gram = centred @ centred.mT if small else centred.mT @ centred
+        found.append(gram.diagonal().sum().square() / gram.square().sum())
+    return torch.stack(found)

@@ -1,0 +1,263 @@
+"""What targets see: a graph given in code, within the masks of a call."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from graphattn.graphs import (
+    bipartite_complete_graph,
+    causal_graph,
+    causal_window_graph,
+    complete_graph,
+    from_edge_index,
+    from_mask,
+    window_path_graph,
+)
+from graphattn.graphs.recognize import Rows, structure_of_rows
+from graphattn.graphs.token_graph import TokenGraph
+
+GraphOf = Callable[[int, int], TokenGraph]
+
+
+class Places(NamedTuple):
+    """Who may see whom before any mask: everybody, a window on each side, or a graph."""
+
+    graph: TokenGraph | GraphOf | None = None
+    window: int | None = None
+
+    def of(self, num_targets: int, num_sources: int, device: torch.device) -> TokenGraph:
+        """The graph of a call.
+
+        Raises:
+            ValueError: for a graph of another size, with both sizes; for a window where targets
+                and sources are not the same tokens.
+        """
+        if self.graph is not None:
+            return _checked(self.graph, num_targets, num_sources).to(device)
+        if self.window is not None and num_targets != num_sources:
+            raise ValueError(
+                f"window={self.window} needs self-attention, where targets and sources are the "
+                f"same tokens, got {num_targets} targets and {num_sources} sources: convert other "
+                "modules with layers=, or give graph="
+            )
+        if self.window is not None and self.window < num_targets - 1:
+            return window_path_graph(num_targets, self.window, self_loops=True).to(device)
+        if num_targets == num_sources:
+            return complete_graph(num_targets).to(device)
+        return bipartite_complete_graph(num_targets, num_sources).to(device)
+
+    @property
+    def everywhere(self) -> bool:
+        """Whether nothing but masks says who is seen."""
+        return self.graph is None and self.window is None
+
+
+def _checked(graph: TokenGraph | GraphOf, num_targets: int, num_sources: int) -> TokenGraph:
+    call = "graph"
+    if not isinstance(graph, TokenGraph):
+        call = f"graph({num_targets}, {num_sources})"
+        graph = graph(num_targets, num_sources)
+        if not isinstance(graph, TokenGraph):
+            raise ValueError(f"{call} must return a TokenGraph, got {type(graph).__name__}")
+    if (graph.num_targets, graph.num_sources) != (num_targets, num_sources):
+        raise ValueError(
+            f"{call} must have {num_targets} targets and {num_sources} sources, as many as this "
+            f"call has tokens, got {graph.num_targets} and {graph.num_sources}"
+        )
+    return graph
+
+
+class Seen(NamedTuple):
+    """What the targets of a batch see.
+
+    Attributes:
+        graph: N targets and M sources, which all samples share; B N and B M where `packed`.
+        valid: which sources are real, bool [B, M]; None for all.
+        packed: whether the graph holds every sample with tokens of its own.
+        bias: what is added to the logits, [B or 1, H or 1, N, M]; None for nothing.
+        key_bias: the same for every target, [B, M].
+    """
+
+    graph: TokenGraph
+    valid: Tensor | None = None
+    packed: bool = False
+    bias: Tensor | None = None
+    key_bias: Tensor | None = None
+
+    def per_edge(self, heads: int) -> Tensor | None:
+        """The biases of all edges, [E, H] or [B, E, H]."""
+        if self.bias is None and self.key_bias is None:
+            return None
+        source, target = self.graph.edge_index
+        total: Tensor | None = None
+        if self.packed:
+            samples = len(self.graph.sizes or ()) or 1
+            n, m = self.graph.num_targets // samples, self.graph.num_sources // samples
+            sample, target, source = target // n, target % n, source % m
+            if self.bias is not None:
+                total = self.bias.expand(samples, -1, -1, -1)[sample, :, target, source]
+            if self.key_bias is not None:
+                keys = self.key_bias[sample, source][:, None]
+                total = keys if total is None else total + keys
+        else:
+            if self.bias is not None:
+                total = self.bias[:, :, target, source].transpose(1, 2)
+                total = total[0] if len(total) == 1 else total
+            if self.key_bias is not None:
+                keys = self.key_bias[:, source][..., None]
+                total = keys if total is None else total + keys
+        assert total is not None
+        return total.expand(*total.shape[:-1], heads)
+
+    def dense(self, weights: Tensor, batch: int) -> Tensor:
+        """Weights of edges [B, E, H] (or [1, E, H] where packed) as [B, H, N, M]."""
+        source, target = self.graph.edge_index
+        if not self.packed:
+            n, m = self.graph.num_targets, self.graph.num_sources
+            full = weights.new_zeros(batch, n, m, weights.shape[-1])
+            full[:, target, source] = weights
+        else:
+            n, m = self.graph.num_targets // batch, self.graph.num_sources // batch
+            full = weights.new_zeros(batch, n, m, weights.shape[-1])
+            full[target // n, target % n, source % m] = weights[0]
+        return full.permute(0, 3, 1, 2)
+
+
+def seen_everywhere(
+    places: Places,
+    num_targets: int,
+    num_sources: int,
+    device: torch.device,
+    *,
+    causal: bool = False,
+    valid: Tensor | None = None,
+    key_bias: Tensor | None = None,
+) -> Seen:
+    """What is seen without a mask of pairs; nothing is read from a tensor."""
+    if not causal:
+        return Seen(places.of(num_targets, num_sources, device), valid, key_bias=key_bias)
+    n, window = num_targets, places.window
+    if places.graph is None and num_targets == num_sources:
+        graph = causal_graph(n) if window is None else causal_window_graph(n, min(window + 1, n))
+        return Seen(graph.to(device), valid, key_bias=key_bias)
+    mask = torch.ones(num_targets, num_sources, dtype=torch.bool, device=device).tril()
+    [seen] = seen_in_mask(places, mask[None, None])
+    return seen._replace(valid=valid, key_bias=key_bias)
+
+
+@torch.compiler.disable
+def seen_in_mask(
+    places: Places,
+    mask: Tensor,
+    *,
+    valid: Tensor | None = None,
+    key_bias: Tensor | None = None,
+) -> list[Seen]:
+    """What a mask of pairs lets through: one for all heads, or one for each.
+
+    Args:
+        places: who may be seen at all.
+        mask: bool (True: is seen) or floats that are added, of which -inf is not seen,
+            [B or 1, H or 1, N, M].
+        valid: which sources are real, bool [B, M].
+        key_bias: what is added to all logits of a source, [B, M].
+    """
+    allowed, bias = mask, None
+    if mask.dtype != torch.bool:
+        allowed = mask != float("-inf")
+        bias = mask.masked_fill(~allowed, 0)
+        if not mask.requires_grad and not bool(bias.any()):
+            bias = None
+    if allowed.shape[1] > 1 and bool((allowed[:, 1:] == allowed[:, :1]).all()):
+        allowed = allowed[:, :1]
+    if allowed.shape[0] > 1 and bool((allowed[1:] == allowed[:1]).all()):
+        allowed = allowed[:1]
+    base = places.of(mask.shape[-2], mask.shape[-1], mask.device)
+    found = []
+    for head in range(allowed.shape[1]):
+        one = allowed[:, head]
+        of_head = bias if bias is None or allowed.shape[1] == 1 else bias[:, head : head + 1]
+        if len(one) == 1:
+            graph = _once(places, base, one[0])
+            found.append(Seen(graph, valid, bias=of_head, key_bias=key_bias))
+        else:
+            if valid is not None:
+                one = one & valid[:, None]
+            graph = _packed(base, one, everywhere=places.everywhere)
+            found.append(Seen(graph, packed=True, bias=of_head, key_bias=key_bias))
+    return found
+
+
+def _within(base: TokenGraph, allowed: Tensor, *, everywhere: bool) -> TokenGraph:
+    """The edges of a graph that a mask [N, M] allows; structured where they are runs."""
+    if bool(allowed.all()):
+        return base
+    if not everywhere:
+        whole = base.to_mask().to(allowed.device)
+        allowed = allowed & whole
+        if torch.equal(allowed, whole):
+            return base
+    N, M = allowed.shape
+    count, last = allowed.sum(-1), M - 1 - allowed.flip(-1).to(torch.uint8).argmax(-1)
+    first = allowed.to(torch.uint8).argmax(-1)
+    if N == M > 1 and bool(((count > 0) & (last - first + 1 == count)).all()):
+        structure = structure_of_rows(Rows(first, last, step=1, loops=True, num_sources=M))
+        if structure is not None:
+            return TokenGraph(structure=structure, num_targets=N, num_sources=M).to(allowed.device)
+    return from_mask(allowed)
+
+
+def _packed(base: TokenGraph, allowed: Tensor, *, everywhere: bool) -> TokenGraph:
+    """The edges that a mask of every sample [B, N, M] allows, with tokens of its own each."""
+    if not everywhere:
+        allowed = allowed & base.to_mask().to(allowed.device)
+    B, N, M = allowed.shape
+    sample, target, source = allowed.nonzero().T
+    edges = torch.stack([sample * M + source, sample * N + target])
+    samples = torch.arange(B, device=allowed.device)
+    borders = samples.repeat_interleave(N), samples.repeat_interleave(M)
+    return from_edge_index(edges, B * N, B * M, batch=borders)
+
+
+# Layers get the same mask one after the other, and training steps too.
+
+MOST_MASKS = 4  # that a thread remembers,
+MOST_PAIRS = 2**27  # and how many pairs they may have together, beside the newest
+_kept = threading.local()
+
+
+class _Entry(NamedTuple):
+    places: Places
+    base: TokenGraph
+    allowed: Tensor
+    graph: TokenGraph
+    inference: bool  # what is made in inference mode cannot be trained with
+
+    def is_of(self, places: Places, base: TokenGraph, allowed: Tensor) -> bool:
+        if self.inference != torch.is_inference_mode_enabled():
+            return False
+        same = base is self.base  # a function may give another graph every time
+        if places.graph is None:
+            same = self.places == places
+        kinds = (allowed.device, allowed.shape) == (self.allowed.device, self.allowed.shape)
+        return same and kinds and torch.equal(allowed, self.allowed)
+
+
+def _once(places: Places, base: TokenGraph, allowed: Tensor) -> TokenGraph:
+    """`_within`, remembered by what the mask holds, so that no later change can go unseen."""
+    entries: list[_Entry] = _kept.__dict__.setdefault("entries", [])
+    for entry in entries:
+        if entry.is_of(places, base, allowed):
+            return entry.graph
+    graph = _within(base, allowed, everywhere=places.everywhere)
+    inference = torch.is_inference_mode_enabled()
+    entries.insert(0, _Entry(places, base, allowed.clone(), graph, inference))
+    del entries[MOST_MASKS:]
+    while len(entries) > 1 and sum(entry.allowed.numel() for entry in entries) > MOST_PAIRS:
+        entries.pop()
+    return graph

@@ -1,0 +1,70 @@
+"""What a model's hidden states owe to the attention of each block."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Literal
+
+import torch
+
+from graphattn.diagnostics import HiddenSpectra
+from graphattn.graphs.arguments import as_choice
+from graphattn.plot.style import axes_or_new, colour_bar, style_axes
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+
+def attention_ablation(
+    spectra: Mapping[str, HiddenSpectra],
+    *,
+    measure: Literal["participation_ratio", "leading_share"] = "participation_ratio",
+    ax: Axes | None = None,
+) -> Axes:
+    """What the hidden states lose or gain where one block's attention is disabled, as a map.
+
+    One row per disabled block, one column per state: the difference from the model with all its
+    attention. Left of the diagonal nothing can change.
+
+    Args:
+        spectra: of :func:`graphattn.diagnostics.spectra_without_attention`.
+        measure: "participation_ratio", the effective number of dimensions, or "leading_share".
+        ax: where to draw; new axes if None. A colour bar is put beside them.
+
+    Returns:
+        The matplotlib axes.
+
+    Raises:
+        ValueError: if `spectra` lacks "none" or a block, or the measure is unknown.
+
+    Example:
+        >>> import torch, graphattn as ga
+        >>> model = ga.models.SequenceEncoder(11, 16, depth=3, heads=4)
+        >>> tokens = torch.randint(11, (2, 20))
+        >>> spectra = ga.diagnostics.spectra_without_attention(model, tokens)
+        >>> ga.plot.attention_ablation(spectra).images[0].get_array().shape
+        (3, 4)
+    """
+    from matplotlib.ticker import MaxNLocator
+
+    as_choice("measure", measure, ("participation_ratio", "leading_share"))
+    blocks = [name for name in spectra if name != "none"]
+    if "none" not in spectra or not blocks:
+        raise ValueError(
+            f'spectra must hold "none" and at least one block, got the keys {list(spectra)}'
+        )
+    whole = getattr(spectra["none"], measure)
+    change = torch.stack([getattr(spectra[name], measure) - whole for name in blocks])
+    ax = axes_or_new(ax, 1.8 + 0.4 * change.shape[1], 1.2 + 0.3 * len(blocks))
+    reach = float(change.abs().nan_to_num().max()) or 1.0
+    image = ax.imshow(
+        change.numpy(), cmap="RdBu_r", vmin=-reach, vmax=reach, interpolation="nearest"
+    )
+    label = "dimensions" if measure == "participation_ratio" else "leading share"
+    colour_bar(image, f"change of {label}")
+    ax.set(xlabel="state after block (0: input)", ylabel="attention disabled in block")
+    ax.set(aspect="auto")
+    ax.set_yticks(range(len(blocks)), [str(i + 1) for i in range(len(blocks))])
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+    style_axes(ax, frame=True)
+    return ax

@@ -1,0 +1,348 @@
+"""Recorded attention of Hugging Face models, against the weights that eager attention returns."""
+
+import pytest
+import torch
+
+import graphattn as ga
+
+transformers = pytest.importorskip("transformers", reason="needs transformers")
+from graphattn.integrations import transformers as gat  # noqa: E402
+
+gat.register()
+
+N = 9
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+WORDS = {**SIZES, "vocab_size": 50, "max_position_embeddings": 64}
+GROUPED = {**WORDS, "num_key_value_heads": 2, "pad_token_id": 0}
+FAMILIES = {
+    "Llama": ("LlamaConfig", "LlamaForCausalLM", GROUPED),
+    "Mistral": ("MistralConfig", "MistralForCausalLM", {**GROUPED, "sliding_window": 4}),
+    "GPT-2": (
+        "GPT2Config",
+        "GPT2LMHeadModel",
+        {"vocab_size": 50, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64},
+    ),
+    "BERT": ("BertConfig", "BertForMaskedLM", WORDS),
+    "ViT": ("ViTConfig", "ViTForImageClassification", {**SIZES, "image_size": 8, "patch_size": 4}),
+    "Gemma 2": (
+        "Gemma2Config",
+        "Gemma2ForCausalLM",
+        {**GROUPED, "head_dim": 8, "sliding_window": 4, "attn_logit_softcapping": 2.0},
+    ),
+    "GPT-OSS": (
+        "GptOssConfig",
+        "GptOssForCausalLM",
+        {
+            **GROUPED,
+            "head_dim": 8,
+            "sliding_window": 4,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+        },
+    ),
+}
+TEXT = ["Llama", "Mistral", "GPT-2", "BERT", "Gemma 2", "GPT-OSS"]
+SDPA = ["Llama", "Mistral", "GPT-2", "BERT", "ViT"]
+
+
+def tiny(name, implementation="eager"):
+    config, model, options = FAMILIES[name]
+    torch.manual_seed(0)
+    config = getattr(transformers, config)(**options)
+    config._attn_implementation = implementation
+    model = getattr(transformers, model)(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(6)  # attention far from uniform
+            elif "sinks" in str(parameter.shape) or parameter.numel() == 4:
+                parameter.fill_(0.7)
+    return model
+
+
+def inputs_of(name, padding=None):
+    generator = torch.Generator().manual_seed(1)
+    if name == "ViT":
+        return {"pixel_values": torch.randn(2, 3, 8, 8, generator=generator)}
+    inputs = {"input_ids": torch.randint(1, 50, (2, N), generator=generator)}
+    mask = torch.ones(2, N, dtype=torch.int64)
+    if padding == "left":
+        mask[0, :3] = 0
+    elif padding == "right":
+        mask[0, -3:] = 0
+    return {**inputs, "attention_mask": mask}
+
+
+def eager_weights(name, inputs):
+    """What the eager model itself returns, 0 in the rows of padding."""
+    with torch.no_grad():
+        weights = tiny(name)(**inputs, output_attentions=True).attentions
+    mask = inputs.get("attention_mask")
+    if mask is None:
+        return list(weights)
+    return [w * mask[:, None, :, None] for w in weights]
+
+
+def recorded(model, inputs, **options):
+    with torch.no_grad(), ga.diagnostics.record(model, **options) as recording:
+        model(**inputs)
+    return recording
+
+
+@pytest.mark.parametrize("padding", [None, "left", "right"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_weights_under_eager_are_those_the_model_returns(name, padding):
+    inputs = inputs_of(name, padding)
+    recording = recorded(tiny(name), inputs)
+    expected = eager_weights(name, inputs)
+    assert len(recording) == 2
+    assert recording.missed == {}
+    for call, weights in zip(recording, expected, strict=True):
+        torch.testing.assert_close(call.matrix, weights, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("padding", [None, "left", "right"])
+@pytest.mark.parametrize("implementation", ["sdpa", "graphattn"])
+@pytest.mark.parametrize("name", SDPA)
+def test_weights_under_every_implementation_are_those_of_eager(name, implementation, padding):
+    inputs = inputs_of(name, padding)
+    model = tiny(name, implementation)
+    recording = recorded(model, inputs)
+    assert len(recording) == 2
+    for call, weights in zip(recording, eager_weights(name, inputs), strict=True):
+        torch.testing.assert_close(call.matrix, weights, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["BERT", "Gemma 2"])
+def test_weights_under_flex_attention_are_those_of_eager(name):
+    inputs = inputs_of(name, "left")
+    recording = recorded(tiny(name, "flex_attention"), inputs)
+    for call, weights in zip(recording, eager_weights(name, inputs), strict=True):
+        torch.testing.assert_close(call.matrix, weights, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["Gemma 2", "GPT-OSS"])
+def test_caps_and_sinks_are_seen_under_graphattn_too(name):
+    inputs = inputs_of(name, "left")
+    for call, weights in zip(
+        recorded(tiny(name, "graphattn"), inputs), eager_weights(name, inputs), strict=True
+    ):
+        torch.testing.assert_close(call.matrix, weights, rtol=1e-4, atol=1e-5)
+
+
+def test_rows_beside_a_sink_logit_sum_to_less_than_one():
+    recording = recorded(tiny("GPT-OSS"), inputs_of("GPT-OSS"))
+    total = recording[0].matrix.sum(-1)
+    assert (total < 1).all()
+    assert (total > 0).all()
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa", "graphattn"])
+@pytest.mark.parametrize("name", SDPA)
+def test_recording_changes_no_bit_of_results_and_gradients(name, implementation):
+    model, inputs = tiny(name, implementation).train(), inputs_of(name, "left")
+
+    def run():
+        torch.manual_seed(3)  # dropout
+        logits = model(**inputs).logits
+        model.zero_grad()
+        logits.square().mean().backward()
+        return [logits.detach(), torch.rand(3), *(p.grad for p in model.parameters())]
+
+    alone = run()
+    with ga.diagnostics.record(model):
+        watched = run()
+    assert all(map(torch.equal, alone, watched))
+    assert all(map(torch.equal, alone, run()))
+
+
+def test_dropout_is_no_part_of_the_weights():
+    model, inputs = tiny("BERT"), inputs_of("BERT")
+    expected = recorded(model, inputs)[0].matrix
+    first = model.bert.encoder.layer[0].attention.self
+    first.train()  # what comes before stays without dropout
+    assert torch.equal(recorded(model, inputs)[0].matrix, expected)
+    assert first.training
+
+
+def dense_rollout(weights, mask):
+    """A plain loop over sequences and layers."""
+    found = []
+    for b in range(len(mask)):
+        flow = torch.eye(N, dtype=torch.float64)
+        for layer in weights:
+            mean = layer[b].double().mean(0)
+            step = 0.5 * mean + 0.5 * torch.eye(N)
+            step = step / step.sum(-1, keepdim=True)
+            for row in range(N):
+                if not mask[b, row]:
+                    step[row] = torch.eye(N)[row]
+            flow = step @ flow
+        found.append(flow)
+    return torch.stack(found)
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize("name", ["Llama", "BERT"])
+def test_rollout_and_sinks_of_a_padded_batch_are_those_of_plain_loops(name, implementation):
+    inputs = inputs_of(name, "left")
+    recording = recorded(tiny(name, implementation), inputs)
+    weights, mask = eager_weights(name, inputs), inputs["attention_mask"]
+    torch.testing.assert_close(
+        recording.rollout().double(), dense_rollout(weights, mask), rtol=1e-4, atol=1e-5
+    )
+    first = mask.argmax(dim=1)  # the first real token, after the padding
+    for call, layer in zip(recording, weights, strict=True):
+        for b in range(2):
+            t = int(first[b])
+            rows = [i for i in range(N) if mask[b, i] and i != t]
+            torch.testing.assert_close(call.sinks[b], layer[b, :, rows, t].mean(-1))
+            real = [i for i in range(N) if mask[b, i]]
+            entropy = -torch.special.xlogy(layer[b], layer[b]).sum(-1)[:, real].mean(-1)
+            torch.testing.assert_close(call.entropy[b], entropy, rtol=1e-4, atol=1e-5)
+
+
+def test_statistics_without_weights_are_the_same():
+    model, inputs = tiny("Llama", "sdpa"), inputs_of("Llama", "left")
+    whole = recorded(model, inputs)
+    for keep in ("mean", "statistics"):
+        lean = recorded(model, inputs, keep=keep)
+        for name in ("sinks", "entropy", "head_diversity", "effective_rank"):
+            assert torch.equal(getattr(lean, name)().values, getattr(whole, name)().values)
+        with pytest.raises(ValueError, match="keep must be 'weights'"):
+            _ = lean[0].matrix
+    torch.testing.assert_close(recorded(model, inputs, keep="mean").rollout(), whole.rollout())
+    with pytest.raises(ValueError, match="keep must be 'mean'"):
+        lean.rollout()
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa", "graphattn"])
+def test_every_step_of_generation_is_a_call(implementation):
+    model = tiny("Llama", implementation)
+    inputs = inputs_of("Llama", "left")
+    with ga.diagnostics.record(model) as recording:
+        tokens = model.generate(**inputs, max_new_tokens=3, do_sample=False)
+    assert [call.shape for call in recording][::2] == [(2, 4, N, N), (2, 4, 1, 10), (2, 4, 1, 11)]
+    mask = torch.cat([inputs["attention_mask"], torch.ones(2, 3, dtype=torch.int64)], dim=1)
+    whole = recorded(model, {"input_ids": tokens[:, :-1], "attention_mask": mask[:, :-1]})
+    torch.testing.assert_close(
+        recording[4].matrix, whole[0].matrix[:, :, -1:], rtol=1e-4, atol=1e-5
+    )
+    with pytest.raises(ValueError, match="one call of every layer"):
+        recording.rollout()
+
+
+def test_gradient_checkpointing_does_not_record_twice():
+    model, inputs = tiny("Llama", "sdpa").train(), inputs_of("Llama")
+    for reentrant in (False, True):
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        model.enable_input_require_grads()
+        with ga.diagnostics.record(model) as recording:
+            model(**inputs).logits.sum().backward()
+        assert len(recording) == 2
+
+
+def test_attention_that_goes_its_own_way_is_named():
+    config = transformers.LongformerConfig(
+        **WORDS, attention_window=4, pad_token_id=1, sep_token_id=2
+    )
+    model = transformers.LongformerModel(config).eval()
+    with (
+        pytest.raises(
+            ValueError, match=r"nothing was recorded.*encoder\.layer\.0\.attention\.self"
+        ),
+        torch.no_grad(),
+        ga.diagnostics.record(model),
+    ):
+        model(**inputs_of("BERT"))
+
+
+def test_a_registered_function_without_sdpa_is_named_and_one_with_it_is_seen():
+    held = torch.nn.functional.scaled_dot_product_attention
+
+    def alone(module, query, key, value, mask, **kwargs):  # nothing to see from outside
+        return held(query, key, value).transpose(1, 2), None
+
+    def through(module, query, key, value, mask, **kwargs):
+        sdpa = torch.nn.functional.scaled_dot_product_attention
+        return sdpa(query, key, value, scale=0.0).transpose(1, 2), None
+
+    interface = transformers.AttentionInterface
+    inputs = {"input_ids": torch.randint(3, 50, (2, N))}
+    try:
+        interface.register("alone", alone)
+        interface.register("through", through)
+        with pytest.raises(ValueError, match=r"attention\.self: alone does not say its weights"):
+            recorded(tiny("BERT", "alone"), inputs)
+        for call in recorded(tiny("BERT", "through"), inputs):
+            torch.testing.assert_close(call.matrix, torch.full((2, 4, N, N), 1 / N))
+    finally:
+        for name in ("alone", "through"):
+            interface._global_mapping.pop(name)
+
+
+def test_what_configure_chose_is_what_is_recorded():
+    model, inputs = tiny("Llama", "graphattn"), inputs_of("Llama", "left")
+    gat.configure(model, mixer="krause", window=4, top_k=2)
+    recording = recorded(model, inputs)
+    mask = inputs["attention_mask"].bool()
+    for call in recording:
+        kept = (call.matrix > 0).sum(-1)  # [B, H, N]
+        real = mask[:, None].expand_as(kept)
+        assert (kept[real] <= 2).all()
+        assert (kept[~real] == 0).all()
+        torch.testing.assert_close(call.matrix.sum(-1)[real], torch.ones(int(real.sum())))
+        far = torch.ones(N, N).tril(-4).bool()  # four keys, the query's own included
+        assert (call.matrix[..., far] == 0).all()
+        assert not call.sinks.isnan().any()
+
+
+def test_an_encoder_and_a_decoder_are_told_apart():
+    config = transformers.BartConfig(
+        vocab_size=50,
+        d_model=32,
+        encoder_layers=1,
+        decoder_layers=1,
+        encoder_attention_heads=4,
+        decoder_attention_heads=4,
+        encoder_ffn_dim=32,
+        decoder_ffn_dim=32,
+        max_position_embeddings=64,
+    )
+    model = transformers.BartModel(config).eval()
+    inputs = {
+        "input_ids": torch.randint(3, 50, (2, 7)),
+        "decoder_input_ids": torch.ones(2, 4).long(),
+    }
+    recording = recorded(model, inputs)
+    assert [call.shape[2:] for call in recording] == [(7, 7), (4, 4), (4, 7)]
+    with pytest.raises(ValueError, match="select"):
+        recording.rollout()
+    assert recording.select("encoder.layers.0.self_attn").rollout().shape == (2, 7, 7)
+
+
+def test_layers_converted_to_ours_are_recorded_beside_the_others():
+    model, inputs = tiny("BERT", "sdpa"), inputs_of("BERT")
+
+    class Own(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = ga.nn.GaussianKernelAttention(32, 4)
+
+        def forward(self, hidden_states, *args, **kwargs):
+            return self.layer(hidden_states, ga.complete_graph(hidden_states.shape[1])), None
+
+    model.bert.encoder.layer[1].attention.self = Own()
+    recording = recorded(model, inputs)
+    assert recording.names == (
+        "bert.encoder.layer.0.attention.self",
+        "bert.encoder.layer.1.attention.self.layer",
+    )
+    assert recording.rollout().shape == (2, N, N)
+    assert recording.missed == {}

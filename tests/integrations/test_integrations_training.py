@@ -1,0 +1,242 @@
+"""Models with graph attention are trained, copied, compiled and saved like any other."""
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import (
+    PAD,
+    exact_softmax,
+    families,
+    gradients,
+    inputs,
+    labels,
+    logits,
+    real,
+    relative_difference,
+    tiny,
+    twins,
+)
+
+from graphattn.integrations import transformers as gat
+
+KRAUSE: dict[str, Any] = {"mixer": "krause", "window": 6, "top_k": 3}
+MIXERS: dict[str, dict[str, Any]] = {
+    "dot": {"mixer": "dot"},
+    "dot-window": {"mixer": "dot", "window": 5},
+    "rbf": {"mixer": "rbf"},
+    "krause": KRAUSE,
+}
+SOME = [name for name in ("llama", "gemma2", "bert", "modernbert") if name in families()]
+
+
+def configured(name, options=None, **more):
+    gat.register()
+    model = tiny(name, implementation="graphattn", **more)
+    gat.configure(model, **(options or {}))
+    return model
+
+
+def fits(name, options):
+    return name != "gemma2" or options["mixer"] == "dot"  # softcap is for dot products
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("padding", [None, "left"])
+@pytest.mark.parametrize("mixer", MIXERS)
+@pytest.mark.parametrize("name", [n for n in (*SOME, "gpt_oss", "esm") if n in families()])
+def test_checkpointed_layers_have_the_same_gradients(name, mixer, padding, reentrant):
+    if not fits(name, MIXERS[mixer]):
+        pytest.skip("softcap is for dot products")
+    model = without_dropout(configured(name, MIXERS[mixer])).train()
+    given = inputs(name, padding=padding)
+    more = {"use_cache": False} if model.config.model_type in ("llama", "gemma2") else {}
+    expected = gradients(model, given, **more)
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    if reentrant:
+        model.enable_input_require_grads()
+    found = gradients(model, given, **more)
+    assert found.keys() == expected.keys()
+    for parameter in expected:
+        assert relative_difference(found[parameter], expected[parameter]) < 1e-12, parameter
+
+
+def without_dropout(model):
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+        for name in ("attention_dropout", "dropout", "dropout_prob"):
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, 0.0)
+    return model
+
+
+def test_dropout_drops_weights_in_training_only():
+    model = configured("llama", attention_dropout=0.5)
+    given = inputs("llama")
+    sure = logits(model, **given)
+    assert torch.equal(logits(model, **given), sure)
+    model.train()
+    torch.manual_seed(0)
+    first, second = logits(model, **given), logits(model, **given)
+    torch.manual_seed(0)
+    assert torch.equal(logits(model, **given), first)
+    assert not torch.equal(first, second)
+    assert not torch.equal(first, sure)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("name", "mixer"),
+    [("llama", "dot"), ("llama", "krause"), ("bert", "rbf"), ("mistral", "dot-window")],
+)
+def test_plain_masks_compile_whole_at_three_lengths(name, mixer):
+    torch._dynamo.reset()
+    model = configured(name, MIXERS[mixer], dtype=torch.float32)
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    for length in (16, 24, 9):
+        for padding in (None, "right"):
+            given = inputs(name, length=length, padding=padding)
+            found = real(logits(compiled, **given), given)
+            assert relative_difference(found, real(logits(model, **given), given)) < 1e-5
+
+
+@pytest.mark.long
+def test_a_compiled_model_trains():
+    torch._dynamo.reset()
+    model = configured("llama", KRAUSE)
+    given = inputs("llama", padding="right")
+    expected = gradients(model, given, use_cache=False)
+    model.forward = torch.compile(model.forward, fullgraph=True, backend="aot_eager")
+    found = gradients(model, given, use_cache=False)
+    for parameter in expected:
+        assert relative_difference(found[parameter], expected[parameter]) < 1e-10, parameter
+
+
+@pytest.mark.parametrize("name", ["llama", "bert", "gpt_oss", "vit"])
+def test_autocast_is_no_less_accurate_than_eager_attention_in_autocast(name):
+    eager, ours = twins(name, dtype=torch.float32)
+    given = inputs(name, dtype=torch.float32)
+    exact = logits(eager, **given)
+    with torch.autocast("cpu", torch.bfloat16):
+        narrow, found = logits(eager, **given), logits(ours, **given)
+    band = torch.finfo(torch.bfloat16).eps * float(exact.abs().max())
+    allowed = 2 * (float((narrow.float() - exact).abs().mean()) + band)
+    assert float((found.float() - exact).abs().mean()) <= allowed  # experts may change: no maximum
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_half_precision_stays_half_precision(mixer, dtype):
+    exact = configured("llama", MIXERS[mixer], dtype=torch.float32)
+    model = configured("llama", MIXERS[mixer], dtype=torch.float32).to(dtype)
+    given = inputs("llama", padding="right")
+    found = real(logits(model, **given), given)
+    assert found.dtype == dtype
+    expected = real(logits(exact, **given), given)
+    rounding = (found.float() - expected).abs().mean() / expected.abs().mean()
+    assert rounding < 40 * torch.finfo(dtype).eps  # top-k may choose another key on the way
+
+
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_copies_and_pickles_compute_the_same(mixer):
+    model = configured("llama", {**MIXERS[mixer], "layers": [1]})
+    given = inputs("llama", padding="left")
+    expected = logits(model, **given)
+    clone = copy.deepcopy(model)
+    assert torch.equal(logits(clone, **given), expected)
+    assert torch.equal(logits(pickle.loads(pickle.dumps(model)), **given), expected)
+    gat.configure(clone, mixer="dot")  # and a copy goes its own way
+    assert torch.equal(logits(model, **given), expected)
+    assert torch.equal(logits(clone, **given), logits(configured("llama"), **given))
+
+
+@pytest.mark.parametrize("mixer", MIXERS)
+@pytest.mark.parametrize("name", SOME)
+def test_a_saved_model_comes_back_as_it_was(name, mixer, tmp_path):
+    if not fits(name, MIXERS[mixer]):
+        pytest.skip("softcap is for dot products")
+    model = configured(name, {**MIXERS[mixer], "layers": [0, -1]}, dtype=torch.float32)
+    given = inputs(name, padding="right")
+    model.save_pretrained(tmp_path / "model")
+    loaded = gat.from_pretrained(tmp_path / "model").eval()
+    assert type(loaded) is type(model)
+    assert torch.equal(logits(loaded, **given), logits(model, **given))
+    assert loaded.config.graphattn == model.config.graphattn
+
+
+@pytest.mark.long
+def test_lora_on_queries_and_values_trains_like_eager_attention(tmp_path):
+    peft = pytest.importorskip("peft")
+    found = []
+    given = inputs("llama", padding="left")
+    for model in twins("llama"):
+        config = peft.LoraConfig(
+            r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", lora_dropout=0.0
+        )
+        torch.manual_seed(0)
+        wrapped = peft.get_peft_model(model, config).double()
+        optimizer = torch.optim.SGD([p for p in wrapped.parameters() if p.requires_grad], lr=0.1)
+        losses = []
+        for _ in range(3):
+            with exact_softmax():
+                loss = wrapped(**given, labels=labels(given)).loss
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        found.append((wrapped, losses))
+    (_, expected), (ours, losses) = found
+    assert losses == pytest.approx(expected, rel=1e-9)
+    assert losses[-1] < losses[0]
+    after = logits(ours, **given)
+    ours.save_pretrained(tmp_path)
+    again = peft.PeftModel.from_pretrained(twins("llama")[1], tmp_path).double()
+    assert torch.equal(logits(again, **given), after)
+    merged = again.merge_and_unload()
+    assert relative_difference(logits(merged, **given), after) < 1e-6
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["llama", "bert"])
+def test_the_trainer_learns_the_same_as_with_eager_attention(name, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    texts = inputs(name, batch=16, length=12, dtype=torch.float32)["input_ids"]
+    items = [{"input_ids": text, "labels": text} for text in texts]
+
+    def losses(model, folder):
+        arguments = transformers.TrainingArguments(
+            str(tmp_path / folder),
+            max_steps=6,
+            per_device_train_batch_size=8,
+            logging_steps=1,
+            learning_rate=3e-3,
+            save_strategy="no",
+            report_to=[],
+            use_cpu=True,
+            disable_tqdm=True,
+            seed=0,
+        )
+        trainer = transformers.Trainer(without_dropout(model), arguments, train_dataset=items)
+        trainer.train()
+        return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+    eager, ours = twins(name, dtype=torch.float32)
+    expected = losses(eager, "eager")
+    assert losses(ours, "ours") == pytest.approx(expected, rel=1e-3)
+    krause = configured(name, KRAUSE, dtype=torch.float32)
+    learned = losses(krause, "krause")
+    assert learned[-1] < learned[0]
+
+
+def test_a_batch_of_one_padded_text_is_generated_after_training_mode():
+    """`train()` and `eval()` leave options and masks alone."""
+    model = configured("llama", KRAUSE)
+    given = inputs("llama", batch=1, length=9)
+    first = model.generate(**given, do_sample=False, max_new_tokens=8, pad_token_id=PAD)
+    model.train().eval()
+    again = model.generate(**given, do_sample=False, max_new_tokens=8, pad_token_id=PAD)
+    assert torch.equal(first, again)
