@@ -212,7 +212,7 @@ def _lowest(band: Band, start: int, stop: int) -> int | None:
             found.append(i - hops * step)
         elif after and i + step < band.num_tokens:
             found.append(i + step)
-    return min(found, default=None)
+    return min(found) if found else None  # torch.compile knows no default=
 
 
 def _highest(band: Band, start: int, stop: int) -> int | None:

@@ -382,3 +382,43 @@ def test_threads_do_not_meet():
 
     with ThreadPoolExecutor(8) as pool:
         assert list(pool.map(one, range(1, 60))) == [Band(w - 1, 0) for w in range(1, 60)]
+
+
+# Compiled, at three lengths.
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("window", [None, 8])
+def test_plain_masks_compile_without_a_break(window, padded):
+    from graphattn.integrations import transformers as gat
+
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        vocab_size=19,
+        intermediate_size=8,
+    )
+    model = transformers.LlamaForCausalLM(config).eval()
+    gat.configure(model, window=window)
+    compilations = []
+
+    def counted(module, _):
+        compilations.append(module)
+        return module
+
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend=counted, fullgraph=True)
+    for length in (40, 56, 72):
+        tokens = torch.arange(2 * length).reshape(2, length) % 19
+        mask = torch.ones(2, length, dtype=torch.long) if padded else None
+        if padded:
+            mask[0, :3] = 0
+        with torch.no_grad():
+            found = compiled(tokens, attention_mask=mask).logits
+            expected = model(tokens, attention_mask=mask).logits
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    assert len(compilations) <= 3
+    torch._dynamo.reset()
