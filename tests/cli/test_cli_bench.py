@@ -68,6 +68,10 @@ TINY = {
         "early": 3,
         "late": 40,
     },
+    **{
+        f"llama-{tokens}": {"tokens": 24, "window": 4, "top_k": 2, "dim": 16, "layers": 2}
+        for tokens in (2048, 4096, 8192, 16384)
+    },
     "scaling-window": {"window": 4, "features": 4},
     "scaling-consensus": {"dim": 8, "edge_hidden": 4},
 }
@@ -100,11 +104,12 @@ def tiny(case: Case) -> Case:
 
 
 CASES = {case.name: tiny(case) for case in cases.CASES}
+LANGUAGE = [name for name in CASES if name.startswith("llama-")]
 MODELS = ["gka-tiny", "gka-small", "gka-base"]
 OPERATIONS = [
     name
     for name, case in CASES.items()
-    if case.backward and not case.lengths and name not in (*MODELS, "consensus-layer")
+    if case.backward and not case.lengths and name not in (*MODELS, *LANGUAGE, "consensus-layer")
 ]
 
 
@@ -351,7 +356,8 @@ def test_a_file_that_is_no_record_is_refused(tmp_path):
 def test_help_names_every_case():
     text = run("--help").output
     for case in CASES.values():
-        assert ("scaling" if case.name.startswith("scaling") else case.name) in text
+        kind = {"scaling": "scaling", "llama": "transformers"}.get(case.name.split("-")[0])
+        assert (kind or case.name) in text
 
 
 # Targets.
@@ -406,6 +412,7 @@ def test_every_row_of_the_page_of_targets_has_one():
         "grid",
         "longformer",
         "crossover",
+        *LANGUAGE,
     }
     assert {case.name for case in cases.CASES if case.targets} == set(CASES) - without
     for case in cases.CASES:

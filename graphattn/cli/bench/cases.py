@@ -25,6 +25,14 @@ from graphattn.cli.bench.inputs import (
     spectral_inputs,
     streams_of,
 )
+from graphattn.cli.bench.language import (
+    ALL,
+    KRAUSE,
+    SLIDING,
+    WINDOW,
+    LanguageRun,
+    language_inputs,
+)
 from graphattn.cli.bench.record import OURS
 from graphattn.cli.bench.targets import Target
 from graphattn.cli.bench.vision import VisionRun, vision_inputs
@@ -110,12 +118,35 @@ def vision_case(name: str, title: str, dim: int, heads: int, images: int) -> Cas
     )
 
 
+def language_case(tokens: int) -> Case:
+    """A language model of so many tokens, all of whose layers attend in a window."""
+    small = {"window": 16, "top_k": 4, "dim": 48, "heads": 4, "kv_heads": 2, "layers": 2}
+    paper = {"window": 256, "top_k": 64, "dim": 768, "heads": 12, "kv_heads": 4, "layers": 6}
+    return Case(
+        f"llama-{tokens}",
+        "A language model of transformers, in a window",
+        {
+            "small": {"tokens": tokens // 16, **small},
+            "paper": {"tokens": tokens, **paper},
+            "long": {"tokens": 2 * tokens, **paper},
+        },
+        language_inputs,
+        {OURS: LanguageRun(WINDOW), "SDPA, sliding window": LanguageRun(SLIDING)},
+        yardsticks={
+            "SDPA, all before": LanguageRun(ALL),
+            f"{OURS}, Krause": LanguageRun(KRAUSE),
+        },
+        devices=("cpu",),
+    )
+
+
 CASES = [
     *ATTENTION,
     *OVER_EDGES,
     vision_case("gka-tiny", "GKA-Ti and DeiT-Ti", 192, 3, 256),
     vision_case("gka-small", "GKA-S and DeiT-S", 384, 6, 256),
     vision_case("gka-base", "GKA-B and DeiT-B", 768, 12, 128),
+    *(language_case(tokens) for tokens in (2048, 4096, 8192, 16384)),
     *CONSENSUS,
     Case(
         "knn",

@@ -27,6 +27,8 @@ from graphattn.cli.bench.inputs import (
     StreamInputs,
     WindowSize,
 )
+from graphattn.cli.bench.language import LanguageInputs, LanguageRun
+from graphattn.cli.bench.language import in_float64 as language_in_float64
 from graphattn.cli.bench.vision import VisionInputs, VisionRun
 
 SAMPLED_ROWS = 16
@@ -53,6 +55,8 @@ def truth_of(inputs: Any, *, backward: bool, dot_product: bool = False) -> Truth
             return StreamTruth(inputs)
         case VisionInputs():
             return ModelTruth(inputs)
+        case LanguageInputs():
+            return LanguageTruth(inputs)
         case ConsensusLayerInputs():
             return LayerTruth(inputs, backward=backward)
     return OperationTruth(inputs, backward=backward, dot_product=dot_product)
@@ -312,6 +316,24 @@ class ModelTruth:
             true_gradients = torch.autograd.grad(loss, list(model.parameters()))
         return relative_error(logits, truth.detach()), relative_error(
             flat(gradients), flat(true_gradients)
+        )
+
+
+class LanguageTruth:
+    """The last hidden state of a language model in a window, and the gradients of its sum."""
+
+    def __init__(self, inputs: LanguageInputs) -> None:
+        self.inputs = inputs
+        self.out, self.gradients = language_in_float64(inputs)
+
+    def errors_of(self, run: Run) -> tuple[float, float]:
+        """Of the state, and of all gradients together."""
+        assert isinstance(run, LanguageRun)
+        out = run(self.inputs)[:, -1]
+        parameters = list(self.inputs.models[run.name].parameters())
+        gradients = torch.autograd.grad(out.sum(), parameters)
+        return relative_error(out.detach(), self.out), relative_error(
+            flat(gradients), flat(self.gradients)
         )
 
 

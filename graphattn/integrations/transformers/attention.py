@@ -8,31 +8,50 @@ import torch
 from torch import Tensor, nn
 from transformers.utils.output_capturing import _active_collector
 
-from graphattn.integrations.transformers.edges import Seen, seen_through
+from graphattn.integrations.transformers.edges import (
+    DENSE,
+    Seen,
+    limit_of,
+    plain_band,
+    seen_in_mask,
+    seen_through,
+    seen_where_sparse,
+)
 from graphattn.integrations.transformers.masks import is_sketch
 from graphattn.integrations.transformers.options import Options, options_of
+from graphattn.integrations.transformers.pairs import (
+    Pairs,
+    pairs_in_band,
+    pairs_in_graph,
+    pairs_in_mask,
+)
 from graphattn.ops import attention_weights, dot_product_attention, rbf_attention
+from graphattn.ops.attention import all_pairs
 
 # Arguments that say how something is computed or returned, or that the model has dealt with
-# already; whatever else arrives and is not None could change the mathematics.
+# already; whatever else arrives and is not None could change the mathematics. Refused are thus, by
+# name, sequences that are packed by their lengths (cu_seq_lens_q, max_length_k, seq_idx: the model
+# counts on an attention function that reads these in place of a mask; packing by position_ids is
+# understood), continuous batching (cache, read_index, block_table), sparse attention whose keys a
+# model chooses for a kernel of its own (indices, block_indices), and sinks per query (sinks).
 HARMLESS = frozenset(
     {
-        "cache_position",
-        "deterministic",
+        "cache_position",  # where new keys were written: the mask knows
+        "deterministic",  # of flash-attention's gradients
         "inputs_embeds",
         "is_causal",
         "layer_idx",
         "logits_to_keep",
-        "num_items_in_batch",
-        "output_attentions",
+        "num_items_in_batch",  # of the loss
+        "output_attentions",  # read here
         "output_hidden_states",
         "output_router_logits",
-        "past_key_value",
+        "past_key_value",  # has been written to
         "past_key_values",
-        "position_embeddings",
-        "position_ids",
+        "position_embeddings",  # have been applied
+        "position_ids",  # have been applied, and packing by them is in the mask
         "return_dict",
-        "sliding_window",
+        "sliding_window",  # is in the mask
         "use_cache",
     }
 )
@@ -91,6 +110,12 @@ def graph_attention(
     mask = attention_mask
     if mask is None or is_sketch(mask) or mask.dim() != 4 or mask.shape[1] == 1:
         return _attend(query, key, value, mask, position_bias, causal, logits, wants_weights)
+    if mask.shape[1] != query.shape[1]:
+        raise ValueError(
+            f"attention_mask must have 1 or {query.shape[1]} heads, got shape {list(mask.shape)}"
+        )
+    if _fits_pairs(options, query):
+        return _attend(query, key, value, mask, position_bias, causal, logits, wants_weights)
     return _by_head(query, key, value, mask, position_bias, causal, logits, wants_weights)
 
 
@@ -116,6 +141,15 @@ class Logits(NamedTuple):
             return given | {"scale": scale, "softcap": self.softcap}
         sigma = self.options.sigma
         return given | {"sigma": scale**-0.5 if sigma is None else sigma}
+
+    def of_pairs(self, features: int) -> all_pairs.Logits:
+        """The same for all pairs."""
+        scale = features**-0.5 if self.scaling is None else self.scaling
+        options, rest = self.options, (self.softcap, self.sink, self.dropout)
+        if options.mixer == "dot":
+            return all_pairs.Logits("dot", scale, options.top_k, *rest)
+        strength = scale if options.sigma is None else options.sigma**-2
+        return all_pairs.Logits("rbf", strength, options.top_k, *rest)
 
 
 def _asks_for_weights(kwargs: dict[str, Any]) -> bool:
@@ -146,18 +180,90 @@ def _attend(
     logits: Logits,
     wants_weights: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    (B, H, Q, D), K = query.shape, key.shape[2]
-    options = logits.options
-    seen = seen_through(
-        mask,
-        B,
-        Q,
-        K,
-        causal=causal,
-        window=options.window,
-        graph_of=options.graph,
-        device=query.device,
+    if not query.dtype == key.dtype == value.dtype:  # as under autocast
+        dtype = torch.promote_types(torch.promote_types(query.dtype, key.dtype), value.dtype)
+        tensors = query.to(dtype), key.to(dtype), value.to(dtype)
+        out, weights = _attend(*tensors, mask, position_bias, causal, logits, wants_weights)
+        return out.to(query.dtype), None if weights is None else weights.to(query.dtype)
+    seen = _seen_or_pairs(query, key, mask, position_bias, causal, logits.options)
+    if isinstance(seen, Pairs):
+        return _over_pairs(query, key, value, seen, position_bias, logits, wants_weights)
+    return _over_edges(query, key, value, seen, position_bias, logits, wants_weights)
+
+
+def _fits_pairs(options: Options, query: Tensor) -> bool:
+    """Whether all pairs are to be computed where there are many, or nobody can count them."""
+    by_products = options.mixer == "dot" and options.top_k is None
+    return by_products or query.shape[2] == 1 or torch.compiler.is_compiling()
+
+
+def _seen_or_pairs(
+    query: Tensor,
+    key: Tensor,
+    mask: Tensor | None,
+    position_bias: Tensor | None,
+    causal: bool,
+    options: Options,
+) -> Seen | Pairs:
+    """A graph where that is faster, or needed; else all pairs, some of them hidden."""
+    (B, _, Q, _), K, device = query.shape, key.shape[2], query.device
+    window, graph_of = options.window, options.graph
+    if mask is not None and not is_sketch(mask):
+        given = mask, B, Q, limit_of(window, causal), graph_of
+        if not _fits_pairs(options, query):
+            return seen_in_mask(*given)
+        traced = Q == 1 or torch.compiler.is_compiling() or mask.shape[1] > 1
+        sparse = None if traced else seen_where_sparse(*given)
+        return pairs_in_mask(*given) if sparse is None else sparse
+    if Q == 1 or (position_bias is not None and _fits_pairs(options, query)):
+        band, valid, n = plain_band(mask, Q, K, causal, window)
+        if graph_of is not None:
+            return pairs_in_graph(graph_of, band, Q, n, valid, device)
+        if Q == 1 or min(band.before, n) + min(band.after, n) + 1 > DENSE * n:
+            return pairs_in_band(band, Q, n, valid, device)
+    arguments: dict[str, Any] = {"causal": causal, "window": window, "graph_of": graph_of}
+    return seen_through(mask, B, Q, K, device=device, **arguments)
+
+
+def _over_pairs(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    seen: Pairs,
+    position_bias: Tensor | None,
+    logits: Logits,
+    wants_weights: bool,
+) -> tuple[Tensor, Tensor | None]:
+    keys = slice(seen.keys.start, seen.keys.stop)
+    bias = seen.bias
+    if position_bias is not None:
+        cut = position_bias[..., keys]
+        bias = cut if bias is None else cut + bias
+    out, weights = all_pairs.attend_pairs(
+        query,
+        key[:, :, keys],
+        value[:, :, keys],
+        seen.allowed,
+        logits.of_pairs(query.shape[-1]),
+        bias=bias,
+        need_weights=wants_weights,
     )
+    if weights is not None and len(seen.keys) < key.shape[2]:
+        before, after = seen.keys.start, key.shape[2] - seen.keys.stop
+        weights = torch.nn.functional.pad(weights, (before, after))
+    return out.transpose(1, 2).contiguous(), weights
+
+
+def _over_edges(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    seen: Seen,
+    position_bias: Tensor | None,
+    logits: Logits,
+    wants_weights: bool,
+) -> tuple[Tensor, Tensor | None]:
+    (B, H, Q, D), K = query.shape, key.shape[2]
     keys = slice(seen.keys.start, seen.keys.stop)
     q, k, v = (x.transpose(1, 2) for x in (query, key[:, :, keys], value[:, :, keys]))
     bias = seen.bias
@@ -166,7 +272,7 @@ def _attend(
         bias = cut if bias is None else cut + bias[..., keys]
     given = logits.arguments(D)
     if seen.packed:
-        q, k, v = (x.reshape(1, -1, *x.shape[2:]) for x in (q, k, v))
+        q, k, v = (x.flatten(0, 1)[None] for x in (q, k, v))
     given["edge_bias"] = None if bias is None else _per_edge(bias, seen, B, H, Q)
     given["valid"] = None if seen.valid is None else (None, seen.valid)
     if given.pop("softcap", None) is not None:
@@ -177,7 +283,7 @@ def _attend(
         weights = _dense_weights(edges, seen, (B, H, Q, K))
     attend = rbf_attention if "sigma" in given else dot_product_attention
     out = attend(q, k, v, seen.graph, dropout=logits.dropout, **given)
-    return out.reshape(B, Q, H, -1).contiguous(), weights
+    return out.reshape(B, Q, H, value.shape[-1]).contiguous(), weights
 
 
 def _by_head(
@@ -192,8 +298,6 @@ def _by_head(
 ) -> tuple[Tensor, Tensor | None]:
     """A mask for every head is a graph for every head."""
     H, Hk = query.shape[1], key.shape[1]
-    if mask.shape[1] != H:
-        raise ValueError(f"attention_mask must have 1 or {H} heads, got shape {list(mask.shape)}")
     outs, weights = [], []
     for head in range(H):
         one, shared = slice(head, head + 1), slice(head * Hk // H, head * Hk // H + 1)

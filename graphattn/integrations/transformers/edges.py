@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import threading
-from collections import OrderedDict
-from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from graphattn.graphs import (
     bipartite_complete_graph,
@@ -23,7 +20,12 @@ from graphattn.graphs.recognize import Rows, structure_of_rows
 from graphattn.graphs.token_graph import TokenGraph
 from graphattn.integrations.transformers.bands import EVERYTHING, FAR, Band
 from graphattn.integrations.transformers.masks import is_sketch, read_sketch
+from graphattn.integrations.transformers.once import once
 from graphattn.integrations.transformers.options import GraphOf
+
+# The share of all pairs from which on computing all of them is faster than a list of edges: between
+# 1 and 2 % of 1,024 x 1,024 (12 heads of 64 features, one thread of a CPU).
+DENSE = 1 / 64
 
 
 class Seen(NamedTuple):
@@ -67,21 +69,34 @@ def seen_through(
         window: of causal modules `window` keys, itself included; of others that many on each side.
         graph_of: a configured graph.
     """
-    Q, valid = num_targets, None
+    if mask is not None and not is_sketch(mask):
+        return seen_in_mask(mask, batch, num_targets, limit_of(window, causal), graph_of)
+    band, valid, n = plain_band(mask, num_targets, num_keys, causal, window)
+    if graph_of is not None:
+        return seen_in_graph(graph_of, band, num_targets, n, valid, device)
+    return seen_in_band(band, num_targets, n, valid, device)
+
+
+def plain_band(
+    mask: Tensor | None, num_targets: int, num_keys: int, causal: bool, window: int | None
+) -> tuple[Band, Tensor | None, int]:
+    """The offsets, real keys and number of keys of no mask, or of a sketch, within a window."""
+    valid = None
     if mask is None:
-        band = Band(FAR, 0) if causal and Q > 1 else EVERYTHING
-        n = Q if causal and 1 < Q < num_keys else num_keys  # as torch reads it: the first keys
-    elif is_sketch(mask):
-        band, valid, n = read_sketch(mask, Q)
-        causal = band.after == 0
+        band = Band(FAR, 0) if causal and num_targets > 1 else EVERYTHING
+        cut = causal and 1 < num_targets < num_keys  # as torch reads it: the first keys
+        n = num_targets if cut else num_keys
     else:
-        limit = None if window is None else _window(window, causal, FAR)
-        return seen_in_mask(mask, batch, Q, limit, graph_of)
+        band, valid, n = read_sketch(mask, num_targets)
+        causal = band.after == 0
     if window is not None:
         band &= _window(window, causal, 0)
-    if graph_of is not None:
-        return seen_in_graph(graph_of, band, Q, n, valid, device)
-    return seen_in_band(band, Q, n, valid, device)
+    return band, valid, n
+
+
+def limit_of(window: int | None, causal: bool) -> Band | None:
+    """The offsets that a window leaves of a dense mask, which knows by itself what is later."""
+    return None if window is None else _window(window, causal, FAR)
 
 
 def _window(window: int, causal: bool, after: int) -> Band:
@@ -92,19 +107,33 @@ def seen_in_band(
     band: Band, num_targets: int, num_sources: int, valid: Tensor | None, device: Any
 ) -> Seen:
     """The targets are the last tokens of the sources, and see a band of offsets around them."""
+    if torch.compiler.is_compiling():
+        graph, keys = _band_graph(band, num_targets, num_sources, device)
+    else:
+        graph, keys = _kept_band_graph(band, num_targets, num_sources, device)
+    if valid is not None and len(keys) < num_sources:
+        valid = valid[:, keys.start : keys.stop]
+    return Seen(graph, keys, valid)
+
+
+def _band_graph(
+    band: Band, num_targets: int, num_sources: int, device: Any
+) -> tuple[TokenGraph, range]:
     before, after = (min(reach, num_sources) for reach in band)
     everywhere = num_sources - 1
     if before >= everywhere and after >= everywhere:
-        graph = _complete(num_targets, num_sources)
-        return Seen(graph.to(device), range(num_sources), valid)
+        return _complete(num_targets, num_sources).to(device), range(num_sources)
     if after == 0 and before >= everywhere:
         past = num_sources - num_targets
-        return Seen(causal_graph(num_targets, past=past).to(device), range(num_sources), valid)
+        return causal_graph(num_targets, past=past).to(device), range(num_sources)
     whole = _band(before, after, num_sources).to(device)
     if num_targets == num_sources:
-        return Seen(whole, range(num_sources), valid)
-    graph, keys = whole.targets(num_sources - num_targets, num_sources)
-    return Seen(graph, keys, None if valid is None else valid[:, keys.start : keys.stop])
+        return whole, range(num_sources)
+    return whole.targets(num_sources - num_targets, num_sources)
+
+
+# A graph keeps tables of its own, which layers and calls of the same length then share.
+_kept_band_graph = lru_cache(maxsize=32)(_band_graph)
 
 
 def _complete(num_targets: int, num_sources: int) -> TokenGraph:
@@ -138,6 +167,24 @@ def seen_in_mask(
         band: offsets of a configured window.
         graph_of: a configured graph.
     """
+    check_mask(mask, batch, num_targets)
+    if num_targets == 1 and graph_of is None and mask.dtype == torch.bool:
+        return _seen_by_one(mask[:, 0, 0], batch, band)
+    options = batch, num_targets, band, graph_of
+    return once(mask, ("seen", *options), lambda: _seen_in_mask(mask, *options))
+
+
+def seen_where_sparse(
+    mask: Tensor, batch: int, num_targets: int, band: Band | None, graph_of: GraphOf | None
+) -> Seen | None:
+    """:func:`seen_in_mask` of masks of a known structure or with few edges; None for others."""
+    check_mask(mask, batch, num_targets)
+    options = batch, num_targets, band, graph_of
+    return once(mask, ("sparse", *options), lambda: _seen_in_mask(mask, *options, most=DENSE))
+
+
+def check_mask(mask: Tensor, batch: int, num_targets: int) -> None:
+    """A ValueError where a dense mask has no possible shape."""
     if mask.dim() != 4 or mask.shape[0] not in (1, batch) or mask.shape[2] not in (1, num_targets):
         raise ValueError(
             f"attention_mask must have the shape [{batch} or 1, 1 or heads, {num_targets}, keys], "
@@ -148,36 +195,47 @@ def seen_in_mask(
             "attention_mask of four dimensions must be bool (True: is seen) or float (is added), "
             f"got {mask.dtype}"
         )
-    if num_targets == 1 and graph_of is None and mask.dtype == torch.bool:
-        return _seen_by_one(mask[:, 0, 0], batch, band)
-    options = batch, num_targets, band, graph_of
-    return _once(mask, options, lambda: _seen_in_mask(mask, *options))
 
 
 def _seen_by_one(mask: Tensor, batch: int, band: Band | None) -> Seen:
     """One new token beside a cache: every key is there, and some are not real."""
     n = mask.shape[-1]
     if band is not None:
-        mask = mask & _in_band(band, own_places(mask[:, None]), n)[:, 0]
+        mask = mask & in_band(band, own_places(mask[:, None]), n)[:, 0]
     graph = bipartite_complete_graph(1, n).to(mask.device)
     return Seen(graph, range(n), mask.expand(batch, n))
 
 
+def read_mask(mask: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Which pairs a mask lets through, and what it adds to the logits of those."""
+    if mask.dtype == torch.bool:
+        return mask, None
+    if not mask.is_floating_point():
+        raise ValueError(
+            "attention_mask must be bool (True: is seen) or floating-point (is added), got "
+            f"{mask.dtype}"
+        )
+    seen = mask > torch.finfo(mask.dtype).min / 2  # transformers writes that, or -inf
+    return seen, mask.masked_fill(~seen, 0)
+
+
 def _seen_in_mask(
-    mask: Tensor, batch: int, num_targets: int, band: Band | None, graph_of: GraphOf | None
-) -> Seen:
-    bias = None
-    if mask.dtype != torch.bool:
-        seen = mask > torch.finfo(mask.dtype).min / 2  # transformers writes that, or -inf
-        bias = mask.masked_fill(~seen, 0)
+    mask: Tensor,
+    batch: int,
+    num_targets: int,
+    band: Band | None,
+    graph_of: GraphOf | None,
+    most: float = 1.0,
+) -> Any:
+    mask, bias = read_mask(mask)
+    if bias is not None:
         bias = bias.expand(-1, -1, num_targets, -1) if bool(bias.any()) else None
-        mask = seen
     mask = mask[:, 0].expand(-1, num_targets, -1)
     if num_targets == 1 and graph_of is not None:
         mask = mask[..., : int(own_places(mask).max()) + 1]  # not the room of a static cache
     B, Q, n = mask.shape
     if band is not None:
-        mask = mask & _in_band(band, own_places(mask), n)
+        mask = mask & in_band(band, own_places(mask), n)
     if graph_of is not None:
         mask = mask & dense(configured_graph(graph_of, Q, n), mask.device)
     if B > 1 and bool((mask[1:] == mask[:1]).all()):
@@ -189,6 +247,8 @@ def _seen_in_mask(
         sizes = ((Q, n),) * B if packed else None
         graph = TokenGraph(structure=structure, num_targets=B * Q, num_sources=B * n, sizes=sizes)
         return Seen(graph.to(mask.device), range(n), packed=packed, bias=bias)
+    if int(mask.sum()) > most * mask.numel():
+        return None
     sample, target, source = mask.nonzero().T
     edges = torch.stack([sample * n + source, sample * Q + target])
     graph = from_edge_index(edges, num_targets=B * Q, num_sources=B * n)
@@ -218,7 +278,7 @@ def own_places(mask: Tensor) -> Tensor:
     return torch.arange(n - Q, n, device=mask.device)[None]
 
 
-def _in_band(band: Band, own: Tensor, num_sources: int) -> Tensor:
+def in_band(band: Band, own: Tensor, num_sources: int) -> Tensor:
     offset = torch.arange(num_sources, device=own.device) - own[..., None]
     return (offset >= -band.before) & (offset <= band.after)
 
@@ -272,33 +332,3 @@ def seen_in_graph(
 def dense(graph: TokenGraph, device: Any) -> Tensor:
     """A graph as a mask, bool [N, M]."""
     return graph.to_mask().to(device)
-
-
-# Once per forward: layers get the same mask, or a view of the same memory from a checkpoint.
-
-MOST_MASKS = 8  # that a thread remembers: full and sliding layers, encoder and decoder
-_kept = threading.local()
-
-
-class _Entry(NamedTuple):
-    storage: StorageWeakRef
-    copy: Tensor | None
-    seen: Seen
-
-
-def _once(mask: Tensor, options: Any, make: Callable[[], Seen]) -> Seen:
-    entries: OrderedDict[Any, _Entry] = _kept.__dict__.setdefault("entries", OrderedDict())
-    for key in [key for key, entry in entries.items() if entry.storage.expired()]:
-        del entries[key]
-    counted = not mask.is_inference()  # of a tensor made in inference mode nobody counts changes
-    version = mask._version if counted else None
-    key = (mask.data_ptr(), tuple(mask.shape), mask.stride(), mask.device, version, options)
-    found = entries.get(key)
-    if found is not None and (found.copy is None or torch.equal(found.copy, mask)):
-        return found.seen
-    seen = make()
-    storage = StorageWeakRef(mask.untyped_storage())
-    entries[key] = _Entry(storage, None if counted else mask.clone(), seen)
-    while len(entries) > MOST_MASKS:
-        entries.popitem(last=False)
-    return seen

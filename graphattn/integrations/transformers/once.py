@@ -1,0 +1,56 @@
+"""What is found out about a mask once, and kept for as long as the mask is in memory.
+
+All layers of a model get the same mask, and a checkpoint hands them views of its memory. So what is
+derived from a mask is kept by the memory that the mask stands in, and goes when that is released.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+MOST_MASKS = 8  # that a thread remembers: full and sliding layers, encoder and decoder
+Found = TypeVar("Found")
+_kept = threading.local()
+
+
+class _Entry(NamedTuple):
+    storage: StorageWeakRef
+    copy: Tensor | None
+    found: Any
+
+
+def once(mask: Tensor, options: Any, make: Callable[[], Found]) -> Found:
+    """What `make` returns, or what it returned for this very mask, unchanged since, and options.
+
+    Args:
+        mask: recognized by where it stands in memory and how often it was written to; one made in
+            inference mode, whose changes nobody counts, by comparing it with a copy.
+        options: whatever else the result depends on, hashable.
+        make: is called without arguments.
+    """
+    entries: OrderedDict[Any, _Entry] = _kept.__dict__.setdefault("entries", OrderedDict())
+    for key in [key for key, entry in list(entries.items()) if entry.storage.expired()]:
+        entries.pop(key, None)
+    counted = not mask.is_inference()
+    version = mask._version if counted else None
+    key = (mask.data_ptr(), mask.shape, mask.stride(), mask.dtype, mask.device, version, options)
+    entry = entries.get(key)
+    if entry is not None and (entry.copy is None or torch.equal(entry.copy, mask)):
+        entries.move_to_end(key)
+        return entry.found
+    found = make()
+    storage = mask.untyped_storage()
+    copy = None if counted else mask.clone()
+    entries[key] = _Entry(StorageWeakRef(storage), copy, found)
+    weakref.finalize(storage, entries.pop, key, None).atexit = False
+    while len(entries) > MOST_MASKS:
+        entries.popitem(last=False)
+    return found
