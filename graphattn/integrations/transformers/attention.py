@@ -104,6 +104,11 @@ def graph_attention(
             f"mixer must be 'dot' where logits are capped (softcap={softcap}), "
             f"got {options.mixer!r}"
         )
+    if attention_mask is not None and attention_mask.shape[-1] > key.shape[2]:
+        raise ValueError(
+            f"attention_mask must have at most {key.shape[2]} keys, as many as there are, "
+            f"got shape {list(attention_mask.shape)}"
+        )
     logits = Logits(options, scaling, s_aux, softcap, dropout)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     wants_weights = _asks_for_weights(kwargs)
@@ -156,6 +161,8 @@ def _asks_for_weights(kwargs: dict[str, Any]) -> bool:
     """Whether weights are wanted: GPT-2 and OPT keep the argument, and collect what is returned."""
     if kwargs.get("output_attentions"):
         return True
+    if torch.compiler.is_compiling():  # a context variable cannot be read there
+        return False
     collected = _active_collector.get()
     return collected is not None and any("attentions" in kind for kind in collected)
 
@@ -239,16 +246,13 @@ def _over_pairs(
     if position_bias is not None:
         cut = position_bias[..., keys]
         bias = cut if bias is None else cut + bias
-    out, weights = all_pairs.attend_pairs(
-        query,
-        key[:, :, keys],
-        value[:, :, keys],
-        seen.allowed,
-        logits.of_pairs(query.shape[-1]),
-        bias=bias,
-        need_weights=wants_weights,
-    )
-    if weights is not None and len(seen.keys) < key.shape[2]:
+    tensors = query, key[:, :, keys], value[:, :, keys], seen.allowed
+    of_pairs, weights = logits.of_pairs(query.shape[-1]), None
+    out, _ = all_pairs.attend_pairs(*tensors, of_pairs, bias=bias)
+    if wants_weights:  # by themselves: asking for them changes no bit of the output
+        kept = of_pairs._replace(dropout=0.0)
+        _, weights = all_pairs.attend_pairs(*tensors, kept, bias=bias, need_weights=True)
+        assert weights is not None
         before, after = seen.keys.start, key.shape[2] - seen.keys.stop
         weights = torch.nn.functional.pad(weights, (before, after))
     return out.transpose(1, 2).contiguous(), weights

@@ -192,8 +192,7 @@ def check_mask(mask: Tensor, batch: int, num_targets: int) -> None:
         )
     if mask.dtype != torch.bool and not mask.is_floating_point():
         raise ValueError(
-            "attention_mask of four dimensions must be bool (True: is seen) or float (is added), "
-            f"got {mask.dtype}"
+            f"attention_mask must be bool (True: is seen) or float (is added), got {mask.dtype}"
         )
 
 
