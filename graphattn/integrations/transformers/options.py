@@ -179,7 +179,7 @@ def steps_of(config: Any) -> list[dict[str, Any]]:
     steps = kept.get("steps")
     if not isinstance(steps, list) or not all(map(_is_step, steps)):
         raise ValueError(
-            "config.graphattn must hold a list of steps, each with a call and its layers (numbers, "
+            "config.graphattn must hold a version and steps, each with a call and layers (numbers, "
             f"or None for all), got {kept!r}"
         )
     return steps

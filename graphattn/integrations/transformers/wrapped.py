@@ -29,8 +29,8 @@ def unwrapped(model: Any) -> Any:
         inner = _inner(inside)
         if inner is None:
             raise ValueError(
-                f"model must be a model of transformers (as it is, compiled, with adapters of "
-                f"peft, or in DDP or FSDP), got {type(model)}"
+                f"model must be a model of transformers with its attention interface (compiled, "
+                f"with adapters of peft, or in DDP or FSDP as well), got {type(model)}"
             )
         inside = inner
     return inside
