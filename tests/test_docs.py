@@ -18,7 +18,7 @@ from graphattn.nn.graph_layer import GraphLayer
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 PARTS = ("nn", "spectral", "dynamics", "diagnostics", "data", "plot", "models", "train")
-PLUG_INS = ("integrations.transformers", "integrations.torch")
+PLUG_INS = ("integrations", "integrations.transformers", "integrations.torch")
 MODULES = ["graphattn", *(f"graphattn.{name}" for name in (*PARTS, *PLUG_INS))]
 DIRECTIVE = re.compile(
     r"^\.\. (?:auto|py:)?(currentmodule|module|function|class|exception|data)::"

@@ -1,5 +1,26 @@
 """Plug-ins: token graphs inside other people's models.
 
 `graphattn.integrations.transformers` for Hugging Face's models, `graphattn.integrations.torch` for
-PyTorch's own attention modules. Each loads what it plugs into, and nothing loads them by itself.
+PyTorch's own attention modules. Each loads on first use, with what it plugs into.
 """
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from graphattn.integrations import torch as torch
+    from graphattn.integrations import transformers as transformers
+
+__all__ = ["torch", "transformers"]
+
+
+if not TYPE_CHECKING:  # a type checker would believe that every name is there
+
+    def __getattr__(name: str) -> Any:
+        if name in __all__:
+            return import_module(f"graphattn.integrations.{name}")
+        raise AttributeError(f"module 'graphattn.integrations' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

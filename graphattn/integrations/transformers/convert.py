@@ -48,20 +48,20 @@ def convert(
 ) -> list[int]:
     r"""Replace attention modules of a Hugging Face model by ones with fewer, or other, parameters.
 
-    ============== =====================================================================
-    `mixer`        what takes the place of attention
-    ============== =====================================================================
-    ``"gka"``      Gaussian kernel attention: queries, keys and values are the heads'
-                   slices of the hidden states; a bandwidth per head is learned
-                   (Projection-Free Transformers, Eq. 3-5)
-    ``"vlt"``      softmax attention with the model's queries and keys; values are slices
-                   of the hidden states (the same paper, Table 5)
-    ``"krause"``   the model's own projections; weights by distance, with a bandwidth per
-                   head that is learned, in a window, among the `top_k` nearest (Krause
-                   Synchronization Transformers)
+    =============== =====================================================================
+    `mixer`         what takes the place of attention
+    =============== =====================================================================
+    ``"gka"``       Gaussian kernel attention: queries, keys and values are the heads'
+                    slices of the hidden states; a bandwidth per head is learned
+                    (Projection-Free Transformers, Eq. 3-5)
+    ``"vlt"``       softmax attention with the model's queries and keys; values are slices
+                    of the hidden states (the same paper, Table 5)
+    ``"krause"``    the model's own projections; weights by distance, with a bandwidth per
+                    head that is learned, in a window, among the `top_k` nearest (Krause
+                    Synchronization Transformers)
     ``"consensus"`` one step towards the tokens that are seen, by a learned matrix per edge
-                   (Stabilizing Transformer Training Through Consensus, Algorithms 1 to 3)
-    ============== =====================================================================
+                    (Stabilizing Transformer Training Through Consensus, Algorithms 1 to 3)
+    =============== =====================================================================
 
     What stays is the model's: its output projection, its masks (padding, sliding windows, packed
     sequences), its caches, and its dropout (consensus has no weights to drop). Weights that a mixer

@@ -209,11 +209,6 @@ def read_mask(mask: Tensor) -> tuple[Tensor, Tensor | None]:
     """Which pairs a mask lets through, and what it adds to the logits of those."""
     if mask.dtype == torch.bool:
         return mask, None
-    if not mask.is_floating_point():
-        raise ValueError(
-            "attention_mask must be bool (True: is seen) or floating-point (is added), got "
-            f"{mask.dtype}"
-        )
     seen = mask > torch.finfo(mask.dtype).min / 2  # transformers writes that, or -inf
     return seen, mask.masked_fill(~seen, 0)
 

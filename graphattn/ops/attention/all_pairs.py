@@ -17,8 +17,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from graphattn.kernels.launch import is_looked_into
-from graphattn.ops.attention.cached import PAIRS, attend_cached, attend_logits, pair_logits
-from graphattn.ops.attention.reference import Score
+from graphattn.ops.attention.cached import (
+    PAIRS,
+    Score,
+    attend_cached,
+    attend_logits,
+    pair_logits,
+)
 from graphattn.ops.attention.softcap import capped
 from graphattn.ops.inputs import compute_dtype, full_precision
 
