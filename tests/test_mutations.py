@@ -1461,6 +1461,203 @@ MUTATIONS = [
             "tests/graphs/test_graphs_mask_mods.py::test_full_blocks_do_not_ask_the_mask_mod_and_blocks_left_out_do_not_either",
         ),
     ),
+    Mutation(
+        "a window of a decoder has one key too many",
+        "graphattn/integrations/transformers/edges.py",
+        "Band(window - 1, after)",
+        "Band(window, after)",
+        ("tests/integrations/test_integrations_leaks.py::test_a_window_of_a_decoder_counts_keys",),
+    ),
+    Mutation(
+        "an unknown argument of attention is ignored",
+        "graphattn/integrations/transformers/attention.py",
+        "if given is not None and name not in HARMLESS",
+        "if False",
+        (
+            "tests/integrations/test_integrations_refusals.py::test_an_unknown_argument_is_refused_by_name",
+        ),
+    ),
+    Mutation(
+        "weights are not returned where the wish is not passed on",
+        "graphattn/integrations/transformers/attention.py",
+        'return collected is not None and any("attentions" in kind for kind in collected)',
+        "return False",
+        (
+            "tests/integrations/test_integrations_leaks.py::test_weights_asked_for_equal_those_of_eager_attention",
+        ),
+    ),
+    Mutation(
+        "a model whose attention cannot change is configured in silence",
+        "graphattn/integrations/transformers/configure.py",
+        "and not _can_change(model)",
+        "and False",
+        (
+            "tests/integrations/test_integrations_refusals.py::test_a_model_whose_attention_cannot_be_changed_is_refused_and_not_left_as_it_was",
+        ),
+    ),
+    Mutation(
+        "a mask that was written to is taken for the one before",
+        "graphattn/integrations/transformers/once.py",
+        "version = mask._version if counted else None",
+        "version = None",
+        (
+            "tests/integrations/test_integrations_attention.py::test_a_mask_that_is_written_to_is_another_mask",
+        ),
+    ),
+    Mutation(
+        "the last key that is seen is cut off",
+        "graphattn/integrations/transformers/pairs.py",
+        "keys = range(int(seen[0]), int(seen[-1]) + 1)",
+        "keys = range(int(seen[0]), int(seen[-1]))",
+        ("tests/integrations/test_integrations_attention.py::test_dense_masks_are_what_they_say",),
+    ),
+    Mutation(
+        "what is hidden and not finite reaches attention over pairs",
+        "graphattn/ops/attention/all_pairs.py",
+        "return out if math.isfinite(out.sum()) else None",
+        "return out",
+        ("tests/integrations/test_integrations_attention.py::test_what_is_hidden_changes_no_bit",),
+    ),
+    Mutation(
+        "a sketch may have a row for every query",
+        "graphattn/integrations/transformers/masks.py",
+        "rows = kind + (kind == q_length)",
+        "rows = kind",
+        (
+            "tests/integrations/test_integrations_masks.py::test_a_sketch_never_has_a_row_for_every_query",
+        ),
+    ),
+    Mutation(
+        "a mask function that asks for a truth is read as a band",
+        "graphattn/integrations/transformers/bands.py",
+        "`and`, `not`, `if` and `a < b < c` ask for it\n        raise NoBandError",
+        "`and`, `not`, `if` and `a < b < c` ask for it\n        return True",
+        ("tests/integrations/test_integrations_masks.py::test_what_is_no_band_is_not_read_as_one",),
+    ),
+    Mutation(
+        "what was there before is not put back when a save fails",
+        "graphattn/integrations/transformers/whole_saves.py",
+        "os.replace(kept / name, folder / name)",
+        "pass",
+        (
+            "tests/integrations/test_integrations_saving.py::test_an_error_while_files_are_moved_puts_them_back",
+        ),
+    ),
+    Mutation(
+        "the kernels' frame does not scale what rotary positions turn",
+        "graphattn/integrations/transformers/agreement.py",
+        "size = cos.square() + sin.square()",
+        "size = 1.0",
+        (
+            "tests/integrations/test_integrations_convert_mathematics.py::test_consensus_steps_in_the_frame_of_the_models_positions_and_back",
+        ),
+    ),
+    Mutation(
+        "values of GPT-NeoX are its keys",
+        "graphattn/integrations/transformers/families.py",
+        "[:, :2].flatten(0, 2)",
+        "[:, 1:].flatten(0, 2)",
+        (
+            "tests/integrations/test_integrations_convert_mathematics.py::test_vlt_is_the_model_whose_value_projection_is_the_identity",
+        ),
+    ),
+    Mutation(
+        "a mask that changed keeps the graph of before beside the shortcut",
+        "graphattn/integrations/transformers/shortcut_masks.py",
+        "if entry is None or entry[0] != version:",
+        "if entry is None:",
+        (
+            "tests/integrations/test_integrations_shortcut.py::test_a_mask_is_looked_at_once_per_forward_and_again_when_it_changes",
+        ),
+    ),
+    Mutation(
+        "the shortcut forgets the past beside a cache",
+        "graphattn/integrations/transformers/shortcut_layer.py",
+        "self.past = min(before, most)",
+        "self.past = 0",
+        (
+            "tests/integrations/test_integrations_shortcut_cache.py::test_pieces_beside_a_cache_give_what_the_whole_gives",
+        ),
+    ),
+    Mutation(
+        "adapters freeze bandwidths and gates",
+        "graphattn/integrations/transformers/shortcut.py",
+        "for name in names for kept in KEPT]",
+        "for name in names for kept in ()]",
+        (
+            "tests/integrations/test_integrations_shortcut_training.py::test_adapters_leave_the_model_as_it_is_and_train_both_branches",
+        ),
+    ),
+    Mutation(
+        "the shortcut measures distances without positions",
+        "graphattn/integrations/transformers/shortcut_layer.py",
+        "apply_rotary_pos_emb(query, key, *rotations, unsqueeze_dim=2)",
+        "(query, key)",
+        (
+            "tests/integrations/test_integrations_shortcut.py::test_a_layer_is_the_equations_of_the_paper",
+        ),
+    ),
+    Mutation(
+        "a fused path goes round a converted module",
+        "graphattn/integrations/torch/multihead.py",
+        "_qkv_same_embed_dim: ClassVar[bool] = False",
+        "_qkv_same_embed_dim: ClassVar[bool] = True",
+        (
+            "tests/integrations/test_integrations_torch.py::test_no_fused_path_goes_round_a_converted_module",
+        ),
+    ),
+    Mutation(
+        "an encoder nests tensors around converted layers",
+        "graphattn/integrations/torch/convert.py",
+        "parent.use_nested_tensor = False",
+        "parent.use_nested_tensor = True",
+        (
+            "tests/integrations/test_integrations_torch.py::test_no_fused_path_goes_round_a_converted_module",
+        ),
+    ),
+    Mutation(
+        "a mask of PyTorch that changed is not read again",
+        "graphattn/integrations/torch/masks.py",
+        "same and kinds and torch.equal(allowed, self.allowed)",
+        "same and kinds",
+        ("tests/integrations/test_integrations_torch.py::test_a_mask_that_changed_is_read_again",),
+    ),
+    Mutation(
+        "a boolean mask of PyTorch is read the wrong way round",
+        "graphattn/integrations/torch/multihead.py",
+        "return ~mask if mask.dtype == torch.bool else mask",
+        "return mask",
+        (
+            "tests/integrations/test_integrations_torch.py::test_dot_is_the_module_that_was_replaced",
+        ),
+    ),
+    Mutation(
+        "scaling in place leaves the residual alone",
+        "graphattn/diagnostics/scaling_in_place.py",
+        "x.div_(root) * root",
+        "x",
+        (
+            "tests/diagnostics/test_diagnostics_hidden_spectra.py::test_scaling_in_place_reaches_keys_values_and_the_residual",
+        ),
+    ),
+    Mutation(
+        "a disabled attention still adds its bias",
+        "graphattn/diagnostics/attention_off.py",
+        "None if args[0].any() else torch.zeros_like(output)",
+        "None",
+        (
+            "tests/diagnostics/test_diagnostics_hidden_spectra.py::test_the_bias_of_the_output_projection_goes_with_the_attention",
+        ),
+    ),
+    Mutation(
+        "a checkpointed layer is recorded twice",
+        "graphattn/diagnostics/attention_calls.py",
+        "or torch._C._current_graph_task_id() != -1",
+        "",
+        (
+            "tests/integrations/test_integrations_recording.py::test_gradient_checkpointing_does_not_record_twice",
+        ),
+    ),
 ]
 
 

@@ -51,7 +51,7 @@ def test_parameters_are_as_many_as_formulas_say(name, bias, grouped):
         "consensus": network + one - (one + 2 * small),
     }
     for mixer, expected in gained.items():
-        if grouped < HEADS and mixer in ("gka", "vlt"):
+        if grouped < HEADS and mixer == "vlt":
             continue
         changes = {"num_key_value_heads": grouped} if name == "Llama" else {}
         model = model_of(name, **changes)

@@ -215,11 +215,11 @@ def check_needs(mixer: str, module: nn.Module, family: Family, where: str) -> No
             f" {where} has {heads} heads of {head_dim} features, and a hidden size of {hidden}"
         )
     key_heads = key_heads_of(module, family)
-    if mixer in ("gka", "vlt") and key_heads != heads:
+    if mixer == "vlt" and key_heads != heads:
         raise ValueError(
-            f"mixer={mixer!r} needs as many key heads as query heads, since slices of the hidden "
-            f"states take the place of both: {where} has {heads} and {key_heads} (grouped-query "
-            "attention); use 'krause' or 'consensus'"
+            f"mixer={mixer!r} needs as many key heads as query heads, since values are slices of "
+            f"the hidden states, one for every query head: {where} has {heads} and {key_heads} "
+            "(grouped-query attention); use 'gka', 'krause' or 'consensus'"
         )
     reads = [family.value] if mixer == "consensus" or (mixer == "vlt" and family.fused) else []
     for name in reads:
