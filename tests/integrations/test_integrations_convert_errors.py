@@ -3,6 +3,7 @@
 import pytest
 import torch
 import transformers
+from accelerate import dispatch_model
 from convertible import inputs_of, model_of
 from torch import nn
 
@@ -145,3 +146,20 @@ def test_adapters_come_after_conversion():
     adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["v_proj"]))
     with pytest.raises(ValueError, match=r"'consensus' copies weights of v_proj .* before"):
         gat.convert(adapted.base_model.model, mixer="consensus")
+
+
+def test_a_forward_that_accelerate_put_there_is_refused():
+    dispatched = dispatch_model(model_of("Llama"), device_map={"": "cpu"}, force_hooks=True)
+    refused(dispatched, "has a forward of its own.*convert the model before", mixer="krause")
+
+
+@pytest.mark.parametrize("with_kwargs", [False, True])
+def test_hooks_stay_where_they_were(with_kwargs):
+    model, calls = model_of("Llama"), []
+    attention = model.model.layers[0].self_attn
+    attention.register_forward_hook(
+        lambda *given: calls.append(len(given)), with_kwargs=with_kwargs
+    )
+    gat.convert(model, mixer="krause")
+    model(**inputs_of("Llama"))
+    assert calls == [4 if with_kwargs else 3]

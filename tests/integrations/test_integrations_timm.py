@@ -256,3 +256,10 @@ def test_compiled():
     net = gtorch.timm_attention("krause", grid=GRID, radius=1, top_k=4)(E, num_heads=H)
     x = torch.randn(B, 13, E)
     assert_same(torch.compile(net, fullgraph=True)(x), net(x), 1e-5)
+
+
+def test_bandwidths_that_were_learned_go_along():
+    learned = gtorch.timm_attention("krause", top_k=4)(16, 4)
+    learned.log_sigma.data.fill_(3.0)
+    again = gtorch.timm_attention("krause", top_k=2).from_attention(learned)
+    assert again.log_sigma.tolist() == [3.0] * 4

@@ -422,3 +422,13 @@ def test_converting_says_how_many(caplog):
     with caplog.at_level("INFO"):
         gtorch.convert(encoder(depth=3), layers=[0, 2])
     assert "converted 2 of 3 attention modules" in caplog.text
+
+
+def test_hooks_with_keyword_arguments_are_called_as_before():
+    layer, calls = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True), []
+    layer.self_attn.register_forward_hook(
+        lambda module, args, kwargs, output: calls.append(sorted(kwargs)), with_kwargs=True
+    )
+    gtorch.convert(layer)(torch.randn(2, 5, 16))
+    assert len(calls) == 1
+    assert "need_weights" in calls[0]

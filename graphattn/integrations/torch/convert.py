@@ -13,6 +13,7 @@ from torch.nn.utils import parametrize
 from graphattn import nn as ga_nn
 from graphattn.graphs.arguments import as_choice, as_float, as_int
 from graphattn.graphs.token_graph import TokenGraph
+from graphattn.integrations.hooks import move_hooks
 from graphattn.integrations.torch.multihead import (
     ConvertedAttention,
     GraphMultiheadAttention,
@@ -24,16 +25,6 @@ MIXERS = ("dot", "rbf", "krause", "gka", "vlt", "consensus")
 BY_DISTANCE = ("rbf", "krause", "gka")
 OF_TOKENS = ("gka", "vlt", "consensus")  # what they average is the tokens: no cross-attention
 CONSENSUS_WINDOW = 2  # the paper's
-HOOKS = (
-    "_forward_hooks",
-    "_forward_pre_hooks",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-    "_state_dict_hooks",
-    "_state_dict_pre_hooks",
-    "_load_state_dict_pre_hooks",
-    "_load_state_dict_post_hooks",
-)
 
 logger = logging.getLogger(__name__)
 
@@ -263,9 +254,7 @@ def replacement(old: Any, options: Options) -> ConvertedAttention:
         new = LayerAttention(old, options, _layer(old, options))
     else:
         new = GraphMultiheadAttention(old, options)
-    for name in HOOKS:
-        if name in vars(old):
-            getattr(new, name).update(getattr(old, name))
+    move_hooks(old, new)
     return new
 
 

@@ -170,15 +170,16 @@ class TimmAttention(nn.Module):
             raise ValueError(f"attention.scale must be {new.head_dim**-0.5}, got {scale}")
         for name in ("qkv", "q_norm", "k_norm", "attn_drop", "norm", "proj", "proj_drop"):
             setattr(new, name, getattr(attention, name, nn.Identity()))
-        new._make_bandwidths()
+        new._make_bandwidths(getattr(attention, "log_sigma", None))
         return new.train(attention.training)
 
-    def _make_bandwidths(self) -> None:
+    def _make_bandwidths(self, learned: nn.Parameter | None = None) -> None:
         given = self.options.sigma
         self.sigma = self.head_dim**0.25 if given is None else given
         krause = self.options.mixer == "krause"
-        learned = new_bandwidths(self.sigma, self.num_heads, self.proj.weight) if krause else None
-        self.register_parameter("log_sigma", learned)
+        if krause and learned is None:
+            learned = new_bandwidths(self.sigma, self.num_heads, self.proj.weight)
+        self.register_parameter("log_sigma", learned if krause else None)
 
     def forward(
         self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False

@@ -107,7 +107,7 @@ def configure(
         raise ValueError(
             "model.config.graphattn holds steps that were not done to this model: load it with "
             "graphattn.integrations.transformers.from_pretrained, or set model.config.graphattn = "
-            "None to begin anew"
+            "None to begin anew. Of two models made of one config object, make each of a copy"
         )
     numbers = apply(inside, options, layers)
     count = len(attention_modules(inside))

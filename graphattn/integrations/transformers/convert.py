@@ -10,6 +10,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from graphattn.graphs.arguments import as_int
+from graphattn.integrations.hooks import move_hooks
 from graphattn.integrations.transformers.agreement import Consensus
 from graphattn.integrations.transformers.families import (
     FAMILIES,
@@ -160,6 +161,7 @@ def replace(model: nn.Module, mixer: str, layers: Any, options: dict[str, Any]) 
         except ValueError as error:
             raise ValueError(f"{error} (in {where})") from None
     for name, module in made:
+        move_hooks(model.get_submodule(name), module)
         model.set_submodule(name, module)
     return numbers
 
@@ -180,6 +182,12 @@ def checked_family(name: str, module: nn.Module, where: str) -> Family:
     if is_replacement(module):
         mixer = getattr(module, "mixer", None)
         raise ValueError(f"layers must be attention of the model itself: {where} is {mixer!r} now")
+    if "forward" in vars(module):
+        raise ValueError(
+            f"{where} has a forward of its own, as accelerate gives to models that it spreads over "
+            "devices, which would go round the conversion: convert the model before, or let "
+            "from_pretrained of this package do both"
+        )
     if is_cross_attention(name, module):
         raise ValueError(
             f"layers must not include cross-attention, which reads another sequence: {where}; "

@@ -170,8 +170,7 @@ def seen_in_mask(
     check_mask(mask, batch, num_targets)
     if num_targets == 1 and graph_of is None and mask.dtype == torch.bool:
         return _seen_by_one(mask[:, 0, 0], batch, band)
-    options = batch, num_targets, band, graph_of
-    return once(mask, ("seen", *options), lambda: _seen_in_mask(mask, *options))
+    return _kept_seen(mask, batch, num_targets, band, graph_of, 1.0)
 
 
 def seen_where_sparse(
@@ -179,8 +178,32 @@ def seen_where_sparse(
 ) -> Seen | None:
     """:func:`seen_in_mask` of masks of a known structure or with few edges; None for others."""
     check_mask(mask, batch, num_targets)
-    options = batch, num_targets, band, graph_of
-    return once(mask, ("sparse", *options), lambda: _seen_in_mask(mask, *options, most=DENSE))
+    return _kept_seen(mask, batch, num_targets, band, graph_of, DENSE)
+
+
+@torch.compiler.disable(reason="edges of a mask depend on what it holds: see the page on models")
+def _kept_seen(
+    mask: Tensor,
+    batch: int,
+    num_targets: int,
+    band: Band | None,
+    graph_of: GraphOf | None,
+    most: float,
+) -> Any:
+    """:func:`_seen_in_mask` once per mask, with what a float mask adds, whose gradient is live."""
+    fixed, graph = mask.detach() if mask.requires_grad else mask, None
+    if graph_of is not None:
+        fixed = fixed[..., : num_places(fixed, num_targets)]
+        graph = configured_graph(graph_of, num_targets, fixed.shape[-1])
+    options = "seen", batch, num_targets, band, id(graph_of), most
+    seen = once(
+        fixed, options, lambda: _seen_in_mask(fixed, num_targets, band, graph, most), graph=graph
+    )
+    if seen is None or seen.bias is None:
+        return seen
+    bias = read_mask(mask[..., : fixed.shape[-1]])[1]
+    assert bias is not None
+    return seen._replace(bias=bias.expand(-1, -1, num_targets, -1))
 
 
 def check_mask(mask: Tensor, batch: int, num_targets: int) -> None:
@@ -213,25 +236,24 @@ def read_mask(mask: Tensor) -> tuple[Tensor, Tensor | None]:
     return seen, mask.masked_fill(~seen, 0)
 
 
+def num_places(mask: Tensor, num_targets: int) -> int:
+    """The keys up to the last query's own: a static cache has room beyond it."""
+    seen = read_mask(mask)[0].any(1).expand(-1, num_targets, -1)
+    return int(own_places(seen).max()) + 1
+
+
 def _seen_in_mask(
-    mask: Tensor,
-    batch: int,
-    num_targets: int,
-    band: Band | None,
-    graph_of: GraphOf | None,
-    most: float = 1.0,
+    mask: Tensor, num_targets: int, band: Band | None, graph: TokenGraph | None, most: float
 ) -> Any:
     mask, bias = read_mask(mask)
-    if bias is not None:
-        bias = bias.expand(-1, -1, num_targets, -1) if bool(bias.any()) else None
+    if bias is not None and not bool(bias.any()):
+        bias = None
     mask = mask[:, 0].expand(-1, num_targets, -1)
-    if num_targets == 1 and graph_of is not None:
-        mask = mask[..., : int(own_places(mask).max()) + 1]  # not the room of a static cache
     B, Q, n = mask.shape
     if band is not None:
         mask = mask & in_band(band, own_places(mask), n)
-    if graph_of is not None:
-        mask = mask & dense(configured_graph(graph_of, Q, n), mask.device)
+    if graph is not None:
+        mask = mask & dense(graph, mask.device)
     if B > 1 and bool((mask[1:] == mask[:1]).all()):
         mask = mask[:1]
     B = mask.shape[0]
@@ -262,14 +284,22 @@ def _structure(flat: Tensor, B: int, Q: int, n: int) -> Any:
 
 
 def own_places(mask: Tensor) -> Tensor:
-    """Which key is the query's own, [B or 1, Q]: the last ones; of one query the last it sees.
+    """Which key is the query's own, [B or 1, Q].
 
-    A static cache has room beyond the newest token, which nothing sees.
+    Of as many queries as keys, each its own; of one query, the last that it sees, since a static
+    cache has room beyond the newest token. A few queries beside a cache end where the furthest
+    of them sees itself, and no later than the keys.
     """
     _, Q, n = mask.shape
+    if Q == n > 1:
+        return torch.arange(n, device=mask.device)[None]
+    last = n - 1 - mask.flip(-1).to(torch.uint8).argmax(-1)
     if Q == 1:
-        return n - 1 - mask.flip(-1).to(torch.uint8).argmax(-1)
-    return torch.arange(n - Q, n, device=mask.device)[None]
+        return last
+    i = torch.arange(Q, device=mask.device)
+    first = (last - i).masked_fill(~mask.any(-1), -1).amax()
+    first = torch.where(first < 0, n - Q, first.clamp(max=n - Q))
+    return (first + i)[None]
 
 
 def in_band(band: Band, own: Tensor, num_sources: int) -> Tensor:

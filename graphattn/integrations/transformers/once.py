@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from graphattn.graphs.token_graph import TokenGraph
+
 MOST_MASKS = 8  # that a thread remembers: full and sliding layers, encoder and decoder
 Found = TypeVar("Found")
 _kept = threading.local()
@@ -23,33 +25,34 @@ _kept = threading.local()
 
 class _Entry(NamedTuple):
     storage: StorageWeakRef
-    copy: Tensor | None
+    copy: Tensor
+    graph: TokenGraph | None
     found: Any
 
 
-def once(mask: Tensor, options: Any, make: Callable[[], Found]) -> Found:
-    """What `make` returns, or what it returned for this very mask, unchanged since, and options.
+def once(
+    mask: Tensor, options: Any, make: Callable[[], Found], *, graph: TokenGraph | None = None
+) -> Found:
+    """What `make` returns, or what it returned for this very mask, options and an equal graph.
 
     Args:
-        mask: recognized by where it stands in memory and how often it was written to; one made in
-            inference mode, whose changes nobody counts, by comparing it with a copy.
+        mask: recognized by where it stands in memory, and compared with a copy: nobody counts what
+            is written to it through ``mask.data``, numpy, or in inference mode.
         options: whatever else the result depends on, hashable.
-        make: is called without arguments.
+        make: is called without arguments; nothing that it returns may need a gradient.
+        graph: a graph on which the result depends too.
     """
     entries: OrderedDict[Any, _Entry] = _kept.__dict__.setdefault("entries", OrderedDict())
     for key in [key for key, entry in list(entries.items()) if entry.storage.expired()]:
         entries.pop(key, None)
-    counted = not mask.is_inference()
-    version = mask._version if counted else None
-    key = (mask.data_ptr(), mask.shape, mask.stride(), mask.dtype, mask.device, version, options)
+    key = (mask.data_ptr(), mask.shape, mask.stride(), mask.dtype, mask.device, options)
     entry = entries.get(key)
-    if entry is not None and (entry.copy is None or torch.equal(entry.copy, mask)):
+    if entry is not None and torch.equal(entry.copy, mask) and entry.graph == graph:
         entries.move_to_end(key)
         return entry.found
     found = make()
     storage = mask.untyped_storage()
-    copy = None if counted else mask.clone()
-    entries[key] = _Entry(StorageWeakRef(storage), copy, found)
+    entries[key] = _Entry(StorageWeakRef(storage), mask.detach().clone(), graph, found)
     weakref.finalize(storage, entries.pop, key, None).atexit = False
     while len(entries) > MOST_MASKS:
         entries.popitem(last=False)

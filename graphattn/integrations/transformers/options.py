@@ -87,7 +87,8 @@ def options_of(module: nn.Module) -> Options:
         raise ValueError(
             f"config.graphattn of this model has options for its attention, but {type(module)} was "
             "made without them: load the model with "
-            "graphattn.integrations.transformers.from_pretrained"
+            "graphattn.integrations.transformers.from_pretrained, or, where two models were made "
+            "of one config object, make each of a copy of it"
         )
     return AS_IT_IS
 

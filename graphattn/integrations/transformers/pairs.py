@@ -7,12 +7,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from graphattn.graphs.token_graph import TokenGraph
 from graphattn.integrations.transformers.bands import Band
 from graphattn.integrations.transformers.edges import (
     check_mask,
     configured_graph,
     dense,
     in_band,
+    num_places,
     own_places,
     read_mask,
 )
@@ -44,33 +46,45 @@ def pairs_in_mask(
     looks = mask.device.type == "cpu" and not compiling
     if mask.dtype == torch.bool and band is None and graph_of is None:
         pairs = Pairs(range(n), mask)
-    elif compiling:
-        pairs = _pairs(mask, num_targets, band, graph_of)
+    elif compiling and graph_of is None:
+        pairs = _pairs(mask, num_targets, band, None)
     else:
-        options = "pairs", num_targets, band, graph_of
-        pairs = once(mask, options, lambda: _pairs(mask, num_targets, band, graph_of))
+        pairs = _kept_pairs(mask, num_targets, band, graph_of)
     if num_targets > 1 or not looks or pairs.allowed is None:
         return pairs
     allowed = pairs.allowed
-    keys, is_full = once(mask, ("span", band, graph_of), lambda: _span(allowed))
+    keys, is_full = once(allowed, "span", lambda: _span(allowed))
     cut = slice(keys.start, keys.stop)
     bias = None if pairs.bias is None else pairs.bias[..., cut]
     return Pairs(keys, None if is_full else allowed[..., cut], bias)
 
 
-def _pairs(mask: Tensor, num_targets: int, band: Band | None, graph_of: GraphOf | None) -> Pairs:
+@torch.compiler.disable(reason="a graph is laid out by what the mask holds")
+def _kept_pairs(
+    mask: Tensor, num_targets: int, band: Band | None, graph_of: GraphOf | None
+) -> Pairs:
+    """:func:`_pairs` once per mask, with what a float mask adds, whose gradient is live."""
+    fixed, graph = mask.detach() if mask.requires_grad else mask, None
+    if graph_of is not None:
+        fixed = fixed[..., : num_places(fixed, num_targets)]
+        graph = configured_graph(graph_of, num_targets, fixed.shape[-1])
+    options = "pairs", num_targets, band, id(graph_of)
+    pairs = once(fixed, options, lambda: _pairs(fixed, num_targets, band, graph), graph=graph)
+    if pairs.bias is None:
+        return pairs
+    return pairs._replace(bias=read_mask(mask[..., : fixed.shape[-1]])[1])
+
+
+def _pairs(mask: Tensor, num_targets: int, band: Band | None, graph: TokenGraph | None) -> Pairs:
     allowed, bias = read_mask(mask)
     if bias is not None and not torch.compiler.is_compiling() and not bool(bias.any()):
         bias = None
-    if num_targets == 1 and graph_of is not None:
-        n = int(own_places(allowed.any(1)).max()) + 1  # not the room of a static cache
-        allowed, bias = allowed[..., :n], None if bias is None else bias[..., :n]
     n = allowed.shape[-1]
     if band is not None:
         own = own_places(allowed.any(1).expand(-1, num_targets, -1))
         allowed = allowed & in_band(band, own, n)[:, None]
-    if graph_of is not None:
-        allowed = allowed & dense(configured_graph(graph_of, num_targets, n), mask.device)
+    if graph is not None:
+        allowed = allowed & dense(graph, mask.device)
     return Pairs(range(n), allowed, bias)
 
 
