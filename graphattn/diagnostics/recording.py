@@ -47,6 +47,11 @@ class Recording(Sequence[RecordedCall]):
     def __getitem__(self, index: slice) -> list[RecordedCall]: ...
 
     def __getitem__(self, index: int | slice) -> RecordedCall | list[RecordedCall]:
+        if isinstance(index, str):
+            raise TypeError(
+                f"index must be the number of a call or a slice, got {index!r}: "
+                f"select({index!r}) picks calls by the names of their modules, {self.names}"
+            )
         return self.calls[index]
 
     def __len__(self) -> int:
@@ -158,9 +163,11 @@ def record(model: nn.Module, *, token: int = 0, keep: Keep = "weights") -> Itera
     Seen are the layers of :mod:`graphattn.nn`, every call of
     ``torch.nn.functional.scaled_dot_product_attention``, ``torch.nn.MultiheadAttention`` and
     ``torch.nn.TransformerEncoder`` (their fused functions for inference too), and the attention of
-    Hugging Face's transformers under "eager", "sdpa", "flex_attention" and "graphattn". Weights
-    are those of the call: with its mask, causality, scale, cap, sinks and groups of heads, without
-    dropout. With a sink logit (GPT-OSS) rows sum to less than 1: what is missing is the sink's.
+    Hugging Face's transformers under "eager", "sdpa", "flex_attention" and "graphattn"; and what
+    :mod:`graphattn.integrations` puts into such models, but consensus, which has no weights: it is
+    in :attr:`Recording.missed`. Weights are those of the call: with its mask, causality, scale,
+    cap, sinks and groups of heads, without dropout. With a sink logit (GPT-OSS) rows sum to less
+    than 1: what is missing is the sink's.
 
     Queries that may look at nothing count for nothing, and so do tokens that no query may look at,
     not even their own: padding. Results, gradients and random numbers are the same to the last bit.
