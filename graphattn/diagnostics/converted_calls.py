@@ -85,7 +85,13 @@ def _of_shortcut(
     """``KrauseShortcut.attend``: values are [B, K, Hk, D], the output [B, Q, H * D]."""
     weights = attend(module, query, key, _one_hot(value, 1), mask, past, 0.0)
     weights = weights.unflatten(-1, (query.shape[2], -1)).transpose(1, 2)
-    return Operands(output, weights=weights, mask=mask_of_sketch(mask))
+    masks = sys.modules["graphattn.integrations.transformers.shortcut_masks"]
+    if mask is None or masks.is_sketch(mask):
+        allowed = mask_of_sketch(mask)
+    else:
+        call = masks.Call(*query.shape[:2], key.shape[1], int(past), 1)
+        allowed = masks.dense(mask, call)[:, None]
+    return Operands(output, weights=weights, mask=allowed)
 
 
 def _one_hot(value: Tensor, keys: int) -> Tensor:

@@ -182,7 +182,8 @@ def record(model: nn.Module, *, token: int = 0, keep: Keep = "weights") -> Itera
         keep: what is kept of every call, beside its statistics: "weights", H Q K numbers per
             sequence, so record short runs; "mean", their mean over heads, which rollout needs;
             "statistics", nothing. Statistics are computed in blocks of rows: no other matrix of
-            queries by keys is formed where the model forms none.
+            queries by keys is formed where the model forms none (but one per call of "graphattn",
+            of converted layers and of shortcuts).
 
     Yields:
         A :class:`Recording` that grows with every call.

@@ -132,10 +132,15 @@ def test_everything_is_undone_after_an_exception():
     from graphattn.integrations.torch import multihead, timm
 
     before = multihead.attend, timm.attend
-    with pytest.raises(KeyError), ga.diagnostics.record(encoder()):
-        assert multihead.attend is not before[0]
-        assert timm.attend is not before[1]
-        raise KeyError
+
+    def fail_inside():
+        with ga.diagnostics.record(encoder()):
+            assert multihead.attend is not before[0]
+            assert timm.attend is not before[1]
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail_inside()
     assert (multihead.attend, timm.attend) == before
 
 
