@@ -106,7 +106,8 @@ class Recording(Sequence[RecordedCall]):
 
         Raises:
             ValueError: if a module was called more than once, calls have different tokens (see
-                :meth:`select`), or the matrices were not kept.
+                :meth:`select`), a layer and the Krause shortcut beside it are both there, or the
+                matrices were not kept.
         """
         calls = self._some()
         again = {name for name in self.names if self.names.count(name) > 1}
@@ -114,6 +115,13 @@ class Recording(Sequence[RecordedCall]):
             raise ValueError(
                 "rollout needs one call of every layer: record a single forward pass, got several "
                 f"calls of {sorted(again)[0]!r}"
+            )
+        beside = {f"{name}.krause" for name in self.names} & set(self.names)
+        if beside:
+            raise ValueError(
+                "rollout needs layers one after the other, but the shortcut "
+                f"{min(beside)!r} stands beside its layer: choose select('.krause'), or "
+                "Recording([call for call in recording if not call.name.endswith('.krause')])"
             )
         if any(call.shape[2] != call.shape[3] for call in calls) or (
             len({(call.shape[0], call.shape[2]) for call in calls}) > 1

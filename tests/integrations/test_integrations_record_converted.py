@@ -154,6 +154,19 @@ def test_a_shortcut_is_recorded_beside_its_layer_with_the_weights_of_plain_loops
         torch.testing.assert_close(found.sinks[b], share, rtol=1e-5, atol=1e-6)
 
 
+def test_a_rollout_does_not_take_a_shortcut_for_a_layer_of_its_own():
+    recording = recorded(with_shortcuts(), text())
+    with pytest.raises(ValueError, match=r"'model\.layers\.0\.self_attn\.krause' stands beside"):
+        recording.rollout()
+    own = [call for call in recording if not call.name.endswith(".krause")]
+    expected = torch.eye(9, dtype=torch.float64)  # of the first text, which has no padding
+    for call in own:
+        expected = (call.matrix[0].mean(0) + torch.eye(9)) / 2 @ expected
+    found = ga.diagnostics.Recording(own).rollout()
+    torch.testing.assert_close(found[0].double(), expected, rtol=1e-6, atol=1e-7)
+    assert recording.select(".krause").rollout().shape == (2, 9, 9)
+
+
 @pytest.mark.long
 def test_a_shortcut_is_recorded_under_flex_attention_too():
     inputs = text()
