@@ -1,9 +1,10 @@
 """Seeing the attention calls of any model while it runs.
 
-Three doors lead to attention outside of :mod:`graphattn.nn`: ``scaled_dot_product_attention``, the
-fused functions of ``torch.nn.MultiheadAttention``, and the attention interface of Hugging Face's
-transformers. While a :class:`Watcher` is open, they are replaced by functions that call the
-originals and tell the watchers of their own thread. Module hooks are global ones: hooks on a module
+Four doors lead to attention outside of :mod:`graphattn.nn`: ``scaled_dot_product_attention``, the
+fused functions of ``torch.nn.MultiheadAttention``, the attention interface of Hugging Face's
+transformers, and what :mod:`graphattn.integrations` puts into other people's models. While a
+:class:`Watcher` is open, they are replaced by functions that call the originals and tell the
+watchers of their own thread. Module hooks are global ones: hooks on a module
 would turn torch's fast path for transformer layers off, and a mode for torch functions as well.
 """
 
@@ -31,6 +32,12 @@ from graphattn.diagnostics.attention_operands import (
     of_multi_head,
     of_native_multi_head,
     of_sdpa,
+)
+from graphattn.diagnostics.converted_calls import (
+    OperandsOf,
+    converted_doors,
+    evaluating,
+    mask_of_sketch,
 )
 
 _LOOKS_LIKE_ATTENTION = re.compile("attention|attn", re.IGNORECASE)
@@ -74,8 +81,8 @@ class Watcher:
     def saw(self, name: str, operands: Operands) -> None:
         """A call that is known in all its parts."""
 
-    def answer(self, output: Tensor) -> Tensor:
-        """What the model gets instead of a call's output."""
+    def answer(self, output: Tensor, name: str) -> Tensor:
+        """What the model gets instead of the output of a call of this name."""
         return output
 
     def is_own(self, module: nn.Module) -> bool:
@@ -91,9 +98,7 @@ class Watcher:
     def enter(self, module: nn.Module) -> None:
         self.num_runs += not self.stack
         self.stack.append(module)
-        if not self.is_own(module) and any(
-            _LOOKS_LIKE_ATTENTION.search(c.__name__) for c in type(module).__mro__
-        ):
+        if not self.is_own(module) and _looks_like_attention(module):
             self.waiting.append([module, False])
 
     def leave(self, module: nn.Module, failed: bool) -> None:
@@ -103,7 +108,9 @@ class Watcher:
         while self.waiting and id(self.waiting[-1][0]) == id(module):
             _, seen = self.waiting.pop()
             if not seen and not failed:
-                self.miss(self.names[id(module)], "no call of attention was seen in it")
+                reason = getattr(module, "no_attention_weights", None)
+                reason = reason or "no call of attention was seen in it"
+                self.miss(self.names[id(module)], reason)
 
     def found(self) -> None:
         for entry in self.waiting:
@@ -112,6 +119,13 @@ class Watcher:
     def miss(self, name: str, reason: str) -> None:
         self.missed.setdefault(name, reason)
         self.found()  # it is named once, not again for what it is part of
+
+
+def _looks_like_attention(module: nn.Module) -> bool:
+    """By the name of its class, or since it stands where attention stood."""
+    return getattr(module, "replaces_attention", False) is True or any(
+        _LOOKS_LIKE_ATTENTION.search(c.__name__) for c in type(module).__mro__
+    )
 
 
 @contextmanager
@@ -166,6 +180,9 @@ def _install(model: nn.Module) -> None:
                 after = register_module_forward_hook(_leave, always_call=True)
                 _undo.extend((before.remove, after.remove))
             _replace_imported(model)
+            for owner, name, operands_of in converted_doors():
+                if not hasattr(getattr(owner, name), "__graphattn__"):
+                    _replace(owner, name, _watched_converted(operands_of))
             modeling = sys.modules.get("transformers.modeling_utils")
             interface = getattr(modeling, "AttentionInterface", None)
             if interface is not None and not hasattr(interface.get_interface, "__graphattn__"):
@@ -263,7 +280,7 @@ def _tell(
                     watcher.found()
                     watcher.saw(name + suffix, told)
         first = output[0] if isinstance(output, tuple) else output
-        changed = watcher.answer(first)
+        changed = watcher.answer(first, name)
         if changed is not first:
             output = (changed, *output[1:]) if isinstance(output, tuple) else changed
     return output
@@ -341,6 +358,29 @@ def _watched_encoder_layer(original: Any) -> Any:
     return transformer_encoder_layer_fwd
 
 
+# What converted modules attend through.
+
+
+def _watched_converted(operands_of: OperandsOf) -> Any:
+    def wrap(original: Any) -> Any:
+        def attend(*args: Any, **keywords: Any) -> Any:
+            watchers = _watchers()
+            if not watchers:
+                return original(*args, **keywords)
+            with _paused():
+                output = original(*args, **keywords)
+            module = args[0] if isinstance(args[0], nn.Module) else None
+
+            def operands() -> Operands:
+                return operands_of(original, output, *args, **keywords)
+
+            return _tell(watchers, output, operands, module=module)
+
+        return attend
+
+    return wrap
+
+
 # The attention interface of transformers.
 
 
@@ -390,12 +430,12 @@ def _watched_interface(function: Any, is_eager: bool) -> Any:
                 return of_flex(answer[0], query, key, mask, **others)
             if kind == "graph_attention":
                 weights = call(output_attentions=True, dropout=0.0)[1]
-                return Operands(answer[0], weights=weights, mask=_mask_of_sketch(mask))
+                return Operands(answer[0], weights=weights, mask=mask_of_sketch(mask))
             if kind != "eager":
                 return f"{kind} does not say its weights"
             weights = answer[1]
             if module.training or kw.get("dropout"):
-                with _evaluating(module):
+                with evaluating(module):
                     weights = call(dropout=0.0)[1]
             if weights is None:
                 return "its attention function gives no weights"
@@ -404,25 +444,3 @@ def _watched_interface(function: Any, is_eager: bool) -> Any:
         return _tell(watchers, answer, operands, module=module)
 
     return attention
-
-
-def _mask_of_sketch(mask: Tensor | None) -> Tensor | None:
-    """The keys that "graphattn" may look at, where its mask says them in short."""
-    masks = sys.modules["graphattn.integrations.transformers.masks"]
-    if mask is None or not masks.is_sketch(mask):
-        return mask
-    valid: Tensor | None = masks.read_sketch(mask)[1]
-    return None if valid is None else valid[:, None, None]
-
-
-@contextmanager
-def _evaluating(module: nn.Module) -> Iterator[None]:
-    """All dropout of a module off."""
-    training = [part for part in module.modules() if part.training]
-    try:
-        for part in training:
-            part.training = False
-        yield
-    finally:
-        for part in training:
-            part.training = True

@@ -17,9 +17,10 @@ from graphattn.diagnostics.record import is_attention_layer
 def without_attention(model: nn.Module, blocks: dict[str, nn.Module]) -> Iterator[None]:
     """Inside, the attention of these blocks brings 0 to every token.
 
-    Attention layers of ours and of torch return 0 as a whole. Anybody else's attention call
-    returns 0, and so does a linear map that is fed nothing but zeros: the output projection, whose
-    bias would be left otherwise.
+    Attention layers of ours and of torch return 0 as a whole. Anybody else's attention call returns
+    0, and that of what :mod:`graphattn.integrations` put there (a shortcut beside it, too); and so
+    does a linear map that is fed nothing but zeros: the output projection, whose bias would be left
+    otherwise.
 
     Raises:
         ValueError: at the end, if a block ran in which no attention was seen.
@@ -57,8 +58,13 @@ class _Silencer(Watcher):
     def is_own(self, module: nn.Module) -> bool:
         return is_attention_layer(module) or isinstance(module, nn.MultiheadAttention)
 
-    def answer(self, output: Tensor) -> Tensor:
-        inside = [self.blocks[id(m)] for m in self.stack if id(m) in self.blocks]
+    def answer(self, output: Tensor, name: str) -> Tensor:
+        running = {id(module) for module in self.stack}
+        inside = [  # a shortcut speaks after the layer that it belongs to has left
+            block
+            for number, block in self.blocks.items()
+            if number in running or f"{name}.".startswith(f"{block}.")
+        ]
         self.silenced.update(inside)
         return torch.zeros_like(output) if inside else output
 

@@ -47,6 +47,11 @@ class Recording(Sequence[RecordedCall]):
     def __getitem__(self, index: slice) -> list[RecordedCall]: ...
 
     def __getitem__(self, index: int | slice) -> RecordedCall | list[RecordedCall]:
+        if isinstance(index, str):
+            raise TypeError(
+                f"index must be the number of a call or a slice, got {index!r}: "
+                f"select({index!r}) picks calls by the names of their modules, {self.names}"
+            )
         return self.calls[index]
 
     def __len__(self) -> int:
@@ -101,7 +106,8 @@ class Recording(Sequence[RecordedCall]):
 
         Raises:
             ValueError: if a module was called more than once, calls have different tokens (see
-                :meth:`select`), or the matrices were not kept.
+                :meth:`select`), a layer and the Krause shortcut beside it are both there, or the
+                matrices were not kept.
         """
         calls = self._some()
         again = {name for name in self.names if self.names.count(name) > 1}
@@ -109,6 +115,13 @@ class Recording(Sequence[RecordedCall]):
             raise ValueError(
                 "rollout needs one call of every layer: record a single forward pass, got several "
                 f"calls of {sorted(again)[0]!r}"
+            )
+        beside = {f"{name}.krause" for name in self.names} & set(self.names)
+        if beside:
+            raise ValueError(
+                "rollout needs layers one after the other, but the shortcut "
+                f"{min(beside)!r} stands beside its layer: choose select('.krause'), or "
+                "Recording([call for call in recording if not call.name.endswith('.krause')])"
             )
         if any(call.shape[2] != call.shape[3] for call in calls) or (
             len({(call.shape[0], call.shape[2]) for call in calls}) > 1
@@ -158,9 +171,11 @@ def record(model: nn.Module, *, token: int = 0, keep: Keep = "weights") -> Itera
     Seen are the layers of :mod:`graphattn.nn`, every call of
     ``torch.nn.functional.scaled_dot_product_attention``, ``torch.nn.MultiheadAttention`` and
     ``torch.nn.TransformerEncoder`` (their fused functions for inference too), and the attention of
-    Hugging Face's transformers under "eager", "sdpa", "flex_attention" and "graphattn". Weights
-    are those of the call: with its mask, causality, scale, cap, sinks and groups of heads, without
-    dropout. With a sink logit (GPT-OSS) rows sum to less than 1: what is missing is the sink's.
+    Hugging Face's transformers under "eager", "sdpa", "flex_attention" and "graphattn"; and what
+    :mod:`graphattn.integrations` puts into such models, but consensus, which has no weights: it is
+    in :attr:`Recording.missed`. Weights are those of the call: with its mask, causality, scale,
+    cap, sinks and groups of heads, without dropout. With a sink logit (GPT-OSS) rows sum to less
+    than 1: what is missing is the sink's.
 
     Queries that may look at nothing count for nothing, and so do tokens that no query may look at,
     not even their own: padding. Results, gradients and random numbers are the same to the last bit.
@@ -175,7 +190,8 @@ def record(model: nn.Module, *, token: int = 0, keep: Keep = "weights") -> Itera
         keep: what is kept of every call, beside its statistics: "weights", H Q K numbers per
             sequence, so record short runs; "mean", their mean over heads, which rollout needs;
             "statistics", nothing. Statistics are computed in blocks of rows: no other matrix of
-            queries by keys is formed where the model forms none.
+            queries by keys is formed where the model forms none (but one per call of "graphattn",
+            of converted layers and of shortcuts).
 
     Yields:
         A :class:`Recording` that grows with every call.

@@ -252,6 +252,8 @@ class LayerAttention(ConvertedAttention):
     def __init__(self, replaced: nn.MultiheadAttention, options: Options, layer: nn.Module) -> None:
         super().__init__(replaced, options)
         self.layer = layer
+        if options.mixer == "consensus":
+            self.no_attention_weights = "consensus has no attention weights"
         self.train(replaced.training)
 
     def mix(

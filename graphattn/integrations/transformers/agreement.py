@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,7 @@ class Consensus(Replacement):
     """
 
     mixer = "consensus"
+    no_attention_weights: ClassVar = "consensus has no attention weights"
 
     def __init__(
         self,
