@@ -47,7 +47,8 @@ $(OLDEST)/.installed: $(VENV)/.installed
 
 transformers-oldest: $(OLDEST)/.installed  ## the plug-in with the oldest transformers it supports
 	PYTHONPATH=$(OLDEST) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(PROCESSES) \
-		--dist worksteal tests/integrations graphattn/integrations
+		--dist worksteal $(if $(filter all,$(CASES)),,--cases $(CASES)) \
+		tests/integrations graphattn/integrations
 
 bench: $(VENV)/.installed  ## every operation beside its peers
 	$(BIN)/graphattn bench
