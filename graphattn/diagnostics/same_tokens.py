@@ -8,6 +8,13 @@ from torch import Tensor, nn
 
 # As graphattn.integrations.transformers.modules, which is not for this folder to import.
 _CROSS = re.compile(r"cross|encoder_attn|EncDecAttention", re.IGNORECASE)
+# Where attention to another sequence is called so, and all other attention is self-attention.
+_NAMES_CROSS = (
+    "transformers.",
+    "transformers_modules.",  # code that comes with a checkpoint
+    "graphattn.integrations.transformers.",
+    "graphattn.integrations.torch.timm",
+)
 _SELF = re.compile(r"self_?att", re.IGNORECASE)
 
 
@@ -35,5 +42,5 @@ def by_name(name: str, module: nn.Module | None) -> bool | None:
         return False
     if _CROSS.search(place) or (kinds and _CROSS.search(kinds[0])):
         return False
-    of_transformers = type(module).__module__.startswith("transformers.")
-    return True if of_transformers or any(map(_SELF.search, [place, *kinds])) else None
+    known = any(kind.__module__.startswith(_NAMES_CROSS) for kind in type(module).__mro__)
+    return True if known or any(map(_SELF.search, [place, *kinds])) else None

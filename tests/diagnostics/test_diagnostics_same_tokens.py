@@ -141,6 +141,18 @@ def test_names_mean_what_they_mean_to_the_plug_ins():
     assert same_tokens._CROSS == modules.CROSS
 
 
+def test_attention_of_transformers_is_self_attention_unless_it_is_called_cross_attention():
+    modeling = pytest.importorskip("transformers.models.gpt2.modeling_gpt2")
+    config = modeling.GPT2Config(n_embd=E, n_head=H, n_layer=1, vocab_size=9)
+    own, cross = modeling.GPT2Attention(config), modeling.GPT2Attention(config, True)
+    derived = type("Mine", (modeling.GPT2Attention,), {})(config)
+    assert same_tokens.by_name("h.0.attn", own) is True
+    assert same_tokens.by_name("h.0.attn", derived) is True
+    assert same_tokens.by_name("h.0.attn", cross) is False
+    assert same_tokens.by_name("layers.0.encoder_attn.krause", own) is False
+    assert same_tokens.by_name("h.0.attn", nn.Linear(1, 1)) is None
+
+
 def test_cross_attention_of_transformers_counts_every_query():
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
