@@ -39,6 +39,7 @@ from graphattn.diagnostics.converted_calls import (
     evaluating,
     mask_of_sketch,
 )
+from graphattn.diagnostics.same_tokens import is_same_tensor
 
 _LOOKS_LIKE_ATTENTION = re.compile("attention|attn", re.IGNORECASE)
 _SDPA = nn.functional.scaled_dot_product_attention
@@ -53,6 +54,7 @@ class _Thread(threading.local):
         self.paused = False  # an attention call is being looked at as a whole
         self.caller: tuple[nn.Module, Tensor] | None = None  # of transformers, and its query
         self.seen_inside = False
+        self.same_tokens: bool | None = None  # as queries and keys, of a MultiheadAttention
 
 
 _thread = _Thread()
@@ -314,7 +316,10 @@ def _watched_sdpa(original: Any) -> Any:
         module, query = caller or (None, None)
 
         def operands() -> Operands | str:
-            return of_sdpa(output, query, *args, **keywords)
+            told = of_sdpa(output, query, *args, **keywords)
+            if isinstance(told, Operands) and told.same_tokens is None:
+                told.same_tokens = _thread.same_tokens
+            return told
 
         return _tell(watchers, output, operands, module=module)
 
@@ -324,7 +329,13 @@ def _watched_sdpa(original: Any) -> Any:
 def _watched_multi_head(original: Any) -> Any:
     def multi_head_attention_forward(*args: Any, **keywords: Any) -> Any:
         watchers = _watchers()
-        output = original(*args, **keywords)
+        before = _thread.same_tokens
+        query, key = [*args[:2], *(keywords[part] for part in ("query", "key") if part in keywords)]
+        _thread.same_tokens = is_same_tensor(query, key) or None
+        try:
+            output = original(*args, **keywords)
+        finally:
+            _thread.same_tokens = before
         # Without weights asked for, it calls SDPA, which has been seen.
         if not watchers or output[1] is None:
             return output

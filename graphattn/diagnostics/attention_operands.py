@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from graphattn.diagnostics.same_tokens import are_parts_of_one, is_same_tensor
 from graphattn.ops.inputs import compute_dtype
 
 CHUNK = 1 << 23  # weights computed at a time: 32 megabytes of float32
@@ -35,6 +36,7 @@ class Operands:
     sink: Tensor | None = None  #: [H], a logit that joins the normaliser
     bias: Tensor | None = None  #: broadcasts to [B, H, Q, K]
     weights: Tensor | None = None  #: [B, H, Q, K]
+    same_tokens: bool | None = None  #: queries and keys are of the same tokens; None: not known
 
     def __post_init__(self) -> None:
         if self.weights is not None:
@@ -157,7 +159,7 @@ def of_sdpa(
         if materialize is None:
             return f"its mask is a {type(attn_mask).__name__}"
         attn_mask = materialize(query.device)
-    lead = torch.broadcast_shapes(query.shape[:-3], key.shape[:-3])
+    same_tokens = (is_causal and query.shape[-2] == key.shape[-2]) or are_parts_of_one(query, key)
     packed = (
         caller_query is not None
         and caller_query.dim() == query.dim() == 4
@@ -170,7 +172,7 @@ def of_sdpa(
         if query.dim() == 3:
             mask = mask[:, None]
         elif query.dim() > 4:
-            mask = mask.expand(*lead, *mask.shape[-3:]).flatten(0, -4)
+            mask = mask.expand(*output.shape[:-3], *mask.shape[-3:]).flatten(0, -4)
         if packed and mask.shape[1] > 1:
             mask = mask.flatten(1, 2)[:, :, None]
         elif packed and mask.shape[2] > 1:
@@ -178,17 +180,27 @@ def of_sdpa(
     else:
         mask = None
     if query.dim() == 3:  # sequences of one head
-        query, key = query[:, None], key[:, None]
+        query = query.expand(*output.shape[:-2], *query.shape[-2:])[:, None]
+        key = key.expand(*output.shape[:-2], *key.shape[-2:])[:, None]
     elif query.dim() == 2:
         query, key = query[None, None], key[None, None]
     else:
-        query = query.expand(*lead, *query.shape[-3:]).reshape(-1, *query.shape[-3:])
-        key = key.expand(*lead, *key.shape[-3:]).reshape(-1, *key.shape[-3:])
+        # One head may stand for all; keys stand for a group of heads of their own accord.
+        query = query.expand(*output.shape[:-2], *query.shape[-2:]).flatten(0, -4)
+        key = key.expand(*output.shape[:-3], *key.shape[-3:]).flatten(0, -4)
     if packed:  # transformers puts the heads of a group where queries stand, for one query
         query = query.flatten(1, 2)[:, :, None]
     if output.dim() == 4 and packed:
         output = output.flatten(1, 2)[:, :, None]
-    return Operands(_tokens_first(output), query, key, mask, is_causal=bool(is_causal), scale=scale)
+    return Operands(
+        _tokens_first(output),
+        query,
+        key,
+        mask,
+        is_causal=bool(is_causal),
+        scale=scale,
+        same_tokens=same_tokens or None,
+    )
 
 
 def of_flex(
@@ -239,30 +251,36 @@ def of_multi_head(output: Tensor, *args: Any, **keywords: Any) -> Operands | str
     bound = _MULTI_HEAD.bind(*args, **keywords)
     bound.apply_defaults()
     given = bound.arguments
-    query, key, heads = given["query"], given["key"], given["num_heads"]
+    query, key, value = given["query"], given["key"], given["value"]
+    heads, same_tokens = given["num_heads"], is_same_tensor(query, key) or None
     if reason := _unreadable(query, key, given["attn_mask"]):
         return reason
     padding = given["key_padding_mask"]
     if query.dim() == 2:
-        query, key, output = query[:, None], key[:, None], output[:, None]
+        query, key, value = query[:, None], key[:, None], value[:, None]
         padding = None if padding is None else padding[None]
     biases = given["in_proj_bias"]
-    of_query, of_key, _ = (None, None, None) if biases is None else biases.chunk(3)
     if given["use_separate_proj_weight"]:
-        matrices = given["q_proj_weight"], given["k_proj_weight"]
+        matrices = tuple(given[f"{part}_proj_weight"] for part in "qkv")
     else:
-        matrices = given["in_proj_weight"].chunk(3)[:2]
-    q = functional.linear(query, matrices[0], of_query)
-    k = functional.linear(key, matrices[1], of_key)
+        matrices = given["in_proj_weight"].chunk(3)
+    q = _linear(query, matrices[0], _third(biases, 0))
     L, B, E = q.shape
-    if given["bias_k"] is not None:
-        k = torch.cat([k, given["bias_k"].expand(1, B, E)])
-    if given["static_k"] is None:
-        k = k.view(len(k), B, heads, -1).permute(1, 2, 0, 3)
-    else:
-        k = given["static_k"].view(B, heads, -1, E // heads)
-    if given["add_zero_attn"]:
-        k = torch.cat([k, k.new_zeros(B, heads, 1, k.shape[-1])], dim=2)
+
+    def sources(x: Tensor, which: int, extra: Tensor | None, static: Tensor | None) -> Tensor:
+        """Keys or values [B, H, K, D]."""
+        x = _linear(x, matrices[which], _third(biases, which))
+        if extra is not None:
+            x = torch.cat([x, extra.expand(1, B, E)])
+        if static is None:
+            x = x.view(len(x), B, heads, -1).permute(1, 2, 0, 3)
+        else:
+            x = static.view(B, heads, -1, E // heads)
+        if given["add_zero_attn"]:
+            x = torch.cat([x, x.new_zeros(B, heads, 1, x.shape[-1])], dim=2)
+        return x
+
+    k = sources(key, 1, given["bias_k"], given["static_k"])
     K = k.shape[2]
     mask: Tensor | None = None
     for part, shape in (
@@ -279,7 +297,8 @@ def of_multi_head(output: Tensor, *args: Any, **keywords: Any) -> Operands | str
         added = functional.pad(added.view(*shape, part.shape[-1]), (0, K - part.shape[-1]))
         mask = added if mask is None else mask + added
     q = q.view(L, B, heads, -1).permute(1, 2, 0, 3)
-    return Operands(output.transpose(0, 1), q, k, mask)
+    operands = Operands(output, q, k, mask, same_tokens=same_tokens)
+    return _with_averages(operands, sources(value, 2, given["bias_v"], given["static_v"]))
 
 
 def of_native_multi_head(
@@ -304,7 +323,9 @@ def of_native_multi_head(
     if reason := _unreadable(query, key, mask):
         return reason
     q, k = _projected(query, key, num_heads, in_weight, in_bias)
-    return Operands(output, q, k, _may_look(mask, mask_type))
+    same_tokens = is_same_tensor(query, key) or None
+    operands = Operands(output, q, k, _may_look(mask, mask_type), same_tokens=same_tokens)
+    return _with_averages(operands, _values(value, num_heads, in_weight, in_bias))
 
 
 def of_encoder_layer(
@@ -328,7 +349,8 @@ def of_encoder_layer(
         return reason
 
     def normal(x: Tensor) -> Tensor:
-        return functional.layer_norm(x, (embed_dim,), norm_weight, norm_bias, eps)
+        weight, bias = norm_weight.to(x.dtype), norm_bias.to(x.dtype)
+        return functional.layer_norm(x, (embed_dim,), weight, bias, eps)
 
     if source.is_nested:
         return _of_nested(
@@ -336,11 +358,8 @@ def of_encoder_layer(
         )
     x = normal(source) if norm_first else source
     q, k = _projected(x, x, num_heads, in_weight, in_bias)
-    operands = Operands(source, q, k, _may_look(mask, mask_type))
-    # The layer is one function: what its attention returns is computed once more.
-    value = _heads(functional.linear(x, in_weight.chunk(3)[2], _third(in_bias, 2)), num_heads)
-    operands.output = _tokens_first(_averages(operands, value))
-    return operands
+    operands = Operands(source, q, k, _may_look(mask, mask_type), same_tokens=True)
+    return _with_averages(operands, _values(x, num_heads, in_weight, in_bias))
 
 
 def _of_nested(
@@ -357,23 +376,37 @@ def _of_nested(
     x = x if normal is None else normal(x)
     q, k = _projected(x, x, num_heads, in_weight, in_bias)
     real = torch.arange(x.shape[1], device=x.device) < lengths[:, None]
-    operands = Operands(x, q, k, real[:, None, None] & real[:, None, :, None])
-    value = _heads(functional.linear(x, in_weight.chunk(3)[2], _third(in_bias, 2)), num_heads)
-    operands.output = _tokens_first(_averages(operands, value))
-    return operands
+    mask = real[:, None, None] & real[:, None, :, None]
+    operands = Operands(x, q, k, mask, same_tokens=True)
+    return _with_averages(operands, _values(x, num_heads, in_weight, in_bias))
 
 
-def _averages(operands: Operands, value: Tensor) -> Tensor:
+def _with_averages(operands: Operands, value: Tensor) -> Operands:
+    """The call with what its attention returns before the output projection, computed once more."""
     value = value.to(operands.dtype)
-    return torch.cat([operands.rows(a, b) @ value for a, b in operands.blocks()], dim=2)
+    averages = [operands.rows(a, b) @ value for a, b in operands.blocks()]
+    operands.output = _tokens_first(torch.cat(averages, dim=2))
+    return operands
 
 
 def _projected(
     query: Tensor, key: Tensor, heads: int, weight: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    q = functional.linear(query, weight.chunk(3)[0], _third(bias, 0))
-    k = functional.linear(key, weight.chunk(3)[1], _third(bias, 1))
+    q = _linear(query, weight.chunk(3)[0], _third(bias, 0))
+    k = _linear(key, weight.chunk(3)[1], _third(bias, 1))
     return _heads(q, heads), _heads(k, heads)
+
+
+def _values(x: Tensor, heads: int, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return _heads(_linear(x, weight.chunk(3)[2], _third(bias, 2)), heads)
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """A projection in one precision: autocast, off by now, lets inputs and weights differ."""
+    dtype = compute_dtype(torch.promote_types(x.dtype, weight.dtype))
+    return functional.linear(
+        x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    )
 
 
 def _third(bias: Tensor | None, which: int) -> Tensor | None:

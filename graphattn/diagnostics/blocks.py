@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,6 +21,8 @@ _MASKS = {
     "src_key_padding_mask": False,
     "key_padding_mask": False,
 }
+#: the same of the sequence that a decoder writes, where an encoder reads another one
+_DECODER_MASKS = {"tgt_key_padding_mask": False, "decoder_attention_mask": True}
 
 
 def choose_layers(model: nn.Module, layers: Layers) -> dict[str, nn.Module]:
@@ -84,16 +87,76 @@ def holds_attention(module: nn.Module) -> bool:
     )
 
 
-def real_tokens(
+@dataclass(frozen=True)
+class Layout:
+    """How the states of a block are laid out, and which of their tokens are real."""
+
+    name: str
+    tokens_first: bool = False  #: states are [N, B, C]
+    real: Tensor | None = None  #: bool [B, N] or [N]; None: all
+
+    def batch_first(self, x: Tensor) -> Tensor:
+        """States as [B, N, C] or [N, C]."""
+        return x.transpose(0, 1) if self.tokens_first and x.dim() == 3 else x
+
+    def tokens_of(self, x: Tensor, name: str | None = None) -> list[Tensor]:
+        """The real tokens [n, C] of every sequence of the states of the block."""
+        x = self.batch_first(x)
+        x = x[None] if x.dim() == 2 else x
+        if self.real is None:
+            return list(x)
+        real = torch.atleast_2d(self.real).to(x.device)
+        if real.shape != x.shape[:2]:
+            raise ValueError(
+                f"layers must have the tokens that the call's mask is for, {list(real.shape)}, but "
+                f"{self.name if name is None else name!r} has states of shape {list(x.shape)}: "
+                "choose some by name"
+            )
+        return [tokens[own] for tokens, own in zip(x, real, strict=True)]
+
+
+def layouts(
+    model: nn.Module,
+    blocks: dict[str, nn.Module],
+    inputs: tuple[Any, ...],
+    keywords: dict[str, Any],
+) -> dict[str, Layout]:
+    """How every block's states are read in this call of the model."""
+    given, names = _arguments(model, inputs, keywords)
+    config = getattr(model, "config", None)
+    two = getattr(config, "is_encoder_decoder", False) is True
+    two = two or any(mask in names for mask in _DECODER_MASKS)
+    found = {}
+    for name in blocks:
+        if not _decodes(model, name):
+            masks = _MASKS
+        elif two:
+            masks = _DECODER_MASKS
+        else:  # one mask, of both; what is named after the source is not
+            masks = {mask: says for mask, says in _MASKS.items() if not mask.startswith("src_")}
+        found[name] = Layout(name, _tokens_first(model, name), _real(masks, given))
+    return found
+
+
+def _arguments(
     model: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]
-) -> Tensor | None:
-    """Bool [B, N], what a call of the model says of padding; None where it says nothing."""
+) -> tuple[dict[str, Any], set[str]]:
+    """What a call gives by name, and all names that the model takes."""
+    signature = inspect.signature(model.forward)
     try:
-        given = inspect.signature(model.forward).bind_partial(*inputs, **keywords).arguments
+        given = dict(signature.bind_partial(*inputs, **keywords).arguments)
     except TypeError:  # the call itself says what is wrong
-        return None
-    for name, says_real in _MASKS.items():
-        mask = given.get(name, given.get("kwargs", {}).get(name))
+        return {}, set()
+    for name, parameter in signature.parameters.items():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            given |= given.pop(name, {})
+    return given, set(signature.parameters) | set(given)
+
+
+def _real(masks: dict[str, bool], given: dict[str, Any]) -> Tensor | None:
+    """Bool [B, N], what a call of the model says of padding; None where it says nothing."""
+    for name, says_real in masks.items():
+        mask = given.get(name)
         if not isinstance(mask, Tensor) or mask.dim() not in (1, 2):
             continue
         real = mask.bool() if says_real else mask == 0
@@ -103,15 +166,39 @@ def real_tokens(
     return None
 
 
-def tokens_of(x: Tensor, real: Tensor | None, name: str) -> list[Tensor]:
-    """The real tokens [n, C] of every sequence of the states [B, N, C] or [N, C] of a layer."""
-    x = x[None] if x.dim() == 2 else x
-    if real is None:
-        return list(x)
-    real = torch.atleast_2d(real).to(x.device)
-    if real.shape != x.shape[:2]:
-        raise ValueError(
-            f"layers must have the tokens that the call's mask is for, {list(real.shape)}, but "
-            f"{name!r} has states of shape {list(x.shape)}: choose some by name"
-        )
-    return [tokens[own] for tokens, own in zip(x, real, strict=True)]
+def _path(model: nn.Module, name: str) -> list[tuple[nn.Module, str]]:
+    """Every module from the model down to one of a name, each with the name of its child."""
+    found, module = [], model
+    for child in filter(None, name.split(".")):
+        found.append((module, child))
+        module = module.get_submodule(child)
+    return [*found, (module, "")]
+
+
+def _decodes(model: nn.Module, name: str) -> bool:
+    """Whether a block is of a decoder that stands beside an encoder."""
+    path = _path(model, name)
+    for module, child in path:
+        if child in ("encoder", "decoder") and all(
+            isinstance(getattr(module, side, None), nn.Module) for side in ("encoder", "decoder")
+        ):
+            return child == "decoder"
+    decoders = (nn.TransformerDecoder, nn.TransformerDecoderLayer)
+    return any(isinstance(module, decoders) for module, _ in path)
+
+
+def _tokens_first(model: nn.Module, name: str) -> bool:
+    """Whether a block, or torch's layer around it, reads states as [N, B, C]."""
+    path = _path(model, name)
+    for module, child in reversed(path):
+        if isinstance(module, nn.Transformer):
+            return not module.batch_first
+        layer = module
+        if isinstance(module, nn.TransformerEncoder | nn.TransformerDecoder):
+            layer = next(iter(module.layers.children()), module)
+        if child and not isinstance(layer, nn.TransformerEncoderLayer | nn.TransformerDecoderLayer):
+            continue
+        attention = getattr(layer, "self_attn", layer)
+        if isinstance(attention, nn.MultiheadAttention):
+            return not attention.batch_first
+    return False

@@ -35,6 +35,7 @@ class RecordedCall:
     kept: Tensor | None = None
     edges: TokenGraph | None = None
     keep: Keep = "weights"
+    same_tokens: bool | None = None  #: self-attention (True) or not (False); None: not known
 
     @property
     def matrix(self) -> Tensor:
@@ -105,7 +106,9 @@ def of_operands(name: str, call: Operands, token: int, keep: Keep) -> RecordedCa
     seen = call.seen_keys()
     # A cache with room left holds keys that nobody may look at yet.
     ends = int((seen.any(dim=0) * torch.arange(1, K + 1, device=seen.device)).max()) if K else 0
-    same_tokens = max(Q, ends) == Q if K > Q else K == Q
+    # Where nothing says that queries and keys are of the same tokens, a key that nobody may look
+    # at says nothing of the query at its place.
+    same_tokens = bool(call.same_tokens) and (max(Q, ends) == Q if K > Q else K == Q)
     real = seen[:, :Q] if same_tokens else seen.new_ones(B, Q)
     at = seen.long().cumsum(dim=1) == token + 1
     column = (at & seen).long().argmax(dim=1)  # of the token, per sequence
@@ -117,11 +120,12 @@ def of_operands(name: str, call: Operands, token: int, keep: Keep) -> RecordedCa
     sink = torch.zeros(B, H, dtype=call.dtype, device=call.device)
     entropy, rows, asking = sink.clone(), sink.clone(), sink.clone()
     apart, pairs = sink[:, 0].clone(), sink[:, 0].clone()
-    kept = []
+    kept, looking = [], []
     for start, stop in call.blocks():
         weights = call.rows(start, stop).masked_fill(~real[:, None, start:stop, None], 0)
         total = weights.sum(dim=-1)
         counts = total > 0  # [B, H, q]
+        looking.append(counts.any(dim=1))
         on_token = weights.gather(-1, column[:, None, None, None].expand(B, H, stop - start, 1))
         others = counts
         if same_tokens:
@@ -149,10 +153,11 @@ def of_operands(name: str, call: Operands, token: int, keep: Keep) -> RecordedCa
         sink,
         entropy / rows,
         apart / pairs,
-        ranks(output, real),
+        ranks(output, torch.cat(looking, dim=1) if looking else real),
         torch.cat(kept, dim=2) if kept else None,
         None,
         keep,
+        call.same_tokens,
     )
 
 

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from graphattn.diagnostics.arguments import as_model
-from graphattn.diagnostics.blocks import Layers, choose_layers, real_tokens, tokens_of
+from graphattn.diagnostics.blocks import Layers, Layout, choose_layers, layouts
 from graphattn.diagnostics.disabled import disabled_parameters, without_normalization
+from graphattn.diagnostics.evaluating import evaluating
 from graphattn.diagnostics.per_layer import PerLayer
 from graphattn.graphs.arguments import as_choice
 from graphattn.ops.inputs import compute_dtype
@@ -92,8 +93,11 @@ def effective_rank_per_layer(
     normalization disabled" (Figure 14; Figure 12 keeps the normalisation).
 
     Padding counts for nothing where the call says what padding is (``attention_mask``, `valid`,
-    ``src_key_padding_mask``). The model runs in evaluation mode and without gradients. It is left
-    as it was, after an exception too: its parameters are never written.
+    ``src_key_padding_mask``; for a decoder beside an encoder ``decoder_attention_mask``,
+    ``tgt_key_padding_mask``). States of torch's layers are read as their `batch_first` says.
+
+    The model runs in evaluation mode and without gradients. It is left as it was, after an
+    exception too: its parameters are never written.
 
     Args:
         model: any torch model.
@@ -133,38 +137,35 @@ def effective_rank_per_layer(
     parameters = {}
     if weights == "disabled":
         parameters = disabled_parameters(model, chosen, tuple(projections))
-    real = real_tokens(model, inputs, keywords)
+    laid_out = layouts(model, chosen, inputs, keywords)
     rows: list[tuple[str, Tensor]] = []
-    training = [module for module in model.modules() if module.training]
     handles = []
     try:
         for name, layer in chosen.items():
-            handles.append(layer.register_forward_hook(_look(name, rows, method, real)))
+            handles.append(layer.register_forward_hook(_look(name, rows, method, laid_out[name])))
         if normalization == "disabled":
             handles += without_normalization(chosen)
-        model.eval()
-        with torch.no_grad():
+        with evaluating(model):
             functional_call(model, parameters, inputs, keywords)
     finally:
         for handle in handles:
             handle.remove()
-        for module in training:
-            module.training = True
     if not rows:
         raise ValueError("layers must be reached by this call of the model, but none was")
     return PerLayer(torch.stack([rank for _, rank in rows]), tuple(name for name, _ in rows))
 
 
-def _look(name: str, rows: list[tuple[str, Tensor]], method: Method, real: Tensor | None) -> Any:
+def _look(name: str, rows: list[tuple[str, Tensor]], method: Method, layout: Layout) -> Any:
     """A forward hook that adds the mean effective rank of the output to `rows`."""
 
     def hook(_: nn.Module, __: Any, output: Any) -> None:
         if isinstance(output, tuple | list):
             output = next((part for part in output if isinstance(part, Tensor)), output)
-        if real is not None and isinstance(output, Tensor) and output.dim() in (2, 3):
-            sequences = tokens_of(output, real, name)
+        if layout.real is not None and isinstance(output, Tensor) and output.dim() in (2, 3):
+            sequences = layout.tokens_of(output)
             ranks = torch.stack([effective_rank(tokens, method=method) for tokens in sequences])
         else:
+            output = layout.batch_first(output) if isinstance(output, Tensor) else output
             ranks = effective_rank(output, method=method)
         rows.append((name or "model", ranks.mean()))
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -14,8 +14,9 @@ from torch.func import functional_call
 from graphattn.diagnostics.arguments import as_model
 from graphattn.diagnostics.attention_calls import refuse_compiled
 from graphattn.diagnostics.attention_off import without_attention
-from graphattn.diagnostics.blocks import Layers, choose_layers, real_tokens, tokens_of
+from graphattn.diagnostics.blocks import Layers, Layout, choose_layers, layouts
 from graphattn.diagnostics.disabled import disabled_parameters, without_normalization
+from graphattn.diagnostics.evaluating import evaluating
 from graphattn.diagnostics.scaling_in_place import queries_scaled_in_place
 from graphattn.dynamics.scores import participation_ratio
 from graphattn.dynamics.simulate import covariance_spectrum
@@ -75,7 +76,8 @@ def hidden_spectra(
     The eigenvalues of the population covariance of a sequence's tokens, largest first, mean over
     the sequences (Attention Clusters, Figures 9 and 12-15, where there is one sequence). Padding
     is left out where the call says what padding is: ``attention_mask``, `valid` or
-    ``src_key_padding_mask``.
+    ``src_key_padding_mask``; for a decoder beside an encoder ``decoder_attention_mask`` or
+    ``tgt_key_padding_mask``. States of torch's layers are read as their `batch_first` says.
 
     `weights` and `normalization` are those of :func:`effective_rank_per_layer`. `scaling` is that
     of :func:`graphattn.dynamics.simulate`, for models without their weights: the paper's wide
@@ -145,13 +147,14 @@ def hidden_spectra(
         inputs = tuple(map(_copied, inputs))
         keywords = {name: _copied(value) for name, value in keywords.items()}
     rows: list[tuple[str, Tensor]] = []
-    real = real_tokens(model, inputs, keywords)
+    laid_out = layouts(model, blocks, inputs, keywords)
     with ExitStack() as stack:
-        stack.enter_context(_evaluating(model))
+        stack.enter_context(evaluating(model))
         # Inputs are looked at before, and outputs after, whatever else is done to a block.
         for name, block in blocks.items():
-            before = block.register_forward_pre_hook(_look_before(rows, real), with_kwargs=True)
-            after = block.register_forward_hook(_look_after(name, rows, real))
+            layout = laid_out[name]
+            before = block.register_forward_pre_hook(_look_before(rows, layout), with_kwargs=True)
+            after = block.register_forward_hook(_look_after(rows, layout))
             stack.callback(before.remove)
             stack.callback(after.remove)
         if normalization == "disabled":
@@ -200,46 +203,32 @@ def spectra_without_attention(
     return found
 
 
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode without gradients or torch's fused layers, which hooks cannot enter."""
-    training = [module for module in model.modules() if module.training]
-    fused = torch.backends.mha.get_fastpath_enabled()
-    try:
-        model.eval()
-        torch.backends.mha.set_fastpath_enabled(False)
-        with torch.no_grad():
-            yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(fused)
-        for module in training:
-            module.training = True
-
-
 def _copied(value: Any) -> Any:
     is_input = isinstance(value, Tensor) and value.is_floating_point()
     return value.clone() if is_input else value
 
 
-def _look_before(rows: list[tuple[str, Tensor]], real: Tensor | None) -> Any:
+def _look_before(rows: list[tuple[str, Tensor]], layout: Layout) -> Any:
     def hook(_: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         if not rows:
             given = [*args, *keywords.values()]
             x = next((part for part in given if _is_states(part)), None)
             if x is not None:
-                rows.append((INPUT, _spectrum(x, INPUT, real)))
+                rows.append((INPUT, _spectrum(x, INPUT, layout)))
 
     return hook
 
 
-def _look_after(name: str, rows: list[tuple[str, Tensor]], real: Tensor | None) -> Any:
+def _look_after(rows: list[tuple[str, Tensor]], layout: Layout) -> Any:
+    name = layout.name
+
     def hook(_: nn.Module, __: Any, output: Any) -> None:
         if isinstance(output, tuple | list):
             output = next((part for part in output if isinstance(part, Tensor)), output)
         if not _is_states(output):
             got = list(output.shape) if isinstance(output, Tensor) else type(output).__name__
             raise ValueError(f"layers must return states [B, N, C] or [N, C], {name!r} gave {got}")
-        rows.append((name, _spectrum(output, name, real)))
+        rows.append((name, _spectrum(output, name, layout)))
 
     return hook
 
@@ -248,9 +237,9 @@ def _is_states(x: Any) -> bool:
     return isinstance(x, Tensor) and x.is_floating_point() and x.dim() in (2, 3)
 
 
-def _spectrum(x: Tensor, name: str, real: Tensor | None) -> Tensor:
+def _spectrum(x: Tensor, name: str, layout: Layout) -> Tensor:
     """[C], the mean over sequences of :func:`graphattn.dynamics.simulate.covariance_spectrum`."""
-    sequences = tokens_of(x, real, name)
+    sequences = layout.tokens_of(x, name)
     if not all(tokens.isfinite().all() for tokens in sequences):
         raise ValueError(f"states must be finite, those of {name!r} are not")
     return torch.stack([covariance_spectrum(tokens) for tokens in sequences]).mean(dim=0)

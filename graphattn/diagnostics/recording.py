@@ -17,6 +17,7 @@ from graphattn.diagnostics.call_statistics import Keep, RecordedCall, of_edges, 
 from graphattn.diagnostics.per_layer import PerLayer, per_layer
 from graphattn.diagnostics.record import is_attention_layer, listen
 from graphattn.diagnostics.rollout import rollout_of_matrices
+from graphattn.diagnostics.same_tokens import by_name
 from graphattn.graphs.arguments import as_choice, as_int
 
 
@@ -123,9 +124,8 @@ class Recording(Sequence[RecordedCall]):
                 f"{min(beside)!r} stands beside its layer: choose select('.krause'), or "
                 "Recording([call for call in recording if not call.name.endswith('.krause')])"
             )
-        if any(call.shape[2] != call.shape[3] for call in calls) or (
-            len({(call.shape[0], call.shape[2]) for call in calls}) > 1
-        ):
+        crossing = any(c.shape[2] != c.shape[3] or c.same_tokens is False for c in calls)
+        if crossing or (len({(call.shape[0], call.shape[2]) for call in calls}) > 1):
             got = sorted({f"{call.shape[2]} x {call.shape[3]}" for call in calls})
             raise ValueError(
                 "rollout needs calls with the same tokens as queries and keys: choose some with "
@@ -177,9 +177,14 @@ def record(model: nn.Module, *, token: int = 0, keep: Keep = "weights") -> Itera
     cap, sinks and groups of heads, without dropout. With a sink logit (GPT-OSS) rows sum to less
     than 1: what is missing is the sink's.
 
-    Queries that may look at nothing count for nothing, and so do tokens that no query may look at,
-    not even their own: padding. Results, gradients and random numbers are the same to the last bit.
-    A compiled function that calls the model runs as it is written inside the block.
+    Queries that may look at nothing count for nothing. In self-attention nor do tokens that no
+    query may look at, not even their own: padding. A call is self-attention if its queries and keys
+    are one tensor or come from one, if it is causal, or if its module is called so (all attention
+    of transformers that is not called cross-attention). Elsewhere a key that nobody may look at
+    says nothing of a query, and no query is the token of :meth:`Recording.sinks` itself.
+
+    Results, gradients and random numbers are the same to the last bit. A compiled function that
+    calls the model runs as it is written inside the block.
     Only calls in the thread that opened the block are recorded; calls that gradient checkpointing
     repeats in the backward pass are not recorded twice. Blocks may be nested.
 
@@ -255,11 +260,14 @@ class _Recorder(Watcher):
         self.recording.missed = self.missed
         self.token = token
         self.keep = keep
+        self.modules = {self.names[id(module)]: module for module in model.modules()}
 
     def is_own(self, module: nn.Module) -> bool:
         return is_attention_layer(module)
 
     def saw(self, name: str, operands: Operands) -> None:
+        if operands.same_tokens is None:
+            operands.same_tokens = by_name(name, self.modules.get(name))
         self.recording.calls.append(of_operands(name, operands, self.token, self.keep))
 
     def saw_layer(self, name: str, weights: Tensor, output: Tensor, graph: Any) -> None:
