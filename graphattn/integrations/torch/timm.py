@@ -201,6 +201,14 @@ class TimmAttention(nn.Module):
         self, B: int, N: int, attn_mask: Tensor | None, is_causal: bool, device: torch.device
     ) -> list[Seen]:
         places = Places(self.options.graph)
+        graph = self.options.graph
+        if isinstance(graph, TokenGraph) and graph.num_targets != N:
+            raise ValueError(
+                f"graph must have {N} targets and {N} sources, as many as this call has tokens, "
+                f"got {graph.num_targets} and {graph.num_sources}: check grid= (height, width) and "
+                "prefix_tokens= (class token, registers), and give graph= a function where images "
+                "have several sizes"
+            )
         if attn_mask is None:
             return [seen_everywhere(places, N, N, device, causal=is_causal)]
         if is_causal:

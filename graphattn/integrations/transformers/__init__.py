@@ -10,8 +10,16 @@ model = gat.from_pretrained(folder)
 """
 
 from graphattn.integrations.transformers.configure import configure, register
+from graphattn.integrations.transformers.configured import configured
 from graphattn.integrations.transformers.convert import convert
 from graphattn.integrations.transformers.saving import from_pretrained
 from graphattn.integrations.transformers.shortcut import add_krause_shortcut
 
-__all__ = ["add_krause_shortcut", "configure", "convert", "from_pretrained", "register"]
+__all__ = [
+    "add_krause_shortcut",
+    "configure",
+    "configured",
+    "convert",
+    "from_pretrained",
+    "register",
+]

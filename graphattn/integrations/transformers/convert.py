@@ -201,9 +201,8 @@ def checked_family(name: str, module: nn.Module, where: str) -> Family:
     family = family_of(module)
     if family is None:
         raise ValueError(
-            f"convert() does not know how {where} is built: its projections have to stand "
-            f"in graphattn.integrations.transformers.families. Known are {list(FAMILIES)}; "
-            "configure() works for every model"
+            f"convert() does not know how {type(module).__name__} is built; configure() works for "
+            f"it ({where}). convert() knows {', '.join(FAMILIES)}"
         )
     missing = missing_parts(module, family)
     if missing:

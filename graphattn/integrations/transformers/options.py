@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,7 @@ from torch import nn
 
 from graphattn.graphs.arguments import as_float, as_int
 from graphattn.graphs.token_graph import TokenGraph
+from graphattn.integrations.arguments import check_takes_two, numbers_of_layers
 from graphattn.integrations.transformers.modules import attention_modules, is_cross_attention
 
 VERSION = 1  # of config.graphattn
@@ -51,8 +52,10 @@ def checked_options(mixer: Any, window: Any, top_k: Any, sigma: Any, graph: Any)
     if graph is not None and not callable(graph):
         raise ValueError(
             "graph must be a function of (num_targets, num_sources) that returns a TokenGraph, got "
-            f"{type(graph).__name__}: lengths change from call to call"
+            f"{type(graph).__name__}: lengths change from call to call; write graph=lambda "
+            "num_targets, num_sources: graph where the length is fixed"
         )
+    check_takes_two(graph)
     return Options(mixer, window, top_k, sigma, graph)
 
 
@@ -62,19 +65,26 @@ def chosen_layers(model: nn.Module, layers: Any) -> list[int]:
     if count == 0:
         raise ValueError(
             f"model has no module that calls transformers' attention interface: {type(model)} "
-            "cannot be configured"
+            f"cannot be changed, it computes attention in code of its own{_hint(model)}"
         )
     if layers is None:
         return list(range(count))
-    if isinstance(layers, str) or not isinstance(layers, Iterable):
-        layers = [layers]
-    found = sorted({as_int("layers", number, -count) for number in layers})
+    found = sorted(numbers_of_layers(layers))
     for number in found:
-        if number >= count:
-            raise ValueError(f"layers must be within 0 .. {count - 1}, got {number}")
+        if not -count <= number < count:
+            raise ValueError(
+                f"layers must be within {-count} .. {count - 1} (negative from the end), got "
+                f"{number}"
+            )
     if not found:
         raise ValueError("layers must name at least one layer (None for all), got none")
     return sorted({number % count for number in found})
+
+
+def _hint(model: nn.Module) -> str:
+    if not any(isinstance(module, nn.MultiheadAttention) for module in model.modules()):
+        return ""
+    return "; for nn.MultiheadAttention there is graphattn.integrations.torch.convert"
 
 
 def options_of(module: nn.Module) -> Options:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import os
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,14 +38,16 @@ def from_pretrained(
         model_class: the class of the model, or an ``AutoModelFor...``; the first of the config's
             `architectures` if None. With another class the parameters that it has or lacks are
             named by transformers' own warning, as ever.
-        **kwargs: what the class's own ``from_pretrained`` takes (`dtype`, `device_map`, ...).
+        **kwargs: what the class's own ``from_pretrained`` takes (`dtype`, `device_map`, ...),
+            attributes of the config (`num_labels`, ...) included.
 
     Returns:
         The model, in evaluation mode as transformers loads it.
 
     Raises:
         ValueError: if the config holds nothing of graphattn, was written by a newer version, or
-            the weights do not fit what it says.
+            the weights do not fit what it says; for a folder of adapters; for an
+            `attn_implementation` other than "graphattn" where layers were configured.
 
     Example:
         >>> import tempfile
@@ -67,7 +70,13 @@ def from_pretrained(
     if config is None or isinstance(config, str | os.PathLike):
         taken = {name: kwargs[name] for name in HUB if name in kwargs}
         source = directory if config is None else config
-        config = transformers.AutoConfig.from_pretrained(source, **taken)
+        _refuse_adapters(source)
+        names = [name for name in kwargs if name not in (*HUB, *NOT_CONFIG)]
+        others = {name: kwargs.pop(name) for name in names}
+        config, unused = transformers.AutoConfig.from_pretrained(
+            source, **taken, **others, return_unused_kwargs=True
+        )
+        kwargs |= {name: unused[name] for name in names if name in unused}
     steps = steps_of(config)
     if not steps:
         raise ValueError(
@@ -75,7 +84,16 @@ def from_pretrained(
             f"config has no steps under 'graphattn': {_what_else(config)}"
         )
     cls = _class_of(config, model_class, directory, kwargs)
-    kwargs.setdefault("attn_implementation", _implementation(steps))
+    wanted = _implementation(steps)
+    if kwargs.get("attn_implementation") is None:
+        kwargs["attn_implementation"] = wanted
+    elif wanted is not None and kwargs["attn_implementation"] != wanted:
+        raise ValueError(
+            f"attn_implementation must be {wanted!r} (or not given) for a model whose layers were "
+            f"configured, got {kwargs['attn_implementation']!r}, which does not do what "
+            "configure() was told; for a run without it, call "
+            "model.set_attn_implementation() after loading"
+        )
     model, info = _rebuilt(cls, steps, graph).from_pretrained(
         directory, config=config, output_loading_info=True, **kwargs
     )
@@ -110,8 +128,28 @@ CODE = (
     "revision",
     "token",
 )
+# What the model takes itself, though some of it is an attribute of configs as well.
+NOT_CONFIG = (
+    "attn_implementation",
+    "device_map",
+    "distributed_config",
+    "dtype",
+    "experts_implementation",
+    "quantization_config",
+    "torch_dtype",
+)
 FROZEN = "_frozen_by_replay"  # names of what an adapter froze, which loading makes trainable
 WRONG = ("missing_keys", "unexpected_keys", "mismatched_keys")
+
+
+def _refuse_adapters(source: Any) -> None:
+    folder = Path(source)
+    if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
+        raise ValueError(
+            f"directory must hold a whole model, got {str(source)!r}, which holds adapters of PEFT "
+            "alone: make the model as it was before the adapters, with the same calls of this "
+            "package, and load them with peft.PeftModel.from_pretrained(model, directory)"
+        )
 
 
 def _what_else(config: Any) -> str:

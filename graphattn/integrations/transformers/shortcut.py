@@ -58,8 +58,10 @@ def add_krause_shortcut(
     as further heads, so that beams, assisted generation and static caches need nothing else; such a
     cache takes twice the memory.
 
-    The modules are called `krause`, inside the attention layers; no parameter of the model changes
-    its name. `output_attentions` gives the weights of the layer's own attention.
+    The modules are called `krause`, inside the attention layers. With ``lora_rank=None`` no
+    parameter of the model changes its name; with adapters peft renames the projections, as in
+    ``q_proj.base_layer.weight``. `output_attentions` gives the weights of the layer's own
+    attention.
 
     Args:
         model: a language model of transformers, changed in place, before it is given to PEFT.

@@ -30,7 +30,9 @@ def unwrapped(model: Any) -> Any:
         if inner is None:
             raise ValueError(
                 f"model must be a model of transformers with its attention interface (compiled, "
-                f"with adapters of peft, or in DDP or FSDP as well), got {type(model)}"
+                f"with adapters of peft, or in DDP or FSDP as well), got {type(model)}; for "
+                "nn.MultiheadAttention in modules of PyTorch use graphattn.integrations.torch."
+                "convert"
             )
         inside = inner
     return inside
