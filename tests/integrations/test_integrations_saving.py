@@ -281,7 +281,7 @@ def _edited(folder, change):
         (lambda g: g.update(steps="configure"), "must hold a version and steps, each"),
         (lambda g: g.update(steps=[3]), "must hold a version and steps, each"),
         (lambda g: g["steps"][0].update(layers=["x"]), "must hold a version and steps, each"),
-        (lambda g: g["steps"][0].update(layers=[7]), r"layers must be within 0 \.\. 1"),
+        (lambda g: g["steps"][0].update(layers=[7]), r"layers must be within -2 \.\. 1"),
         (lambda g: g["steps"][0].update(call="sing"), "names the step 'sing'"),
         (lambda g: g["steps"][0].update(tempo=3), "tempo"),
         (lambda g: g["steps"][0].update(mixer="waltz"), "mixer must be one of"),
