@@ -395,7 +395,7 @@ class Own(nn.MultiheadAttention):
         (encoder, {"graph": 3}, "graph must be a TokenGraph or a function"),
         (encoder, {"layers": [0, 2]}, r"layers must name some of the 2.*got \[0, 2\]"),
         (encoder, {"layers": []}, "layers must name some of the 2"),
-        (encoder, {"layers": "0"}, "layers must be an integer"),
+        (encoder, {"layers": "0"}, "layers must be numbers"),
     ],
 )
 def test_what_cannot_be_converted_is_refused_and_nothing_changes(module, options, message):
