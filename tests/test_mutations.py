@@ -1562,10 +1562,10 @@ MUTATIONS = [
         ),
     ),
     Mutation(
-        "a mask that changed keeps the graph of before beside the shortcut",
+        "shortcuts of different windows share the graph of a mask",
         "graphattn/integrations/transformers/shortcut_masks.py",
-        "if entry is None or entry[0] != version:",
-        "if entry is None:",
+        'once(mask, ("shortcut", call), ',
+        'once(mask, "shortcut", ',
         (
             "tests/integrations/test_integrations_shortcut.py::test_a_mask_is_looked_at_once_per_forward_and_again_when_it_changes",
         ),

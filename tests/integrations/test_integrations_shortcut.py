@@ -287,6 +287,10 @@ def test_a_mask_is_looked_at_once_per_forward_and_again_when_it_changes():
     mask[..., 2] = False
     assert reach(mask, call) is not first
     assert not reach(mask, call).valid[1][0, 2]
+    assert reach(mask, call._replace(window=2)).start == 0
+    assert reach(mask, call._replace(window=2)).graph != reach(mask, call).graph
+    mask.numpy()[..., 3] = False  # which torch does not count
+    assert not reach(mask, call).valid[1][0, 3]
 
 
 # What is refused.

@@ -20,6 +20,7 @@ from graphattn.graphs.convert import from_edge_index
 from graphattn.graphs.token_graph import TokenGraph
 from graphattn.graphs.windows import causal_window_graph
 from graphattn.integrations.transformers import masks
+from graphattn.integrations.transformers.once import once
 
 
 class Reach(NamedTuple):
@@ -74,13 +75,9 @@ def reach(mask: Any, call: Call) -> Reach:
         return _plain(call, None)
     if is_sketch(mask):
         return _of_sketch(mask, call)
-    if isinstance(mask, Tensor) and mask.is_inference():  # whose writes are not counted
-        return _recognized(dense(mask, call), call)
-    known = _known_of(mask)
-    found = known.get(call)
-    if found is None:
-        found = known[call] = _recognized(dense(mask, call), call)
-    return found
+    if isinstance(mask, Tensor):
+        return once(mask, ("shortcut", call), lambda: _recognized(dense(mask, call), call))
+    return _of_blocks(mask, call)
 
 
 def is_sketch(mask: Any) -> bool:
@@ -159,20 +156,18 @@ def _dense_blocks(mask: Any, B: int, Q: int, K: int) -> Tensor:
     return create_mask(mask.mask_mod, B, 1, Q, K, device=place)
 
 
-# Masks are made once per forward and read by every layer: found once per mask.
+# The blocks of FlexAttention are no tensor: known for as long as they are there.
 _LOCK = threading.Lock()
-_KNOWN: WeakIdKeyDictionary = WeakIdKeyDictionary()
+_KNOWN_BLOCKS: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
-def _known_of(mask: Any) -> dict[Call, Reach]:
-    """What is known of this very mask; forgotten when it goes, or is written to."""
-    version = getattr(mask, "_version", 0)
+def _of_blocks(mask: Any, call: Call) -> Reach:
+    """The graph of a `BlockMask`, once for all layers."""
     with _LOCK:
-        entry = _KNOWN.get(mask)
-        if entry is None or entry[0] != version:
-            entry = version, {}
-            _KNOWN[mask] = entry
-        found: dict[Call, Reach] = entry[1]
+        known: dict[Call, Reach] = _KNOWN_BLOCKS.setdefault(mask, {})
+    found = known.get(call)
+    if found is None:
+        found = known[call] = _recognized(dense(mask, call), call)
     return found
 
 
