@@ -191,10 +191,7 @@ def _kept_seen(
     most: float,
 ) -> Any:
     """:func:`_seen_in_mask` once per mask, with what a float mask adds, whose gradient is live."""
-    fixed, graph = mask.detach() if mask.requires_grad else mask, None
-    if graph_of is not None:
-        fixed = fixed[..., : num_places(fixed, num_targets)]
-        graph = configured_graph(graph_of, num_targets, fixed.shape[-1])
+    fixed, graph = without_room(mask, num_targets, graph_of)
     options = "seen", batch, num_targets, band, id(graph_of), most
     seen = once(
         fixed, options, lambda: _seen_in_mask(fixed, num_targets, band, graph, most), graph=graph
@@ -236,10 +233,20 @@ def read_mask(mask: Tensor) -> tuple[Tensor, Tensor | None]:
     return seen, mask.masked_fill(~seen, 0)
 
 
-def num_places(mask: Tensor, num_targets: int) -> int:
-    """The keys up to the last query's own: a static cache has room beyond it."""
+def without_room(
+    mask: Tensor, num_targets: int, graph_of: GraphOf | None
+) -> tuple[Tensor, TokenGraph | None]:
+    """A mask without its gradient, and the configured graph of its tokens.
+
+    Where there is a graph, the mask ends with the last query's own key: a static cache has room
+    beyond it, of which a graph knows nothing.
+    """
+    mask = mask.detach() if mask.requires_grad else mask
+    if graph_of is None:
+        return mask, None
     seen = read_mask(mask)[0].any(1).expand(-1, num_targets, -1)
-    return int(own_places(seen).max()) + 1
+    num_tokens = int(own_places(seen).max()) + 1
+    return mask[..., :num_tokens], configured_graph(graph_of, num_targets, num_tokens)
 
 
 def _seen_in_mask(

@@ -14,9 +14,9 @@ from graphattn.integrations.transformers.edges import (
     configured_graph,
     dense,
     in_band,
-    num_places,
     own_places,
     read_mask,
+    without_room,
 )
 from graphattn.integrations.transformers.once import once
 from graphattn.integrations.transformers.options import GraphOf
@@ -64,10 +64,7 @@ def _kept_pairs(
     mask: Tensor, num_targets: int, band: Band | None, graph_of: GraphOf | None
 ) -> Pairs:
     """:func:`_pairs` once per mask, with what a float mask adds, whose gradient is live."""
-    fixed, graph = mask.detach() if mask.requires_grad else mask, None
-    if graph_of is not None:
-        fixed = fixed[..., : num_places(fixed, num_targets)]
-        graph = configured_graph(graph_of, num_targets, fixed.shape[-1])
+    fixed, graph = without_room(mask, num_targets, graph_of)
     options = "pairs", num_targets, band, id(graph_of)
     pairs = once(fixed, options, lambda: _pairs(fixed, num_targets, band, graph), graph=graph)
     if pairs.bias is None:
