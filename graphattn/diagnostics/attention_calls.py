@@ -36,9 +36,9 @@ from graphattn.diagnostics.attention_operands import (
 from graphattn.diagnostics.converted_calls import (
     OperandsOf,
     converted_doors,
-    evaluating,
     mask_of_sketch,
 )
+from graphattn.diagnostics.evaluating import dropout_off
 from graphattn.diagnostics.same_tokens import is_same_tensor
 
 _LOOKS_LIKE_ATTENTION = re.compile("attention|attn", re.IGNORECASE)
@@ -446,7 +446,7 @@ def _watched_interface(function: Any, is_eager: bool) -> Any:
                 return f"{kind} does not say its weights"
             weights = answer[1]
             if module.training or kw.get("dropout"):
-                with evaluating(module):
+                with dropout_off(module):
                     weights = call(dropout=0.0)[1]
             if weights is None:
                 return "its attention function gives no weights"

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from graphattn.diagnostics.attention_operands import Operands
+from graphattn.diagnostics.evaluating import dropout_off
 
 #: (the function itself, its output, its arguments) -> what the call was made of
 OperandsOf = Callable[..., Operands]
@@ -66,7 +66,7 @@ def _of_mixer(
     call: Any,
 ) -> Operands:
     """``graphattn.integrations.transformers.mixers.Attention.attend``: values are [B, Hk, K, D]."""
-    with evaluating(module):  # its dropout is no part of the weights
+    with dropout_off(module):  # its dropout is no part of the weights
         weights = attend(module, query, key, _one_hot(value, 2), hidden, call)
     return Operands(output, weights=weights.transpose(1, 2), mask=mask_of_sketch(call.mask))
 
@@ -112,16 +112,3 @@ def mask_of_sketch(mask: Tensor | None) -> Tensor | None:
         return mask
     valid: Tensor | None = masks.read_sketch(mask)[1]
     return None if valid is None else valid[:, None, None]
-
-
-@contextmanager
-def evaluating(module: nn.Module) -> Iterator[None]:
-    """All dropout of a module off."""
-    training = [part for part in module.modules() if part.training]
-    try:
-        for part in training:
-            part.training = False
-        yield
-    finally:
-        for part in training:
-            part.training = True

@@ -10,16 +10,24 @@ from torch import nn
 
 
 @contextmanager
+def dropout_off(module: nn.Module) -> Iterator[None]:
+    """Evaluation mode, after which every part is as it was."""
+    training = [part for part in module.modules() if part.training]
+    try:
+        module.eval()
+        yield
+    finally:
+        for part in training:
+            part.training = True
+
+
+@contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Evaluation mode without gradients or torch's fused layers, which hooks cannot enter."""
-    training = [module for module in model.modules() if module.training]
     fused = torch.backends.mha.get_fastpath_enabled()
     try:
-        model.eval()
         torch.backends.mha.set_fastpath_enabled(False)
-        with torch.no_grad():
+        with dropout_off(model), torch.no_grad():
             yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fused)
-        for module in training:
-            module.training = True
