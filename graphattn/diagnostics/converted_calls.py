@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from graphattn.diagnostics.attention_operands import Operands
 from graphattn.diagnostics.evaluating import dropout_off
+from graphattn.diagnostics.same_tokens import are_parts_of_one
 
 #: (the function itself, its output, its arguments) -> what the call was made of
 OperandsOf = Callable[..., Operands]
@@ -52,7 +53,12 @@ def _of_torch(
         edges = valid.new_ones(1, what.graph.num_edges, 1)
         pairs = what.dense(edges, B)
         allowed.append(pairs if what.packed else pairs & valid[:, None, None])
-    return Operands(output[0], weights=weights, mask=torch.cat(allowed, dim=1))
+    return Operands(
+        output[0],
+        weights=weights,
+        mask=torch.cat(allowed, dim=1),
+        same_tokens=are_parts_of_one(q, k) or None,
+    )
 
 
 def _of_mixer(

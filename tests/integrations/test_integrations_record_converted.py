@@ -261,3 +261,28 @@ def test_attention_switched_off_brings_nothing_shortcut_included(kind, layers):
         expected = ga.diagnostics.hidden_spectra(other, layers=layers, **inputs)
         torch.testing.assert_close(found[name].spectra, expected.spectra, rtol=1e-6, atol=1e-9)
         assert not torch.allclose(found["none"].spectra[-1], expected.spectra[-1])
+
+
+def test_padded_queries_of_a_converted_multihead_attention_do_not_count_whatever_its_name():
+    """Its queries and keys are parts of one product: the same tokens."""
+    from torch import nn
+
+    from graphattn.integrations import torch as gtorch
+
+    class Mixing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.mixing = nn.MultiheadAttention(32, H, batch_first=True)
+
+        def forward(self, x, padding):
+            return self.mixing(x, x, x, key_padding_mask=padding, need_weights=False)[0]
+
+    torch.manual_seed(0)
+    model = gtorch.convert(Mixing(), window=3).double().eval()
+    x, padding = torch.randn(1, 9, 32, dtype=torch.float64), torch.arange(9)[None] >= 6
+    with torch.no_grad(), ga.diagnostics.record(model) as padded:
+        model(x, padding)
+    with torch.no_grad(), ga.diagnostics.record(model) as alone:
+        model(x[:, :6], padding[:, :6])
+    torch.testing.assert_close(padded[0].entropy, alone[0].entropy, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(padded.rollout()[:, :6, :6], alone.rollout(), rtol=1e-9, atol=1e-12)

@@ -351,3 +351,25 @@ def test_compiled_models_compute_the_same(padded):
         given = {"attention_mask": mask if padded else None}
         found, expected = logits_of(compiled, tokens, **given), logits_of(model, tokens, **given)
         torch.testing.assert_close(found[mask.bool()], expected[mask.bool()], rtol=1e-5, atol=1e-5)
+
+
+def test_merged_adapters_are_not_saved_beside_the_weights_that_hold_them(tmp_path):
+    """Loading would add them a second time."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    model, tokens = tiny_model("Llama"), tokens_of()
+    gat.add_krause_shortcut(model, window=8, top_k=3, lora_rank=4)
+    disturb(model)
+    expected = logits_of(model, tokens)
+    adapted = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+    for module in adapted:
+        module.merge()
+    torch.testing.assert_close(logits_of(model, tokens), expected, rtol=1e-4, atol=1e-5)
+    with pytest.raises(ValueError, match=r"merged into its weights.*q_proj"):
+        model.save_pretrained(tmp_path)
+    assert not list(tmp_path.iterdir())
+    for module in adapted:
+        module.unmerge()
+    model.save_pretrained(tmp_path)
+    again = gat.from_pretrained(tmp_path)
+    torch.testing.assert_close(logits_of(again, tokens), expected, rtol=1e-4, atol=1e-5)

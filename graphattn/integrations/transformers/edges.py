@@ -328,7 +328,8 @@ def configured_graph(graph_of: GraphOf, num_targets: int, num_sources: int) -> T
         return _last_rows(graph, num_targets)
     raise ValueError(
         f"graph({num_targets}, {num_sources}) must have {num_targets} targets (or {num_sources}, "
-        f"of which the last are taken) and {num_sources} sources, got {sizes[0]} and {sizes[1]}"
+        f"of which the last are taken) and {num_sources} sources, got {sizes[0]} and {sizes[1]}: "
+        "build it from num_sources, the number of all tokens so far"
     )
 
 

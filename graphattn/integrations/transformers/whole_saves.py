@@ -24,7 +24,11 @@ def save_pretrained(model: Any, save_directory: Any, *args: Any, **kwargs: Any) 
 
     With `push_to_hub`, with `distributed_checkpoint`, and in processes that do not write, it is
     the class's own save.
+
+    Raises:
+        ValueError: where adapters are merged into the weights: files would hold them twice.
     """
+    _refuse_merged(model)
     save = type(model).save_pretrained
     given = inspect.signature(save).bind(model, save_directory, *args, **kwargs)
     given.apply_defaults()
@@ -50,6 +54,17 @@ def save_pretrained(model: Any, save_directory: Any, *args: Any, **kwargs: Any) 
                 path.rmdir()
         raise
     return result
+
+
+def _refuse_merged(model: Any) -> None:
+    """Merged adapters lie in the weights and beside them: loading would add them again."""
+    for name, module in model.named_modules():
+        if getattr(module, "merged_adapters", None):
+            raise ValueError(
+                "model must not be saved while adapters are merged into its weights, got "
+                f"{module.merged_adapters} merged in {name}: call unmerge() of such layers first, "
+                "or make a model without adapters by PeftModel.merge_and_unload()"
+            )
 
 
 def _move(hidden: Path, folder: Path) -> None:
