@@ -335,11 +335,16 @@ def test_an_interrupted_save_leaves_the_last_good_one(tmp_path, monkeypatch, err
     assert_same(model, gat.from_pretrained(folder))
 
 
-def test_an_error_while_files_are_moved_puts_them_back(tmp_path, monkeypatch):
+@pytest.mark.parametrize("size", ["5KB", "10KB"])
+def test_an_error_while_files_are_moved_puts_them_back(tmp_path, monkeypatch, size):
+    """Files of other names, and of the same ones."""
     model = configured()
     model.save_pretrained(tmp_path, max_shard_size="10KB")
     before = {name: (tmp_path / name).read_bytes() for name in files(tmp_path)}
     other = configured(mixer="rbf")
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.add_(1)
     replace = os.replace
     for good in range(4):
         calls = iter(range(100))
@@ -352,7 +357,7 @@ def test_an_error_while_files_are_moved_puts_them_back(tmp_path, monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(os, "replace", failing)
             with pytest.raises(KeyboardInterrupt):
-                other.save_pretrained(tmp_path, max_shard_size="5KB")
+                other.save_pretrained(tmp_path, max_shard_size=size)
         assert {name: (tmp_path / name).read_bytes() for name in files(tmp_path)} == before
     assert_same(model, gat.from_pretrained(tmp_path))
 
