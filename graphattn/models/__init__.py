@@ -1,5 +1,7 @@
 """Whole models made of the layers."""
 
 from graphattn.models.encoder import SequenceEncoder
+from graphattn.models.mixers import top_k_schedule
+from graphattn.models.presets import Preset, presets
 
-__all__ = ["SequenceEncoder"]
+__all__ = ["Preset", "SequenceEncoder", "presets", "top_k_schedule"]
