@@ -123,10 +123,17 @@ class BlockStack(Configured, nn.Module):
             out: Tensor = block(x, graph, **given)
             return out
 
-        def call(x: Tensor) -> Any:
-            return block(x, graph, **given)
+        # A reentrant checkpoint gives gradients to its arguments, and only if one wants some.
+        learned = {
+            name: t for name, t in given.items() if isinstance(t, Tensor) and t.requires_grad
+        }
+        if not x.requires_grad and any(p.requires_grad for p in block.parameters()):
+            x = x.detach().requires_grad_()
 
-        found: Tensor = checkpoint(call, x, **self._checkpointing)
+        def call(x: Tensor, *tensors: Tensor) -> Any:
+            return block(x, graph, **{**given, **dict(zip(learned, tensors, strict=True))})
+
+        found: Tensor = checkpoint(call, x, *learned.values(), **self._checkpointing)
         return found
 
     def _of_blocks(self, of_edges: dict[str, Any]) -> list[dict[str, Any]]:
