@@ -342,6 +342,34 @@ def graph(
 
 
 @app.command()
+def models(
+    name: Annotated[
+        str | None,
+        typer.Argument(
+            help="One of the list: shows its arguments, and what every layer sees.",
+            show_default=False,
+        ),
+    ] = None,
+    tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Length of a sequence for which layers are shown. Default: 512.",
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
+    """List the models that have a name, with their sizes, or show what one is made of."""
+    from graphattn.cli.models import run_models
+
+    try:
+        run_models(name, tokens, _console())
+    except (ImportError, ValueError, OSError) as error:
+        typer.echo(f"graphattn: {error}", err=True)
+        raise typer.Exit(2) from None
+
+
+@app.command()
 def verify(
     size: Annotated[str, typer.Option(help="small (a minute) or full (some minutes).")] = "small",
     json: Annotated[

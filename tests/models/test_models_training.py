@@ -81,17 +81,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     return found
 
 
-def same(a: Any, b: Any) -> bool:
-    """Whether two nests of tensors agree to the last bit."""
-    if isinstance(a, torch.Tensor):
-        return torch.equal(a, b)
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
-    if isinstance(a, list | tuple):
-        return len(a) == len(b) and all(map(same, a, b))
-    return bool(a == b)
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("name", zoo.ZOO)
 def test_twenty_steps_of_training_lower_the_loss(name: str, runs: dict[str, Any]) -> None:
@@ -104,9 +93,9 @@ def test_twenty_steps_of_training_lower_the_loss(name: str, runs: dict[str, Any]
 def test_a_run_goes_on_in_another_process_bit_by_bit(name: str, runs: dict[str, Any]) -> None:
     here, there = runs[name], runs[name]["continued"]
     assert there["losses"] == here["losses"]
-    assert same(there["weights"], here["weights"])
-    assert same(there["optimizer"], here["optimizer"])
-    assert same(there["random"], here["random"])
+    assert zoo.same(there["weights"], here["weights"])
+    assert zoo.same(there["optimizer"], here["optimizer"])
+    assert zoo.same(there["random"], here["random"])
 
 
 # Two processes.

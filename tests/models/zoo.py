@@ -18,6 +18,11 @@ import graphattn as ga
 VOCABULARY = 13
 
 
+def is_real(value: Any) -> bool:
+    """Whether a dtype is to be chosen."""
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
 class Batch(NamedTuple):
     """A call of a model and what it is to answer; every tensor has the examples first."""
 
@@ -37,10 +42,17 @@ class Batch(NamedTuple):
 
     def to(self, dtype: torch.dtype) -> Batch:
         """With floating-point inputs in a dtype."""
+        return self._with(lambda x: x.to(dtype) if is_real(x) else x)
+
+    def on(self, device: str) -> Batch:
+        """On a device."""
+        return self._with(lambda x: x.to(device))
+
+    def _with(self, change: Callable[[Any], Any]) -> Batch:
+        kinds = Tensor | ga.TokenGraph
 
         def own(value: Any) -> Any:
-            is_real = isinstance(value, Tensor) and value.is_floating_point()
-            return value.to(dtype) if is_real else value
+            return change(value) if isinstance(value, kinds) else value
 
         keywords = {name: own(value) for name, value in self.keywords.items()}
         return Batch(tuple(map(own, self.inputs)), keywords, self.target)
@@ -132,3 +144,14 @@ ZOO: dict[str, Model] = {
 def blocks_of(model: nn.Module) -> list[nn.Module]:
     """All blocks of a model, those of stages included."""
     return [module for module in model.modules() if isinstance(module, ga.nn.PreNormBlock)]
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether two nests of tensors agree to the last bit."""
+    if isinstance(a, Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(same, a, b))
+    return bool(a == b)
