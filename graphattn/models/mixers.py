@@ -20,11 +20,12 @@ from graphattn.nn import (
     DotProductAttention,
     GaussianKernelAttention,
     KrauseAttention,
+    LinearAttention,
     SelfConsensus,
 )
 from graphattn.nn.rotary import RotaryEmbedding
 
-MixerName = Literal["dot", "dot-window", "vlt", "gka", "krause", "consensus"]
+MixerName = Literal["dot", "dot-window", "vlt", "linear", "gka", "krause", "consensus"]
 Halves = Literal["mix", "gka-consensus", "krause-consensus"]
 Mixer = MixerName | Halves | Sequence[MixerName | nn.Module]
 Reach = Literal["all", "window", "near"]
@@ -57,6 +58,7 @@ KINDS: dict[str, Kind] = {
     "dot": Kind(DotProductAttention),
     "dot-window": Kind(DotProductAttention, "window"),
     "vlt": Kind(DotProductAttention, "all", (("value_projection", False), ("kv_heads", None))),
+    "linear": Kind(LinearAttention),
     "gka": Kind(GaussianKernelAttention),
     "krause": Kind(KrauseAttention, "window"),
     "consensus": Kind(SelfConsensus, "near"),
