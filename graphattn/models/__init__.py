@@ -1,7 +1,17 @@
 """Whole models made of the layers."""
 
+from graphattn.models.causal_lm import CausalLM
 from graphattn.models.encoder import SequenceEncoder
 from graphattn.models.mixers import top_k_schedule
+from graphattn.models.operations import TrainingOperations, training_operations
 from graphattn.models.presets import Preset, presets
 
-__all__ = ["Preset", "SequenceEncoder", "presets", "top_k_schedule"]
+__all__ = [
+    "CausalLM",
+    "Preset",
+    "SequenceEncoder",
+    "TrainingOperations",
+    "presets",
+    "top_k_schedule",
+    "training_operations",
+]

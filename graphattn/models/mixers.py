@@ -117,6 +117,13 @@ def mixers(
     )
 
 
+def options_taken(mixer: Any, depth: int, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of `options` that some named layer of a model takes."""
+    named = [entry for entry in one_per_block(mixer, depth) if isinstance(entry, str)]
+    taken = {option for name in named for option in KINDS[name].options}
+    return {option: value for option, value in options.items() if option in taken}
+
+
 def one_per_block(mixer: Any, depth: int) -> list[Any]:
     """The mixer of every block, from its short form."""
     if not isinstance(mixer, list | tuple | nn.ModuleList):

@@ -23,7 +23,89 @@ class Preset:
     about: str
 
 
-_PRESETS: dict[str, Preset] = {}
+# The language model of the GKA paper, Section 5 (nanochat's of depth 20): no biases, norms without
+# weights, head and embedding apart. Its value embeddings, a logit softcap and the norm of queries
+# and keys in the baseline are nanochat's, not the paper's, and are not here.
+_DEPTH_20: dict[str, Any] = {
+    "vocab_size": 32_768,
+    "dim": 1280,
+    "depth": 20,
+    "heads": 10,
+    "window": (1024, 2048),
+    "window_pattern": "SSSL",
+    "norm": "rms",
+    "norm_affine": False,
+    "activation": "relu2",
+    "bias": False,
+}
+
+_PRESETS: dict[str, Preset] = {
+    # CausalLM
+    "gka-d20": Preset(
+        "CausalLM",
+        {**_DEPTH_20, "mixer": "gka", "mixer_options": {"normalize": True}},
+        "language model of the GKA paper, 378.8 M parameters (Table 8)",
+    ),
+    "nanochat-d20": Preset(
+        "CausalLM",
+        {**_DEPTH_20, "mixer": "dot"},
+        "its baseline, 477.1 M parameters; the paper's has 419.4 M value embeddings more (Table 8)",
+    ),
+    # Krause's image models. The paper does not say how many heads, nor how positions are told:
+    # heads of 32 and 64 features and rotary positions are a choice.
+    "krause-mnist": Preset(
+        "CausalLM",
+        {
+            "vocab_size": 257,
+            "dim": 256,
+            "depth": 12,
+            "heads": 8,
+            "mixer": "krause",
+            "mixer_options": {"top_k": 96, "init_sigma": 2.5},
+            "window": 128,
+        },
+        "MNIST pixel by pixel, 784 of 256 grey levels and a start token 256 (Krause paper)",
+    ),
+    "krause-cifar10": Preset(
+        "CausalLM",
+        {
+            "vocab_size": 257,
+            "dim": 512,
+            "depth": 16,
+            "heads": 8,
+            "mixer": "krause",
+            "mixer_options": {"top_k": 192, "init_sigma": 2.5},
+            "window": 256,
+        },
+        "CIFAR-10 value by value, 3,072 of 256 levels and a start token 256 (Krause paper)",
+    ),
+    "text-1m": Preset(
+        "CausalLM",
+        {
+            "vocab_size": 256,
+            "dim": 128,
+            "depth": 5,
+            "heads": 4,
+            "window": 256,
+            "tie_weights": True,
+        },
+        "1.0 M parameters for bytes or characters, on a laptop",
+    ),
+    "dna-1m": Preset(
+        "CausalLM",
+        {
+            "vocab_size": 5,
+            "dim": 128,
+            "depth": 5,
+            "heads": 4,
+            "window": (64, 1024),
+            "window_pattern": "SL",
+            "tie_weights": True,
+        },
+        "1.0 M parameters for nucleotides (NucleotideTokenizer), on a laptop",
+    ),
+    # end of CausalLM
+}
 
 
 def presets() -> dict[str, Preset]:
@@ -33,8 +115,8 @@ def presets() -> dict[str, Preset]:
 
     Example:
         >>> import graphattn as ga
-        >>> sorted({preset.model for preset in ga.models.presets().values()})
-        []
+        >>> ga.models.presets()["gka-d20"].about
+        'language model of the GKA paper, 378.8 M parameters (Table 8)'
     """
     return dict(_PRESETS)
 

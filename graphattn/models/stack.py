@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from graphattn.graphs import TokenGraph
+from graphattn.models.mixers import options_taken
 from graphattn.models.presets import preset
 from graphattn.nn.attention import GraphAttention
 from graphattn.nn.config import Configured
@@ -41,13 +42,19 @@ class BlockStack(Configured, nn.Module):
 
         Args:
             name: one of :func:`graphattn.models.presets`.
-            changes: arguments of the constructor that replace those of the preset.
+            changes: arguments of the constructor that replace those of the preset. Of its
+                `mixer_options` another `mixer` keeps those that it has.
 
         Raises:
             ValueError: for an unknown name, or one of another class.
             TypeError: for an argument that the class does not have.
         """
-        return cls(**{**preset(name, cls.__name__), **changes})
+        arguments = {**preset(name, cls.__name__), **changes}
+        if "mixer" in changes and "mixer_options" in arguments and "mixer_options" not in changes:
+            arguments["mixer_options"] = options_taken(
+                arguments["mixer"], arguments["depth"], arguments["mixer_options"]
+            )
+        return cls(**arguments)
 
     def num_parameters(self, only_trainable: bool = False) -> int:
         """Return the number of parameters; a parameter of two names counts once.
