@@ -41,13 +41,14 @@ class BlockStack(Configured, nn.Module):
 
         Args:
             name: one of :func:`graphattn.models.presets`.
-            changes: arguments of the constructor that replace those of the preset.
+            changes: arguments of the constructor that replace those of the preset. A `mixer` brings
+                along what the preset holds for it, such as windows.
 
         Raises:
             ValueError: for an unknown name, or one of another class.
             TypeError: for an argument that the class does not have.
         """
-        return cls(**{**preset(name, cls.__name__), **changes})
+        return cls(**{**preset(name, cls.__name__, changes.get("mixer")), **changes})
 
     def num_parameters(self, only_trainable: bool = False) -> int:
         """Return the number of parameters; a parameter of two names counts once.
