@@ -42,14 +42,15 @@ class BlockStack(Configured, nn.Module):
 
         Args:
             name: one of :func:`graphattn.models.presets`.
-            changes: arguments of the constructor that replace those of the preset. Of its
-                `mixer_options` another `mixer` keeps those that it has.
+            changes: arguments of the constructor that replace those of the preset. A `mixer` brings
+                along what the preset holds for it, such as windows, and keeps those of its
+                `mixer_options` that it has.
 
         Raises:
             ValueError: for an unknown name, or one of another class.
             TypeError: for an argument that the class does not have.
         """
-        arguments = {**preset(name, cls.__name__), **changes}
+        arguments = {**preset(name, cls.__name__, changes.get("mixer")), **changes}
         if "mixer" in changes and "mixer_options" in arguments and "mixer_options" not in changes:
             arguments["mixer_options"] = options_taken(
                 arguments["mixer"], arguments["depth"], arguments["mixer_options"]
