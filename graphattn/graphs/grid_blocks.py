@@ -146,16 +146,18 @@ def block_order(grid: GridBlocks, device: torch.device) -> BlockOrder:
         tensor([0, 1, 4, 5, 2, 3, 6, 7])
     """
     down, across = (_runs(axis) for axis in grid.axes)
-    blocks, found, start = [], [torch.empty(0, dtype=torch.int64)], 0
+    blocks, found, start = [], [], 0
     for height, tops in down.items():
         for width, lefts in across.items():
-            y = torch.tensor(tops)[:, None, None, None] + torch.arange(height)[:, None]
-            x = torch.tensor(lefts)[:, None, None] + torch.arange(width)
+            y = torch.tensor(tops, device=device)[:, None, None, None]
+            y = y + torch.arange(height, device=device)[:, None]
+            x = torch.tensor(lefts, device=device)[:, None, None]
+            x = x + torch.arange(width, device=device)
             tokens = (y * grid.width + x).flatten()  # [down, across, height, width]
             blocks.append(EqualBlocks(height, width, start, len(tops) * len(lefts)))
             found.append(tokens)
             start += len(tokens)
-    tokens = torch.cat(found).to(device)
+    tokens = torch.cat(found)
     return BlockOrder(tuple(blocks), tokens, tokens.argsort())
 
 

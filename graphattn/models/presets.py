@@ -25,6 +25,35 @@ class Preset:
 
 _PRESETS: dict[str, Preset] = {}
 
+# SwinTransformer: Liu et al. (2021), Section 3.3; stochastic depth as trained on ImageNet-1K
+# (Appendix A2.1).
+
+
+def _swin(size: str, dim: int, depths: tuple[int, ...], drop_path: float, **other: Any) -> Preset:
+    arguments = {
+        "image_size": 224,
+        "patch_size": 4,
+        "num_classes": 1000,
+        "dim": dim,
+        "depths": depths,
+        "heads": tuple(dim * 2**stage // 32 for stage in range(4)),
+        "window_size": 7,
+        "drop_path": drop_path,
+        **other,
+    }
+    pixels, classes = arguments["image_size"], arguments["num_classes"]
+    about = f"Swin-{size}: {pixels} pixels, patches of 4, {classes:,} classes"
+    return Preset("SwinTransformer", arguments, about)
+
+
+_CIFAR = {"image_size": 32, "num_classes": 10, "window_size": 4}
+_PRESETS |= {
+    "swin-tiny": _swin("T", 96, (2, 2, 6, 2), 0.2),
+    "swin-small": _swin("S", 96, (2, 2, 18, 2), 0.3),
+    "swin-base": _swin("B", 128, (2, 2, 18, 2), 0.5),
+    "swin-small-cifar": _swin("S", 96, (2, 2, 18, 2), 0.3, **_CIFAR),
+}
+
 
 def presets() -> dict[str, Preset]:
     """Return all presets by name, in the order of the models.
@@ -33,8 +62,8 @@ def presets() -> dict[str, Preset]:
 
     Example:
         >>> import graphattn as ga
-        >>> sorted({preset.model for preset in ga.models.presets().values()})
-        []
+        >>> ga.models.presets()["swin-tiny"].model
+        'SwinTransformer'
     """
     return dict(_PRESETS)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import lru_cache
 from typing import Any, ClassVar, Self
 
 import torch
@@ -11,12 +10,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from graphattn.graphs import TokenGraph
-from graphattn.graphs.arguments import as_float, as_int
+from graphattn.graphs.arguments import as_int
 from graphattn.models.mixers import Mixer, mixers
 from graphattn.models.stack import BlockStack, Graphs
 from graphattn.models.swin_parts import PatchMerging, WindowBlock, stage_graph
 from graphattn.nn.attention import GraphAttention
-from graphattn.nn.graph_layer import GraphLayer
 from graphattn.ops.dropout import as_share
 
 Size = int | Sequence[int]
@@ -42,7 +40,7 @@ class SwinTransformer(BlockStack):
         image_size: of the images, in pixels: one number or (height, width). It decides how large
             the tables of biases are, and is what :meth:`graphs` shows.
         patch_size: pixels of a patch along each axis.
-        num_classes: number of logits.
+        num_classes: of the head; 0 for none: the output are then the pooled features.
         dim: width of the first stage; every stage doubles it.
         depths: number of blocks of every stage.
         heads: heads of every stage; each divides the stage's width.
@@ -77,9 +75,9 @@ class SwinTransformer(BlockStack):
         >>> for graph in model.graphs():
         ...     print(graph)
         TokenGraph(num_tokens=256, num_edges=4096, structure=GridBlocks)
-        TokenGraph(num_tokens=256, num_edges=4096, structure=GridBlocks)
+        TokenGraph(num_tokens=256, num_edges=3136, structure=GridBlocks)
         TokenGraph(num_tokens=64, num_edges=1024, structure=GridBlocks)
-        TokenGraph(num_tokens=64, num_edges=1024, structure=GridBlocks)
+        TokenGraph(num_tokens=64, num_edges=576, structure=GridBlocks)
     """
 
     options_of_parts: ClassVar = frozenset({"heads", "mixer_options"})
@@ -104,7 +102,7 @@ class SwinTransformer(BlockStack):
         super().__init__()
         self.image_size = _as_size(image_size)
         self.patch_size = as_int("patch_size", patch_size, 1)
-        self.num_classes = as_int("num_classes", num_classes, 1)
+        self.num_classes = as_int("num_classes", num_classes, 0)
         self.window_size = as_int("window_size", window_size, 1)
         self.channels = as_int("channels", channels, 1)
         dim = as_int("dim", dim, 1)
@@ -116,49 +114,51 @@ class SwinTransformer(BlockStack):
         last = as_share("drop_path", drop_path)
         self.patches = nn.Conv2d(self.channels, dim, self.patch_size, stride=self.patch_size)
         self.patch_norm = nn.LayerNorm(dim)
-        self.dropout = nn.Dropout(as_float("dropout", dropout, positive=False))
+        self.dropout = nn.Dropout(as_share("dropout", dropout))
         self.blocks = nn.ModuleList()
         stage_of = [stage for stage, depth in enumerate(self.depths) for _ in range(depth)]
         widths = [dim * 2**stage for stage in stage_of]
         layers = mixers(
             mixer, len(stage_of), widths, [heads[s] for s in stage_of], options=mixer_options
         )
-        sizes = self._windows(self.image_size)
+        self.windows = [min(self.window_size, *grid) for grid in self.grids()]
         for place, (layer, _) in enumerate(layers):
-            self.blocks.append(
-                WindowBlock(
-                    layer,
-                    sizes[stage_of[place]] - 1 if _takes_bias(layer) else None,
-                    mlp_ratio=mlp_ratio,
-                    dropout=dropout,
-                    drop_path=last * place / max(len(stage_of) - 1, 1),
-                )
-            )
+            reach = self.windows[stage_of[place]] - 1
+            rate = last * place / max(len(stage_of) - 1, 1)
+            options = {"mlp_ratio": mlp_ratio, "dropout": dropout, "drop_path": rate}
+            takes_bias = isinstance(layer, GraphAttention)
+            self.blocks.append(WindowBlock(layer, reach if takes_bias else None, **options))
         stages = range(len(self.depths) - 1)
         self.merges = nn.ModuleList(PatchMerging(dim * 2**stage) for stage in stages)
         self.dim = dim * 2 ** (len(self.depths) - 1)
         self.norm = nn.LayerNorm(self.dim)
-        self.head = nn.Linear(self.dim, self.num_classes)
-        self._draw()
+        self.head: nn.Module = nn.Identity()
+        if self.num_classes:
+            self.head = nn.Linear(self.dim, self.num_classes)
 
     def reset_parameters(self) -> None:
         """Draw every parameter anew."""
-        parts: list[Any] = [self.patches, self.patch_norm, *self.blocks, self.norm, self.head]
-        for part in parts:
-            part.reset_parameters()
-        self._draw()
+        for part in (
+            self.patches,
+            self.patch_norm,
+            *self.blocks,
+            *self.merges,
+            self.norm,
+            self.head,
+        ):
+            if callable(reset := getattr(part, "reset_parameters", None)):
+                reset()
 
-    def _draw(self) -> None:
-        """Weights of linear maps as Swin draws them: small, and no biases."""
-        blocks: list[Any] = [*self.blocks]
-        for block in blocks:
-            part = block if isinstance(block.mixer, GraphLayer) else block.mlp
-            for module in part.modules():
-                _draw_linear(module)
-        merges: list[Any] = [*self.merges]
-        for merge in merges:
-            merge.reset_parameters()
-        _draw_linear(self.head)
+    @classmethod
+    def comparable(cls, config: dict[str, Any]) -> dict[str, Any]:
+        """`config` with the windows of every stage, and without what the weights' shapes tell."""
+        same = dict(config)
+        size, patch, stages = same["image_size"], same["patch_size"], same["depths"]
+        grids = _grids(_as_size(size), patch, len(stages))
+        same["window_size"] = [min(same["window_size"], *grid) for grid in grids]
+        for name in ("image_size", "num_classes", "channels"):
+            same[name] = None
+        return same
 
     @classmethod
     def from_transformers(cls, model: Any) -> Self:
@@ -169,6 +169,9 @@ class SwinTransformer(BlockStack):
 
         Args:
             model: a ``transformers.SwinForImageClassification``.
+
+        Returns:
+            A model in evaluation mode, of the dtype and on the device of `model`.
 
         Raises:
             ValueError: for another class, and names what a configuration asks for that this model
@@ -191,7 +194,7 @@ class SwinTransformer(BlockStack):
             found = cls(**arguments)
         found.to_empty(device="cpu")
         found.load_state_dict(weights_of(model))
-        return found.to(next(model.parameters())).train(model.training)
+        return found.to(next(model.parameters())).eval()
 
     # Grids and graphs.
 
@@ -205,18 +208,7 @@ class SwinTransformer(BlockStack):
             [(56, 56), (28, 28), (14, 14), (7, 7)]
         """
         size = self.image_size if image_size is None else _as_size(image_size)
-        return list(self._grids(size))
-
-    def _grids(self, image_size: tuple[int, int]) -> Iterator[tuple[int, int]]:
-        patch = self.patch_size
-        height, width = ((size + patch - 1) // patch for size in image_size)
-        for _ in self.depths:
-            yield height, width
-            height, width = (height + 1) // 2, (width + 1) // 2
-
-    def _windows(self, image_size: tuple[int, int]) -> list[int]:
-        """Tokens of a window along an axis in every stage."""
-        return [min(self.window_size, *grid) for grid in self._grids(image_size)]
+        return list(_grids(size, self.patch_size, len(self.depths)))
 
     def graphs(self, image_size: Size | None = None) -> list[TokenGraph]:
         """The graph of every block where `forward` is given none.
@@ -230,11 +222,13 @@ class SwinTransformer(BlockStack):
             >>> [graph.structure.shift for graph in model.graphs()]
             [(0, 0), (2, 2), (0, 0)]
         """
-        device = self.head.weight.device
-        sizes = self._windows(self.image_size)
+        device = self.norm.weight.device
         found = []
-        for size, depth, grid in zip(sizes, self.depths, self.grids(image_size), strict=True):
-            found += [_graph(*grid, size, bool(place % 2), device) for place in range(depth)]
+        for size, depth, grid in zip(
+            self.windows, self.depths, self.grids(image_size), strict=True
+        ):
+            plain, moved = (stage_graph(*grid, size, shifted=shifted) for shifted in (False, True))
+            found += [(moved if place % 2 else plain).to(device) for place in range(depth)]
         return found
 
     # The call.
@@ -274,29 +268,12 @@ class SwinTransformer(BlockStack):
         return logits
 
 
-def _graph(height: int, width: int, size: int, shifted: bool, device: torch.device) -> TokenGraph:
-    """The graph of a block; kept, so that what is derived of it is derived once."""
-    if torch.compiler.is_compiling():  # sizes may be left open then: no key of a cache
-        return stage_graph(height, width, size, shifted=shifted).to(device)
-    return _kept_graph(height, width, size, shifted, device)
-
-
-@lru_cache(maxsize=64)
-def _kept_graph(
-    height: int, width: int, size: int, shifted: bool, device: torch.device
-) -> TokenGraph:
-    return stage_graph(height, width, size, shifted=shifted).to(device)
-
-
-def _takes_bias(layer: nn.Module) -> bool:
-    return isinstance(layer, GraphAttention)
-
-
-def _draw_linear(module: nn.Module) -> None:
-    if isinstance(module, nn.Linear):
-        nn.init.trunc_normal_(module.weight, std=0.02)
-        if module.bias is not None:
-            nn.init.zeros_(module.bias)
+def _grids(image_size: tuple[int, int], patch_size: int, stages: int) -> Iterator[tuple[int, int]]:
+    """Height and width of every stage's grid."""
+    height, width = ((size + patch_size - 1) // patch_size for size in image_size)
+    for _ in range(stages):
+        yield height, width
+        height, width = (height + 1) // 2, (width + 1) // 2
 
 
 def _as_size(image_size: Any) -> tuple[int, int]:

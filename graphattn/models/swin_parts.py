@@ -10,8 +10,13 @@ from torch.nn import functional
 
 from graphattn.graphs import TokenGraph, grid_block_graph
 from graphattn.graphs.arguments import as_int
+from graphattn.graphs.grid_blocks import GridBlocks
+from graphattn.graphs.grid_windows import GridWindows
+from graphattn.graphs.structure import Grid
 from graphattn.nn import OffsetBias, PreNormBlock
 from graphattn.nn.config import Configured
+
+OVER_A_GRID = Grid, GridWindows, GridBlocks
 
 
 def stage_graph(height: int, width: int, window_size: int, *, shifted: bool) -> TokenGraph:
@@ -103,7 +108,7 @@ class WindowBlock(PreNormBlock):
     ) -> Tensor:
         """Mix the tokens of every window, then transform each by itself."""
         if self.position_bias is not None and given.get("edge_bias") is None:
-            given["edge_bias"] = self.position_bias(graph)
+            given["edge_bias"] = self._biases(graph, grid)
         padding = _padding(graph, grid)
         if padding is None or grid is None:
             return super().forward(x, graph, context, **given)
@@ -114,6 +119,17 @@ class WindowBlock(PreNormBlock):
         mixed = mixed.unflatten(-2, (height + below, width + right))[..., :height, :width, :]
         x = x + self._branch(mixed.flatten(-3, -2), graph)
         return x + self._branch(self.mlp(self.mlp_norm(x)), graph)
+
+    def _biases(self, graph: Any, grid: tuple[int, int] | None) -> Tensor:
+        """The biases of a graph: where it knows of no grid, by where the tokens stand on theirs."""
+        assert self.position_bias is not None
+        knows = isinstance(graph, TokenGraph) and isinstance(graph.structure, OVER_A_GRID)
+        places = None
+        if grid is not None and not knows:
+            cell = torch.arange(grid[0] * grid[1], device=graph.device)
+            places = torch.stack([cell // grid[1], cell % grid[1]], dim=-1)
+        bias: Tensor = self.position_bias(graph, positions=places)
+        return bias
 
 
 def _padding(graph: Any, grid: tuple[int, int] | None) -> tuple[int, int] | None:
@@ -161,7 +177,7 @@ class PatchMerging(Configured, nn.Module):
     def reset_parameters(self) -> None:
         """Draw every parameter anew."""
         self.norm.reset_parameters()
-        nn.init.trunc_normal_(self.reduction.weight, std=0.02)
+        self.reduction.reset_parameters()
 
     def forward(self, x: Tensor, grid: tuple[int, int]) -> Tensor:
         """The four tokens side by side, normalised and mapped."""

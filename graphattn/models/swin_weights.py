@@ -53,8 +53,6 @@ def arguments_of(model: Any) -> dict[str, Any]:
     for name, (wanted, got) in needed.items():
         if got != wanted:
             raise ValueError(f"model.config.{name} must be {wanted!r}, got {got!r}")
-    if config.num_labels < 1:
-        raise ValueError(f"model.config.num_labels must be >= 1, got {config.num_labels}")
     patch = config.patch_size
     if isinstance(patch, list | tuple):
         if len(set(patch)) > 1:
