@@ -81,8 +81,8 @@ class Mixing(NamedTuple):
 def mixers(
     mixer: Any,
     depth: int,
-    dim: int,
-    heads: int,
+    dim: int | Sequence[int],
+    heads: int | Sequence[int],
     *,
     rope: bool | Literal["isometric"] | RotaryEmbedding = False,
     options: Mapping[str, Any] | None = None,
@@ -92,7 +92,7 @@ def mixers(
 
     Args:
         mixer: a name, or one entry per block: a name or a layer of width `dim`.
-        depth, dim, heads: of the model.
+        depth, dim, heads: of the model; a list or tuple of widths or heads holds one per block.
         rope: of all named layers; "isometric" is for consensus, others then rotate as usual.
         options: further arguments of the layers; a list or tuple holds one value per block.
         causal: whether tokens see earlier ones alone; consensus then moves its targets alone.
@@ -111,9 +111,13 @@ def mixers(
             )
         options["update"] = "target"
     _check_options(options, entries)
+    widths = [dim] * depth if isinstance(dim, int) else dim
+    counts = [heads] * depth if isinstance(heads, int) else heads
     return (
-        Mixing(_layer(entry, place, depth, dim, heads, rope, options), _reach(entry))
-        for place, entry in enumerate(entries)
+        Mixing(_layer(entry, place, depth, own_dim, own_heads, rope, options), _reach(entry))
+        for place, (entry, own_dim, own_heads) in enumerate(
+            zip(entries, widths, counts, strict=True)
+        )
     )
 
 

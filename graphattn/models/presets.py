@@ -164,6 +164,35 @@ _PRESETS["digits"] = Preset(
     _of_vision_mixers(radius=1, krause={"top_k": [2, 3, 3, 4], "init_sigma": 2.5}),
 )
 
+# SwinTransformer: Liu et al. (2021), Section 3.3; stochastic depth as trained on ImageNet-1K
+# (Appendix A2.1).
+
+
+def _swin(size: str, dim: int, depths: tuple[int, ...], drop_path: float, **other: Any) -> Preset:
+    arguments = {
+        "image_size": 224,
+        "patch_size": 4,
+        "num_classes": 1000,
+        "dim": dim,
+        "depths": depths,
+        "heads": tuple(dim * 2**stage // 32 for stage in range(4)),
+        "window_size": 7,
+        "drop_path": drop_path,
+        **other,
+    }
+    pixels, classes = arguments["image_size"], arguments["num_classes"]
+    about = f"Swin-{size}: {pixels} pixels, patches of 4, {classes:,} classes"
+    return Preset("SwinTransformer", arguments, about)
+
+
+_CIFAR = {"image_size": 32, "num_classes": 10, "window_size": 4}
+_PRESETS |= {
+    "swin-tiny": _swin("T", 96, (2, 2, 6, 2), 0.2),
+    "swin-small": _swin("S", 96, (2, 2, 18, 2), 0.3),
+    "swin-base": _swin("B", 128, (2, 2, 18, 2), 0.5),
+    "swin-small-cifar": _swin("S", 96, (2, 2, 18, 2), 0.3, **_CIFAR),
+}
+
 
 def presets() -> dict[str, Preset]:
     """Return all presets by name, in the order of the models.
@@ -176,6 +205,8 @@ def presets() -> dict[str, Preset]:
         'language model of the GKA paper, 378.8 M parameters (Table 8)'
         >>> ga.models.presets()["deit-tiny"].model
         'VisionTransformer'
+        >>> ga.models.presets()["swin-tiny"].model
+        'SwinTransformer'
     """
     return dict(_PRESETS)
 
