@@ -8,6 +8,7 @@ from graphattn.nn.gaussian import GaussianKernelAttention
 from graphattn.nn.krause import KrauseAttention
 from graphattn.nn.layer_cache import LayerCache
 from graphattn.nn.model_cache import ModelCache
+from graphattn.nn.noise_embedding import NoiseEmbedding
 from graphattn.nn.offset_bias import OffsetBias
 from graphattn.nn.rotary import RotaryEmbedding
 
@@ -20,6 +21,7 @@ __all__ = [
     "KrauseAttention",
     "LayerCache",
     "ModelCache",
+    "NoiseEmbedding",
     "OffsetBias",
     "PreNormBlock",
     "RotaryEmbedding",
