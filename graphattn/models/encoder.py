@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
+import torch
 from torch import Tensor, nn
 
 from graphattn.graphs import TokenGraph, complete_graph, window_path_graph
 from graphattn.graphs.arguments import as_int
-from graphattn.models.mixers import Mixer, Reach, mixers, one_per_block
+from graphattn.models.mixers import KINDS, Mixer, Reach, mixers, one_per_block
 from graphattn.models.stack import Graphs
 from graphattn.models.token_model import TokenModel
-from graphattn.nn import PreNormBlock
+from graphattn.nn import NoiseEmbedding, PreNormBlock
+from graphattn.nn.block import Activation, Norm, make_norm, zero_linear
+from graphattn.ops.dropout import as_share
 
 CONSENSUS = ("rank", "edge_hidden", "step_size", "edge_features")  # options of the model itself
 
@@ -23,41 +26,58 @@ class SequenceEncoder(TokenModel):
     An encoder with the mixers that *Stabilizing Transformer Training Through Consensus* compares
     (Section 5.1, Appendix E.1): ``mixer="dot"`` is its SA (all attention), "consensus" its SC, and
     "mix" its MIX: the first half of the layers attention, the second half consensus.
-    Sliding-window attention (SW) is "dot" over a window graph. The backbone is a plain pre-norm
-    encoder, not the paper's: no conditioning on the noise level and one track, so the parameter
-    counts of its Table 10 are not met. At the text shapes, with "dot" and 50,258 tokens, there are
-    49 M where it says 54 M, and 162 for 193, but 506 for 385.
+    Sliding-window attention (SW) is "dot-window".
 
-    Without a graph, attention layers work on the complete graph and consensus layers on the
-    window-path graph of `window` tokens on each side, over the tokens of each call.
+    With ``noise_dim=128, zero_head=True`` it is that paper's backbone for text and DNA, the one of
+    SEDD (Lou et al., 2024): an embedded noise level sets shift, scale and gate of both parts of
+    every block, and shift and scale before the head, all of which start at 0; and so does the head.
+    The parameter counts of Table 10 are not met, and cannot follow from its shapes: "What the
+    papers count" in the documentation has the arithmetic. The shapes are presets
+    (:func:`~graphattn.models.presets`), such as "consensus-text-54m".
+
+    Without a graph, layers work on the graphs that their mixers' names stand for, over the tokens
+    of each call: "dot", "vlt" and "gka" on the complete graph; "dot-window" and "krause" on
+    `window` tokens on each side and the token itself; "consensus" on the window-path graph of
+    `window` tokens on each side.
 
     Args:
         vocab_size: number of tokens, a mask token included if there is one.
         dim: width.
         depth: number of blocks.
         heads: heads per layer, divides `dim`.
-        mixer: "dot", "consensus" or "mix"; or one entry per block: "dot", "consensus", or a layer
-            of width `dim`, of :mod:`graphattn.nn` or your own (see
-            :class:`~graphattn.nn.PreNormBlock`).
-        window: reach of the consensus layers' own graph (paper: 2).
+        mixer: "dot", "dot-window", "vlt" (no value projection), "gka", "krause" or "consensus"; or
+            "mix" ("dot" in the first half, "consensus" in the second), "gka-consensus" or
+            "krause-consensus"; or one entry per block: one of the first six, or a layer of width
+            `dim`, of :mod:`graphattn.nn` or your own (see :class:`~graphattn.nn.PreNormBlock`).
+        window: reach of the layers' own graphs that have one (paper: 2).
         rank: of the consensus layers (paper: 4).
         edge_hidden: of the consensus layers (paper: 256).
         step_size: of the consensus layers, as in :class:`~graphattn.nn.SelfConsensus`; "auto" needs
             ``rope=False`` or "isometric".
-        rope: rotary positions in attention and consensus layers; "isometric" where consensus
-            layers should keep their guarantees (attention layers then use the usual rotation).
+        rope: rotary positions in all named layers; "isometric" where consensus layers should keep
+            their guarantees (other layers then use the usual rotation).
         mlp_ratio: hidden width of the perceptrons, in units of `dim`.
         dropout: share of features zeroed after every layer and perceptron, in training.
         edge_features: of the consensus layers: features of an edge that their networks see.
         mixer_options: further options of the named layers, such as ``{"top_k": 8}``: every layer
             takes those that it has, and one that no layer has is refused. A list holds one value
             per block, as :func:`top_k_schedule` makes it.
+        noise_dim: width of the embedded noise level (SEDD: 128); None for a model without one.
+        zero_head: whether the head starts at 0, so that all tokens start as equally likely.
+        drop_path: share of sequences for which a part of the last block is left out, in training
+            (stochastic depth); it grows evenly from 0 in the first block.
+        norm: "layer" (LayerNorm) or "rms" (RMSNorm).
+        activation: of the perceptrons: "gelu", or "relu2", the square of ReLU.
+        bias: whether perceptrons, norms and the head have biases, and the named layers, unless
+            `mixer_options` has a "bias" for those. The maps of the noise level always have some.
 
     Shapes:
         - **tokens**: integers [*, N]
         - **graph**: one TokenGraph for all layers, or one per layer (a sequence of `depth`); packed
           sequences come as a :func:`~graphattn.batch`. Without one, the tokens of a call are one
           sequence, packed ones too, and see each other
+        - **noise_level**: floating-point [*], one per sequence, or [*, N], one per token, as packed
+          sequences need it; required by a model with `noise_dim`, and by no other (keyword)
         - **valid**: bool [N] or [*, N], True where a token is real (keyword)
         - **positions**: [N] or [*, N]; those of the graph if None (keyword)
         - **edge_features**: [E, F] or [*, E, F] for all consensus layers that take them, in the
@@ -81,6 +101,13 @@ class SequenceEncoder(TokenModel):
         >>> sliding = ga.window_path_graph(50, window=2, self_loops=True)
         >>> model(tokens, sliding).shape  # every layer over the same window
         torch.Size([2, 50, 28])
+
+        For diffusion, with the noise level of either text:
+
+        >>> denoiser = ga.models.SequenceEncoder(
+        ...     28, 32, depth=4, heads=4, noise_dim=16, zero_head=True)
+        >>> denoiser(tokens, noise_level=torch.tensor([0.1, 3.0])).shape
+        torch.Size([2, 50, 28])
     """
 
     options_of_parts: ClassVar = frozenset({"heads", "mixer_options", "rope", "step_size"})
@@ -102,6 +129,12 @@ class SequenceEncoder(TokenModel):
         dropout: float = 0.0,
         edge_features: int = 0,
         mixer_options: Mapping[str, Any] | None = None,
+        noise_dim: int | None = None,
+        zero_head: bool = False,
+        drop_path: float = 0.0,
+        norm: Norm = "layer",
+        activation: Activation = "gelu",
+        bias: bool = True,
     ) -> None:
         super().__init__()
         self.vocab_size = as_int("vocab_size", vocab_size, 1)
@@ -114,36 +147,65 @@ class SequenceEncoder(TokenModel):
             raise ValueError(
                 f"mixer_options must not hold {own[0]!r}, which is an argument of the model itself"
             )
-        if "consensus" in one_per_block(mixer, depth):
+        entries = one_per_block(mixer, depth)
+        if "consensus" in entries:
             options.update(
                 rank=rank,
                 edge_hidden=edge_hidden,
                 step_size=step_size,
                 edge_features=edge_features,
             )
+        if not bias and any("bias" in KINDS[e].options for e in entries if isinstance(e, str)):
+            options.setdefault("bias", False)
         mixings = mixers(mixer, depth, dim, heads, rope=rope, options=options)
+        self.noise_dim = None if noise_dim is None else as_int("noise_dim", noise_dim, 1)
+        self.zero_head = zero_head
+        last_drop_path = as_share("drop_path", drop_path)
         self.embedding = nn.Embedding(self.vocab_size, as_int("dim", dim, 1))
         self.blocks = nn.ModuleList()
         self.reaches: list[Reach] = []
-        for layer, reach in mixings:
-            self.blocks.append(PreNormBlock(layer, mlp_ratio=mlp_ratio, dropout=dropout))
+        for place, (layer, reach) in enumerate(mixings):
+            block = PreNormBlock(
+                layer,
+                mlp_ratio=mlp_ratio,
+                dropout=dropout,
+                drop_path=last_drop_path * (place / (depth - 1) if depth > 1 else 1),
+                norm=norm,
+                activation=activation,
+                bias=bias,
+                condition_dim=self.noise_dim,
+            )
+            self.blocks.append(block)
             self.reaches.append(reach)
-        self.norm = nn.LayerNorm(dim)
-        self.head = nn.Linear(dim, self.vocab_size)
+        self.norm = make_norm(norm, dim, bias=bias)
+        self.head = nn.Linear(dim, self.vocab_size, bias=bias)
+        self.noise: NoiseEmbedding | None = None
+        self.head_modulation: nn.Linear | None = None
+        if self.noise_dim is not None:
+            self.noise = NoiseEmbedding(self.noise_dim)
+            self.head_modulation = zero_linear(self.noise_dim, 2 * dim)
         nn.init.normal_(self.embedding.weight, std=0.02)
+        if zero_head:
+            _set_to_zero(self.head)
 
     @classmethod
     def comparable(cls, config: dict[str, Any]) -> dict[str, Any]:
         """`config` without `window` where no layer can ask for it."""
         mixer = config.get("mixer")
-        asked = any(entry != "dot" for entry in (mixer if isinstance(mixer, list) else [mixer]))
-        return config if asked else {**config, "window": None}
+        entries = mixer if isinstance(mixer, list) else [mixer]
+        never = [name for name, kind in KINDS.items() if kind.reach == "all"]
+        return {**config, "window": None} if all(e in never for e in entries) else config
 
     def reset_parameters(self) -> None:
         """Draw every parameter anew."""
         nn.init.normal_(self.embedding.weight, std=0.02)
         for part in (*self.blocks, self.norm, self.head):
             part.reset_parameters()
+        if self.zero_head:
+            _set_to_zero(self.head)
+        if self.noise is not None:
+            self.noise.reset_parameters()
+            _set_to_zero(self.head_modulation)
 
     def graphs(self, num_tokens: int) -> list[TokenGraph]:
         """The graph of every block where `forward` is given none.
@@ -166,6 +228,7 @@ class SequenceEncoder(TokenModel):
         tokens: Tensor,
         graph: Graphs = None,
         *,
+        noise_level: Tensor | None = None,
         valid: Tensor | None = None,
         positions: Tensor | None = None,
         edge_bias: Tensor | Sequence[Tensor | None] | None = None,
@@ -173,26 +236,86 @@ class SequenceEncoder(TokenModel):
     ) -> Tensor:
         """The features before the head, [*, N, dim]."""
         tokens = self._readable(tokens, valid)
+        condition = self._condition(noise_level, tokens, valid)
         x = self.run_blocks(
             self.embedding(tokens),
             self.graph_of_blocks(graph, tokens.shape[-1]),
             of_edges={"edge_bias": edge_bias, "edge_features": edge_features},
             valid=valid,
             positions=positions,
+            condition=condition,
         )
-        return self.norm(x)
+        x = self.norm(x)
+        if self.head_modulation is None or condition is None:
+            return x
+        if condition.dim() < x.dim():  # one per sequence
+            condition = condition.unsqueeze(-2)
+        shift, scale = self.head_modulation(condition).chunk(2, -1)
+        return torch.addcmul(shift, x, 1 + scale)
 
     def forward(
         self,
         tokens: Tensor,
         graph: Graphs = None,
         *,
+        noise_level: Tensor | None = None,
         valid: Tensor | None = None,
         positions: Tensor | None = None,
         edge_bias: Tensor | Sequence[Tensor | None] | None = None,
         edge_features: Tensor | Sequence[Tensor | None] | None = None,
     ) -> Tensor:
         """Logits over the vocabulary for every token, [*, N, vocab_size]."""
-        of_edges = {"edge_bias": edge_bias, "edge_features": edge_features}
-        given: dict[str, Any] = {name: x for name, x in of_edges.items() if x is not None}
+        rare = {
+            "noise_level": noise_level,
+            "edge_bias": edge_bias,
+            "edge_features": edge_features,
+        }
+        # (An encode of somebody's subclass need not know what is not given.)
+        given: dict[str, Any] = {name: x for name, x in rare.items() if x is not None}
         return self.head(self.encode(tokens, graph, valid=valid, positions=positions, **given))
+
+    def _condition(
+        self, noise_level: Tensor | None, tokens: Tensor, valid: Tensor | None
+    ) -> Tensor | None:
+        """The embedded noise level, [*, noise_dim] or [*, N, noise_dim]; what padding has is 0."""
+        if self.noise is None:
+            if noise_level is not None:
+                raise ValueError(
+                    "noise_level must be None in a model without noise_dim, "
+                    f"got {type(noise_level).__name__}"
+                )
+            return None
+        per_token = tokens.shape
+        if (
+            not isinstance(noise_level, Tensor)
+            or not noise_level.is_floating_point()
+            or noise_level.shape not in (per_token[:-1], per_token)
+        ):
+            got = repr(noise_level)
+            if isinstance(noise_level, Tensor):
+                got = f"{noise_level.dtype} of shape {list(noise_level.shape)}"
+            raise ValueError(
+                f"noise_level must be a floating-point tensor of shape {list(per_token[:-1])} (one "
+                f"per sequence) or {list(per_token)} (one per token) in a model with noise_dim="
+                f"{self.noise_dim}, got {got}"
+            )
+        if valid is not None:
+            real = valid.expand(per_token)
+            real = real if noise_level.shape == per_token else real.any(-1)
+            noise_level = noise_level.masked_fill(~real, 0)
+        condition: Tensor = self.noise(noise_level)
+        return condition
+
+    def _check_steps(self) -> None:
+        if self.noise_dim is not None:
+            raise ValueError(
+                f"a model with noise_dim={self.noise_dim} cannot go token by token: the noise "
+                "level steers whole sequences. Call it with noise_level="
+            )
+        super()._check_steps()
+
+
+def _set_to_zero(layer: nn.Linear | None) -> None:
+    if layer is not None:
+        for parameter in layer.parameters():
+            nn.init.zeros_(parameter)

@@ -9,6 +9,7 @@ from graphattn.nn.krause import KrauseAttention
 from graphattn.nn.layer_cache import LayerCache
 from graphattn.nn.linear_attention import LinearAttention
 from graphattn.nn.model_cache import ModelCache
+from graphattn.nn.noise_embedding import NoiseEmbedding
 from graphattn.nn.offset_bias import OffsetBias
 from graphattn.nn.rotary import RotaryEmbedding
 from graphattn.nn.running_cache import RunningCache
@@ -23,6 +24,7 @@ __all__ = [
     "LayerCache",
     "LinearAttention",
     "ModelCache",
+    "NoiseEmbedding",
     "OffsetBias",
     "PreNormBlock",
     "RotaryEmbedding",

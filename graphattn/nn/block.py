@@ -338,7 +338,8 @@ class ReLU2(nn.Module):
 
 def zero_linear(in_features: int, out_features: int) -> nn.Linear:
     """A linear map that starts at 0, and draws no random numbers."""
-    made: nn.Linear = nn.utils.skip_init(nn.Linear, in_features, out_features)
+    device = torch.get_default_device()  # skip_init asks nobody and takes the CPU
+    made: nn.Linear = nn.utils.skip_init(nn.Linear, in_features, out_features, device=device)
     nn.init.zeros_(made.weight)
     nn.init.zeros_(made.bias)
     return made

@@ -31,6 +31,7 @@ NOT_COMPARED = frozenset(
         "attention_dropout",
         "drop_path",
         "init_sigma",  # where training began
+        "zero_head",
         "zero_init",
         # Names and shapes of the weights tell these.
         "bias",
@@ -42,6 +43,7 @@ NOT_COMPARED = frozenset(
         "edge_input",
         "kv_heads",
         "mlp_ratio",
+        "noise_dim",
         "norm_affine",
         "rank",
         "sigma_per_head",
