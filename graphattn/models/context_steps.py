@@ -79,9 +79,7 @@ class ContextSteps(nn.Module):
         for name, layer in zip(self.names, self.layers, strict=True):
             if (track := tracks.get(name)) is not None:
                 features = track.features.expand(*x.shape[:-2], *track.features.shape[-2:])
-                step = layer(
-                    y, track.graph, features, valid=track.valid, positions=track.positions
-                )
+                step = layer(y, track.graph, features, valid=track.valid, positions=track.positions)
                 x = x + self.dropout(step)
         return x
 
@@ -116,13 +114,14 @@ class TrackEmbeddings(nn.Module):
 
     def reset_parameters(self) -> None:
         """Draw every parameter anew."""
+        linear: Any
         for linear in self.maps:
             linear.reset_parameters()
 
     def embed(
         self, name: str, given: Any, tokens: nn.Embedding, batch: torch.Size
-    ) -> tuple[Tensor, Tensor | None]:
-        """Features [*, M, dim] of a track, and which rows are known (None: all).
+    ) -> tuple[Tensor, Tensor]:
+        """Features [*, M, dim] of a track, and which rows are known.
 
         Integers below 0 and rows that are not finite are not known.
         """
@@ -157,4 +156,3 @@ class TrackEmbeddings(nn.Module):
         if linear is None:
             return tokens(index), known
         return nn.functional.embedding(index, linear.weight.T) + linear.bias, known
-

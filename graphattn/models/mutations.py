@@ -18,7 +18,7 @@ _EXAMPLE = "a substitution such as 'A42G', or several such as 'A42G:L50P'"
 class Mutation(NamedTuple):
     """One substitution."""
 
-    index: int  # of the residue, from 0 on
+    residue: int  # from 0 on
     wild: str
     mutant: str
 
@@ -45,9 +45,9 @@ def parsed(text: Any, sequence: str, structure: Any, numbering: str) -> list[Mut
     found: dict[int, Mutation] = {}
     for part in text.split(":"):
         mutation = _one(part, text, sequence, structure, numbering)
-        if mutation.index in found:
+        if mutation.residue in found:
             raise ValueError(f"mutations must change a residue once, got {text!r}: {part!r} again")
-        found[mutation.index] = mutation
+        found[mutation.residue] = mutation
     return list(found.values())
 
 

@@ -23,7 +23,22 @@ class Preset:
     about: str
 
 
-_PRESETS: dict[str, Preset] = {}
+_PRESETS: dict[str, Preset] = {
+    # ProteinModel
+    "protein-structure-1m": Preset(
+        "ProteinModel",
+        {
+            "dim": 128,
+            "depth": 4,
+            "heads": 4,
+            "mixer": "mix",
+            "mixer_options": {"edge_hidden": 64},
+            "neighbors": 16,
+            "window": 4,
+        },
+        "proteins along the chain and in space; trains on a laptop",
+    ),
+}
 
 
 def presets() -> dict[str, Preset]:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from graphattn.data import ProteinTokenizer
+from graphattn.data import ProteinTokenizer, Structure
 from graphattn.graphs import TokenGraph, complete_graph, window_path_graph
 from graphattn.graphs.arguments import as_choice, as_int
 from graphattn.models.context_steps import ContextSteps, Track, TrackEmbeddings, checked_context
@@ -168,7 +168,9 @@ class ProteinModel(ProteinScores):
         self.edge_maps = nn.ModuleDict()  # of the blocks that take biases, by their number
         if structure:
             self._make_edge_maps(heads)
-        self._make_context(context, context_every, context_mixer, dim, heads, rope, options, dropout)
+        self._make_context(
+            context, context_every, context_mixer, dim, heads, rope, options, dropout
+        )
         self.context_window = as_int("context_window", context_window, 1)
         self.norm = nn.LayerNorm(dim)
         self.head = nn.Linear(dim, self.tokenizer.vocab_size)
@@ -228,9 +230,7 @@ class ProteinModel(ProteinScores):
         for part in (*parts, self.tracks, self.norm, self.head):
             part.reset_parameters()
 
-    def graphs(
-        self, num_tokens: int | None = None, *, structure: Any = None
-    ) -> list[TokenGraph]:
+    def graphs(self, num_tokens: int | None = None, *, structure: Any = None) -> list[TokenGraph]:
         """The graph of every block where `forward` is given none.
 
         Args:
@@ -318,7 +318,7 @@ class ProteinModel(ProteinScores):
             raise ValueError("structure must be None in a model made with structure=False")
         found = list(structure) if isinstance(structure, list | tuple) else [structure]
         for own in found:
-            if not hasattr(own, "ca_positions") or not hasattr(own, "neighbor_graph"):
+            if not isinstance(own, Structure):
                 raise ValueError(
                     "structure must be a graphattn.data.Structure or a list of them, got "
                     f"{type(own).__name__}"
@@ -335,7 +335,9 @@ class ProteinModel(ProteinScores):
         edge_features: Any,
         context: Any,
     ) -> _Call:
-        laid, rows, batch = None, (), tokens.shape[:-1] if isinstance(tokens, Tensor) else ()
+        laid: Laid | None = None
+        rows: tuple[int, ...] = ()
+        batch = tuple(tokens.shape[:-1]) if isinstance(tokens, Tensor) else ()
         if structure is not None:
             if positions is not None:
                 raise ValueError("positions must be None beside structure, which has its own")
@@ -378,7 +380,7 @@ class ProteinModel(ProteinScores):
         """What is known of the edges of a block, as its mixer takes it."""
         layer: Any = self.blocks[place].mixer
         takes_bias = str(place) in self.edge_maps
-        if not self.structure or not (takes_bias or getattr(layer, "edge_features", 0)):
+        if not self.structure or not (takes_bias or getattr(layer, "edge_features", None)):
             return {}
         given = call.edge_features
         if isinstance(given, list | tuple):
@@ -402,7 +404,7 @@ class ProteinModel(ProteinScores):
     def _known_of(self, graph: TokenGraph, residues: Residues, as_bias: bool) -> Tensor:
         """Features of the edges of a graph; of its offsets, for a bias, where that is all."""
         dtype = self.embedding.weight.dtype
-        if as_bias and residues == Residues():
+        if as_bias and residues.are_unknown:
             table = self.edges.of_offsets(graph, dtype)
             if table is not None:
                 return table
@@ -415,8 +417,8 @@ class ProteinModel(ProteinScores):
         if not isinstance(context, Mapping) or not set(context) <= set(self.context):
             got = list(context) if isinstance(context, Mapping) else type(context).__name__
             raise ValueError(
-                f"context must be a dict of the model's tracks ({', '.join(self.context) or 'it has none'}), "
-                f"got {got}"
+                f"context must be a dict of the model's tracks ({', '.join(self.context) or 'none'}"
+                f"), got {got}"
             )
         valid, positions = call.given.get("valid"), call.given.get("positions")
         found = {}

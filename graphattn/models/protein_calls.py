@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from graphattn.data import Structure
 from graphattn.graphs import (
     TokenGraph,
     batch,
@@ -32,7 +33,7 @@ class Laid:
         valid: bool [B, N] of padded rows.
     """
 
-    structures: list[Any]
+    structures: list[Structure]
     padding: list[int]
     rows: tuple[int, ...]
     residues: Residues
@@ -41,15 +42,15 @@ class Laid:
     def graph(self, window: int, neighbors: int, self_loops: bool) -> TokenGraph:
         """Residues along the chain and in space; padding has no edges."""
 
-        def near(structure: Any) -> TokenGraph:
-            along: TokenGraph = structure.window_graph(window, self_loops=self_loops)
+        def near(structure: Structure) -> TokenGraph:
+            along = structure.window_graph(window, self_loops=self_loops)
             if not neighbors:
                 return along
             return union(along, structure.neighbor_graph(neighbors))
 
         return self.of_each(near)
 
-    def of_each(self, make: Callable[[Any], TokenGraph]) -> TokenGraph:
+    def of_each(self, make: Callable[[Structure], TokenGraph]) -> TokenGraph:
         """One graph of what `make` gives for every structure."""
         graphs = []
         for structure, padding in zip(self.structures, self.padding, strict=True):
@@ -60,13 +61,15 @@ class Laid:
         return graphs[0] if len(graphs) == 1 else batch(graphs)
 
 
-def laid_out(structures: list[Any], tokens: Any, device: torch.device) -> Laid:
+def laid_out(structures: list[Structure], tokens: Any, device: torch.device) -> Laid:
     """How structures lie among tokens [*, N] of one, [N] of several, or [B, N] in rows.
 
     Raises:
         ValueError: their residues are not as many as the tokens.
     """
-    sizes, padding, rows, valid = [len(own.sequence) for own in structures], None, (), None
+    sizes = [len(own.sequence) for own in structures]
+    padding, valid = [0] * len(sizes), None
+    rows: tuple[int, ...] = ()
     structures = [own.to(device) for own in structures]
     if isinstance(tokens, Tensor) and tokens.dim() > 0:
         N = tokens.shape[-1]
@@ -85,12 +88,9 @@ def laid_out(structures: list[Any], tokens: Any, device: torch.device) -> Laid:
                 "Structure of N; or a list, one after the other in tokens [N] or one per row of "
                 f"tokens [B, N]), got {sizes}"
             )
-    padding = padding or [0] * len(sizes)
     columns: list[list[Tensor]] = [[], [], []]
     for own, more in zip(structures, padding, strict=True):
-        for column, name in zip(
-            columns, ("ca_positions", "chain_index", "positions"), strict=True
-        ):
+        for column, name in zip(columns, ("ca_positions", "chain_index", "positions"), strict=True):
             value = getattr(own, name)
             column.append(torch.cat([value, value.new_zeros(more, *value.shape[1:])]))
     return Laid(structures, padding, rows, Residues(*map(torch.cat, columns)), valid)

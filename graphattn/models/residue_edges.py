@@ -7,17 +7,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from graphattn.data import Structure
+from graphattn.data.structures.edges import distance_features, offset_features
 from graphattn.graphs import TokenGraph
 from graphattn.graphs.arguments import as_float, as_int
 from graphattn.nn.offsets import offsets_of_table
-from graphattn.ops.inputs import compute_dtype, full_precision
 
 
 class Residues(NamedTuple):
     """Where the residues of a call stand; None is not known of them.
 
     Attributes:
-        ca_positions: [N, 3], Angstrom; a row that is not finite is an atom that is not known.
+        ca_positions: [N, 3], Angstrom; NaN where the atom is not known.
         chain_index: integers [N].
         positions: integers [N] or [*, N], places along the chain.
     """
@@ -26,9 +27,14 @@ class Residues(NamedTuple):
     chain_index: Tensor | None = None
     positions: Tensor | None = None
 
+    @property
+    def are_unknown(self) -> bool:
+        """Whether nothing is known but the graph."""
+        return self.ca_positions is None and self.positions is None
+
 
 class ResidueEdges:
-    """Features of edges, F numbers each, as :meth:`graphattn.data.Structure.edge_features` has them.
+    """Features of edges, F numbers each: those of :meth:`graphattn.data.Structure.edge_features`.
 
     Without a structure there are no distances, and the numbers in their place are 0; places are
     then those of the graph, of one chain.
@@ -47,18 +53,28 @@ class ResidueEdges:
     @property
     def width(self) -> int:
         """F."""
-        return self.num_distances + 2 * self.max_offset + 2
+        return Structure.num_edge_features(self.num_distances, self.max_distance, self.max_offset)
 
     def of_edges(self, graph: TokenGraph, residues: Residues, dtype: torch.dtype) -> Tensor:
         """[E, F] or [*, E, F], in the order of ``graph.edge_index``."""
-        source, target = graph.edge_index
+        edges = graph.edge_index
         places = graph.positions if residues.positions is None else residues.positions
-        offset = places.index_select(-1, source) - places.index_select(-1, target)
-        same = torch.ones_like(source, dtype=torch.bool)
-        if residues.chain_index is not None:
-            same = residues.chain_index[source] == residues.chain_index[target]
-        along = self._offsets(offset, same, dtype)
-        distances = self._distances(residues.ca_positions, graph.edge_index, dtype)
+        chains = residues.chain_index
+        if chains is None:
+            chains = torch.zeros(places.shape[-1:], dtype=torch.int64, device=edges.device)
+        along = torch.stack(
+            [
+                offset_features(own, chains, edges, self.max_offset)
+                for own in places.reshape(-1, places.shape[-1])
+            ]
+        ).unflatten(0, places.shape[:-1] or (1,))
+        along = along.to(dtype) if places.dim() > 1 else along[0].to(dtype)
+        if residues.ca_positions is None:
+            distances = along.new_zeros(edges.shape[1], self.num_distances)
+        else:
+            distances = distance_features(
+                residues.ca_positions, edges, self.num_distances, self.max_distance
+            ).to(dtype)
         return torch.cat([distances.expand(*along.shape[:-1], -1), along], -1)
 
     def of_offsets(self, graph: TokenGraph, dtype: torch.dtype) -> Tensor | None:
@@ -70,36 +86,10 @@ class ResidueEdges:
         if found is None:
             return None
         (offset,) = found
-        along = self._offsets(offset, torch.ones_like(offset, dtype=torch.bool), dtype)
-        return torch.cat([along.new_zeros(len(along), self.num_distances), along], -1)
-
-    def _distances(
-        self, ca_positions: Tensor | None, edge_index: Tensor, dtype: torch.dtype
-    ) -> Tensor:
-        """Radial basis functions of the distance along every edge, [E, num_distances]."""
-        source, target = edge_index
-        if ca_positions is None:
-            return torch.zeros(len(source), self.num_distances, dtype=dtype, device=source.device)
-        with full_precision(source.device):
-            places = ca_positions.to(compute_dtype(ca_positions.dtype))
-            distance = (places[source] - places[target]).norm(dim=-1, keepdim=True)
-            known = distance.isfinite()
-            distance = distance.masked_fill(~known, 0).clamp(max=self.max_distance)
-            centers = torch.linspace(
-                0,
-                self.max_distance,
-                self.num_distances,
-                dtype=distance.dtype,
-                device=distance.device,
-            )
-            spacing = self.max_distance / max(self.num_distances - 1, 1)
-            basis = (((distance - centers) / spacing).square() / -2).exp()
-            return basis.masked_fill(~known, 0).to(dtype)
-
-    def _offsets(self, offset: Tensor, same: Tensor, dtype: torch.dtype) -> Tensor:
-        """Which offset it is, and whether it is one along a chain, [*, E, 2 max_offset + 2]."""
-        most = self.max_offset
-        which = torch.zeros(*offset.shape, 2 * most + 2, dtype=dtype, device=offset.device)
-        which.scatter_(-1, (offset.long().clamp(-most, most) + most)[..., None], 1.0)
-        which[..., -1] = 1
-        return which * same[:, None]
+        # As edges from a residue at 0 to others at every offset.
+        place = torch.arange(len(offset), device=offset.device)
+        edges = torch.stack([place, place.new_full((len(offset),), len(offset))])
+        positions = torch.cat([offset, offset.new_zeros(1)])
+        along = offset_features(positions, torch.zeros_like(positions), edges, self.max_offset)
+        along = along.to(dtype)
+        return torch.cat([along.new_zeros(len(offset), self.num_distances), along], -1)
