@@ -17,7 +17,6 @@ from graphattn.graphs import (
     bipartite_window_graph,
     union,
 )
-from graphattn.graphs.structure import no_edges
 from graphattn.models.residue_edges import Residues
 
 
@@ -56,8 +55,11 @@ class Laid:
         for structure, padding in zip(self.structures, self.padding, strict=True):
             graphs.append(make(structure))
             if padding:
-                empty = TokenGraph(structure=no_edges(padding), device=graphs[-1].device)
-                graphs.append(empty)
+                # Listed: a structure without edges counts as causal, and the batch with it.
+                edges = torch.empty((2, 0), dtype=torch.int64, device=graphs[-1].device)
+                graphs.append(
+                    TokenGraph(edge_index=edges, num_targets=padding, num_sources=padding)
+                )
         return graphs[0] if len(graphs) == 1 else batch(graphs)
 
 

@@ -74,7 +74,8 @@ class ProteinScores(TokenModel):
             >>> [found.shape[0] for found in model.embed(["MKVL", "GW"])]
             [4, 2]
         """
-        return self._of_proteins(self.encode, proteins, context, batch_size)
+        run: Any = self.encode
+        return self._of_proteins(run, proteins, context, batch_size)
 
     @overload
     def logits(
@@ -108,7 +109,8 @@ class ProteinScores(TokenModel):
         Args:
             proteins, context, batch_size: as in :meth:`embed`.
         """
-        return self._of_proteins(self.__call__, proteins, context, batch_size)
+        run: Any = self
+        return self._of_proteins(run, proteins, context, batch_size)
 
     def score_mutations(
         self,
