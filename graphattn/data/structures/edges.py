@@ -58,9 +58,7 @@ def offset_features(
     source, target = edge_index
     same_chain = chain_index[source] == chain_index[target]
     offset = (positions[source] - positions[target]).clamp(-max_offset, max_offset)
-    features = torch.zeros(
-        (edge_index.shape[1], 2 * max_offset + 2), device=edge_index.device
-    )
+    features = torch.zeros((edge_index.shape[1], 2 * max_offset + 2), device=edge_index.device)
     features.scatter_(1, (offset + max_offset)[:, None], 1.0)
     features[:, -1] = 1
     return features * same_chain[:, None]

@@ -16,7 +16,7 @@ def places_along_chains(
     insertion_codes: tuple[str, ...],
     ca_positions: Tensor,
 ) -> Tensor:
-    """One place per residue, increasing; neighbours in a chain are as far apart as they are known to be.
+    """One place per residue, increasing: neighbours in a chain as far apart as is known.
 
     Numbers are believed where they grow. A chain of n steps is at most 3.8 n Angstrom long, so
     residues that lie farther apart than their numbers say are at least that many steps apart. Where

@@ -111,7 +111,7 @@ def pdb_assemblies(path: str | os.PathLike[str], text: str) -> Assemblies:
             steps[-1][0].extend("" if chain == "NULL" else chain for chain in chains if chain)
             of_chains = True
             continue
-        elif "BIOMT" in content:
+        elif content.startswith("  BIOMT"):
             row = _BIOMT.fullmatch(content)
             steps = assemblies.get(name, [])
             if row is None or not steps:

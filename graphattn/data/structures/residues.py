@@ -89,9 +89,7 @@ def _begins_a_residue(atoms: Any) -> Any:
     return begins
 
 
-def _places_of_atoms(
-    atoms: Any, alpha: Any, wanted: tuple[str, ...] | None
-) -> dict[str, Tensor]:
+def _places_of_atoms(atoms: Any, alpha: Any, wanted: tuple[str, ...] | None) -> dict[str, Tensor]:
     """Coordinates by name of atom, [N, 3] each, NaN where a residue has none.
 
     A residue's atoms stand about its C-alpha atom, with its number and name. Of alternative

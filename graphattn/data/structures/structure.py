@@ -24,6 +24,8 @@ _LETTERS = "ARNDCQEGHILKMFPSTWYV"
 _NAMES = "ALA ARG ASN ASP CYS GLN GLU GLY HIS ILE LEU LYS MET PHE PRO SER THR TRP TYR VAL"
 THREE_LETTERS = dict(zip(_LETTERS, _NAMES.split(), strict=True))
 
+_DEFAULT: Any = None  # what a field is that follows from the others
+
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Structure:
@@ -43,7 +45,7 @@ class Structure:
         b_factors: FloatTensor [N], of the C-alpha atoms (pLDDT in many predictions); NaN where a
             file has none.
         atoms: the atoms that were asked for by name, FloatTensors [N, 3]; NaN where a residue has
-            none of that name. ``"CA"`` is always there.
+            none of that name. ``"CA"`` is always there: `ca_positions`.
         has_all_atoms: whether `atoms` holds every atom but hydrogen.
 
     Raises:
@@ -66,7 +68,8 @@ class Structure:
         >>> pair.window_graph(2).edge_index  # 2 and 5 are three places apart
         tensor([[1, 0, 4, 3],
                 [0, 1, 3, 4]])
-        >>> pair.radius_graph(4.0).edge_index[:, 4:6]  # in space the chains touch
+        >>> graph = pair.radius_graph(4.0)
+        >>> graph.edge_index[:, graph.edge_index[1] == 3]  # in space the chains touch
         tensor([[2, 4],
                 [3, 3]])
         >>> pair.select(chains="B").sequence
@@ -75,12 +78,12 @@ class Structure:
 
     sequence: str
     ca_positions: Tensor
-    chain_index: Tensor = field(default=None)  # type: ignore[assignment]
+    chain_index: Tensor = _DEFAULT
     chain_ids: tuple[str, ...] = ("A",)
-    residue_numbers: Tensor = field(default=None)  # type: ignore[assignment]
-    insertion_codes: tuple[str, ...] = field(default=None)  # type: ignore[assignment]
-    residue_names: tuple[str, ...] = field(default=None)  # type: ignore[assignment]
-    b_factors: Tensor = field(default=None)  # type: ignore[assignment]
+    residue_numbers: Tensor = _DEFAULT
+    insertion_codes: tuple[str, ...] = _DEFAULT
+    residue_names: tuple[str, ...] = _DEFAULT
+    b_factors: Tensor = _DEFAULT
     atoms: Mapping[str, Tensor] = field(default_factory=dict)
     has_all_atoms: bool = False
 
@@ -102,12 +105,13 @@ class Structure:
                 object.__setattr__(self, name, default)
         for name in ("chain_ids", "insertion_codes", "residue_names"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
-        object.__setattr__(self, "atoms", {"CA": places, **self.atoms})
+        object.__setattr__(self, "atoms", {"CA": places} | dict(self.atoms) | {"CA": places})
         self._check_shapes()
         self._check_chains()
 
     def _check_shapes(self) -> None:
         N, device = len(self.sequence), self.ca_positions.device
+        tensors: dict[str, tuple[Tensor, tuple[int, ...]]]
         tensors = {f"atoms[{name!r}]": (value, (N, 3)) for name, value in self.atoms.items()}
         tensors["ca_positions"] = (self.ca_positions, (N, 3))
         for name in ("chain_index", "residue_numbers", "b_factors"):
@@ -227,12 +231,10 @@ class Structure:
             if name not in self.chain_ids:
                 existing = ", ".join(map(repr, self.chain_ids))
                 raise ValueError(f"chains must be protein chains ({existing}), got {name!r}")
-        kept = [
-            (self.chain_index == self.chain_ids.index(name)).nonzero()[:, 0] for name in names
-        ]
-        lengths = torch.tensor([len(rows) for rows in kept], device=self.chain_index.device)
-        chain_index = torch.arange(len(names), device=lengths.device).repeat_interleave(lengths)
-        return replace(residues_of(self, torch.cat(kept)), chain_index=chain_index, chain_ids=names)
+        index = self.chain_index
+        kept = [(index == self.chain_ids.index(name)).nonzero()[:, 0] for name in names]
+        new_index = torch.cat([torch.full_like(rows, new) for new, rows in enumerate(kept)])
+        return residues_of(self, torch.cat(kept), new_index, names)
 
     def split(self) -> list[Structure]:
         """Every chain by itself.
@@ -417,17 +419,20 @@ def _feature_sizes(
     )
 
 
-def residues_of(structure: Structure, rows: Tensor) -> Structure:
-    """The residues `rows` [n], with the chains they had: what makes them a structure again follows.
-
-    Rows may repeat and stand in any order, as long as chain after chain does.
-    """
+def residues_of(
+    structure: Structure, rows: Tensor, chain_index: Tensor, chain_ids: tuple[str, ...]
+) -> Structure:
+    """The residues `rows` [n] (any order, any repeated) as chains of their own."""
     own = rows.tolist()
-    changed: dict[str, Any] = {
-        name: tuple(getattr(structure, name)[row] for row in own)
-        for name in ("insertion_codes", "residue_names")
-    }
-    for name in ("chain_index", "residue_numbers", "b_factors", "ca_positions"):
-        changed[name] = getattr(structure, name)[rows]
-    changed["atoms"] = {name: value[rows] for name, value in structure.atoms.items()}
-    return replace(structure, sequence="".join(structure.sequence[row] for row in own), **changed)
+    return replace(
+        structure,
+        sequence="".join(structure.sequence[row] for row in own),
+        chain_index=chain_index,
+        chain_ids=chain_ids,
+        insertion_codes=tuple(structure.insertion_codes[row] for row in own),
+        residue_names=tuple(structure.residue_names[row] for row in own),
+        ca_positions=structure.ca_positions[rows],
+        residue_numbers=structure.residue_numbers[rows],
+        b_factors=structure.b_factors[rows],
+        atoms={name: places[rows] for name, places in structure.atoms.items()},
+    )

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy
 import torch
 from torch import Tensor
+
+from graphattn.data.structures.parsing import require_biotite
 
 if TYPE_CHECKING:
     from graphattn.data.structures.structure import Structure
@@ -16,15 +18,17 @@ _CODES = {"a": 1, "b": 2}  # of biotite: helix and strand
 
 def secondary_structure(structure: Structure) -> Tensor:
     """0 coil, 1 helix, 2 strand of every residue."""
-    sse = _biotite()
-    atoms = sse.AtomArray(len(structure))
+    require_biotite("secondary_structure()")
+    from biotite.structure import AtomArray, annotate_sse
+
+    atoms = AtomArray(len(structure))
     atoms.coord = structure.ca_positions.detach().cpu().float().numpy()
     atoms.atom_name[:] = "CA"
     atoms.res_name[:] = "ALA"  # whatever it is: only its place is looked at
     atoms.element[:] = "C"
     atoms.chain_id = numpy.array(structure.chain_index.tolist(), dtype=str).astype("U8")
     atoms.res_id = structure.positions.cpu().numpy()  # where these jump, the chain is broken
-    codes = [_CODES.get(code, 0) for code in sse.annotate_sse(atoms).tolist()]
+    codes = [_CODES.get(code, 0) for code in annotate_sse(atoms).tolist()]
     return torch.tensor(codes, device=structure.ca_positions.device)
 
 
@@ -35,7 +39,9 @@ def solvent_accessibility(structure: Structure, probe_radius: float) -> Tensor:
             "atoms must be all read for solvent_accessibility(), got "
             f"{', '.join(structure.atoms)}: read_structure(path, atoms='all') reads them"
         )
-    biotite_structure = _biotite()
+    require_biotite("solvent_accessibility()")
+    from biotite.structure import AtomArray, sasa
+
     rows, names, places = [], [], []
     for name, coordinates in structure.atoms.items():
         there = structure.has_atom(name).nonzero()[:, 0]
@@ -43,13 +49,13 @@ def solvent_accessibility(structure: Structure, probe_radius: float) -> Tensor:
         names += [name] * len(there)
         places.append(coordinates[there])
     residue = torch.cat(rows).cpu()
-    atoms = biotite_structure.AtomArray(len(names))
+    atoms = AtomArray(len(names))
     atoms.coord = torch.cat(places).detach().cpu().float().numpy()
     radii = [
         _radius(structure.residue_names[row], name)
         for row, name in zip(residue.tolist(), names, strict=True)
     ]
-    area = biotite_structure.sasa(
+    area = sasa(
         atoms,
         probe_radius=probe_radius,
         ignore_ions=False,
@@ -61,7 +67,7 @@ def solvent_accessibility(structure: Structure, probe_radius: float) -> Tensor:
 
 
 def _radius(residue_name: str, atom_name: str) -> float:
-    """The van der Waals radius of an atom and its hydrogens; its element's where that is unknown."""
+    """The van der Waals radius of an atom with its hydrogens, or else of its element."""
     from biotite.structure import infer_elements
     from biotite.structure.info import vdw_radius_protor, vdw_radius_single
 
@@ -72,12 +78,3 @@ def _radius(residue_name: str, atom_name: str) -> float:
     if radius is None:
         radius = vdw_radius_single(str(infer_elements([atom_name])[0]))
     return 1.7 if radius is None else float(radius)  # 1.7: carbon
-
-
-def _biotite() -> Any:
-    try:
-        import biotite.structure
-    except ImportError as error:
-        message = "this needs biotite: pip install 'graphattn[bio]'"
-        raise ImportError(message) from error
-    return biotite.structure
