@@ -5,12 +5,14 @@ from graphattn.models.encoder import SequenceEncoder
 from graphattn.models.mixers import top_k_schedule
 from graphattn.models.operations import TrainingOperations, training_operations
 from graphattn.models.presets import Preset, presets
+from graphattn.models.protein import ProteinModel
 from graphattn.models.swin import SwinTransformer
 from graphattn.models.vision import VisionTransformer
 
 __all__ = [
     "CausalLM",
     "Preset",
+    "ProteinModel",
     "SequenceEncoder",
     "SwinTransformer",
     "TrainingOperations",

@@ -290,6 +290,23 @@ _PRESETS |= {
     ),
 }  # fmt: skip
 
+_PRESETS |= {
+    # ProteinModel
+    "protein-structure-1m": Preset(
+        "ProteinModel",
+        {
+            "dim": 128,
+            "depth": 4,
+            "heads": 4,
+            "mixer": "mix",
+            "mixer_options": {"edge_hidden": 64},
+            "neighbors": 16,
+            "window": 4,
+        },
+        "proteins along the chain and in space; trains on a laptop",
+    ),
+}
+
 
 def presets() -> dict[str, Preset]:
     """Return all presets by name, in the order of the models.
@@ -298,15 +315,10 @@ def presets() -> dict[str, Preset]:
 
     Example:
         >>> import graphattn as ga
+        >>> sorted({preset.model for preset in ga.models.presets().values()})
+        ['CausalLM', 'ProteinModel', 'SequenceEncoder', 'SwinTransformer', 'VisionTransformer']
         >>> ga.models.presets()["gka-d20"].about
         'language model of the GKA paper, 378.8 M parameters (Table 8)'
-        >>> ga.models.presets()["deit-tiny"].model
-        'VisionTransformer'
-        >>> ga.models.presets()["swin-tiny"].model
-        'SwinTransformer'
-
-        >>> ga.models.presets()["protein-6m"].about
-        'proteins, their sequence alone, for a laptop: 6.2 M parameters'
     """
     return dict(_PRESETS)
 
