@@ -48,7 +48,8 @@ def structure_attention(
 
     Args:
         ca_positions: [N, 3], in Angstrom, such as those of
-            :func:`graphattn.data.read_structure`.
+            :func:`graphattn.data.read_structure`; NaN where the atom is missing: such residues are
+            not drawn, and the trace has a gap.
         graph: whose edges the weights belong to, N residues.
         weights: [E], >= 0, in the order of ``graph.edge_index``: one head of one sequence.
         chain_index: integers [N], the chain of every residue; one chain if None.
@@ -94,14 +95,15 @@ def structure_attention(
     if strongest is None:
         strongest = min(150, max(12, len(x) // 2))
     pairs, shown = _strongest_pairs(
-        graph, weights, chain, looked_at, as_int("strongest", strongest, 0), min_separation
-    )
+        graph, weights, chain, x.isfinite().all(dim=1), looked_at, as_int("strongest", strongest, 0),
+        min_separation,
+    )  # fmt: skip
     if vmax is not None:
         scale = 0.0, as_float("vmax", vmax, positive=True)
     else:
         scale = (float(shown[0]), float(shown[-1])) if len(shown) else (0.0, 1.0)
     turned = turned_to_principal_axes(x)
-    across, up = (float(extent) for extent in turned.amax(0)[:2] - turned.amin(0)[:2])
+    across, up = _extent(turned)
     height = min(6.5, max(2.4, 5.6 * up / max(across, 1e-6)))
     ax = axes_or_new(ax, 5.6 + 0.8 * colorbar, height + 0.2, square=True)
     ax.set_aspect("equal")
@@ -124,11 +126,12 @@ def turned_to_principal_axes(x: Tensor) -> Tensor:
 
     A rotation, no mirror: helices stay right-handed. The first residue lies on the left, below.
     """
-    x = x - x.mean(dim=0)
-    _, axes = torch.linalg.eigh(x.T @ x)
+    there = x[x.isfinite().all(dim=1)]
+    x, there = x - there.mean(dim=0), there - there.mean(dim=0)
+    _, axes = torch.linalg.eigh(there.T @ there)
     axes = axes.flip(1)  # the longest first
     for k in (0, 1):
-        if float(x[0] @ axes[:, k]) > 0:
+        if float(there[0] @ axes[:, k]) > 0:
             axes[:, k] = -axes[:, k]
     if float(torch.linalg.det(axes)) < 0:
         axes[:, 2] = -axes[:, 2]
@@ -145,9 +148,10 @@ def _checked_positions(positions: Any) -> Tensor:
     if len(positions) < 2:
         raise ValueError(f"ca_positions must hold at least 2 residues, got {len(positions)}")
     x = positions.detach().double().cpu()
-    if not x.isfinite().all():
-        missing = int((~x.isfinite().all(dim=1)).nonzero()[0])
-        raise ValueError(f"ca_positions must be finite, those of residue {missing} are not")
+    if x.isinf().any() or int(x.isfinite().all(dim=1).sum()) < 2:
+        raise ValueError(
+            "ca_positions must be finite for at least 2 residues, and NaN where an atom is missing"
+        )
     return x
 
 
@@ -196,6 +200,7 @@ def _strongest_pairs(
     graph: TokenGraph,
     weights: Tensor,
     chain: Tensor,
+    there: Tensor,
     targets: list[int] | None,
     strongest: int,
     min_separation: int,
@@ -204,7 +209,7 @@ def _strongest_pairs(
     source, target = graph.edge_index.cpu()
     wanted = (source - target).abs() >= min_separation
     wanted |= (chain[source] != chain[target]) & (source != target)
-    wanted &= weights > 0
+    wanted &= (weights > 0) & there[source] & there[target]
     if targets is not None:
         wanted &= torch.isin(target, torch.tensor(targets, dtype=torch.int64))
     source, target, weights = source[wanted], target[wanted], weights[wanted]
@@ -220,12 +225,21 @@ def _strongest_pairs(
 def _depth(turned: Tensor) -> Tensor:
     """Of every residue: 0 at the back, 1 in front."""
     z = turned[:, 2]
-    return (z - z.min()) / (z.max() - z.min()).clamp(min=1e-9)
+    low, high = (float(end(z[z.isfinite()])) for end in (torch.amin, torch.amax))
+    return (z - low) / max(high - low, 1e-9)
+
+
+def _extent(turned: Tensor) -> tuple[float, float]:
+    """How wide and how high the structure is."""
+    there = turned[turned.isfinite().all(dim=1)]
+    across, up, _ = (there.amax(0) - there.amin(0)).tolist()
+    return across, up
 
 
 def _pieces(turned: Tensor, chain: Tensor) -> list[Tensor]:
     """Residues in a row without a gap."""
-    apart = (turned.diff(dim=0).norm(dim=1) > BOND) | (chain.diff() != 0)
+    near = turned.diff(dim=0).norm(dim=1) <= BOND  # not where an atom is missing
+    apart = ~near | (chain.diff() != 0)
     ends = (apart.nonzero()[:, 0] + 1).tolist()
     return list(torch.arange(len(turned)).tensor_split(ends))
 
@@ -259,13 +273,15 @@ def _draw_trace(ax: Axes, turned: Tensor, depth: Tensor, chain: Tensor) -> Any:
     )
     ax.add_collection(trace)
     for own in chain.unique():
-        first = turned[chain == own][0]
+        first = turned[(chain == own) & turned.isfinite().all(dim=1)]
+        if not len(first):
+            continue
         dot: dict[str, Any] = {
             "color": _colour(int(own)),
             "markeredgecolor": INK,
             "markeredgewidth": 0.6,
         }
-        ax.plot(*first[:2].tolist(), "o", markersize=5, zorder=4, **dot)
+        ax.plot(*first[0, :2].tolist(), "o", markersize=5, zorder=4, **dot)
     ax.autoscale_view()
     ax.margins(0.04)
     return trace
@@ -330,9 +346,9 @@ def _mark(ax: Axes, turned: Tensor, targets: list[int], labels: Sequence[str] | 
 
 def _scale_bar(ax: Axes, turned: Tensor) -> None:
     """A line of 10 Angstrom below the structure."""
-    low, left = float(turned[:, 1].min()), float(turned[:, 0].min())
-    extent = float((turned.amax(0) - turned.amin(0))[:2].max())
-    y = low - 0.07 * extent
+    there = turned[turned.isfinite().all(dim=1)]
+    left, low, _ = there.amin(0).tolist()
+    y = low - 0.07 * max(_extent(turned))
     ax.plot([left, left + 10], [y, y], color=INK, linewidth=1.4, solid_capstyle="butt")
     ax.annotate("10 Å", (left + 10, y), (4, 0), textcoords="offset points", fontsize=8, color=INK,
                 va="center")  # fmt: skip

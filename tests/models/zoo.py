@@ -12,15 +12,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils._pytree import tree_map
 
 import graphattn as ga
 
 VOCABULARY = 13
-
-
-def is_real(value: Any) -> bool:
-    """Whether a dtype is to be chosen."""
-    return isinstance(value, Tensor) and value.is_floating_point()
 
 
 class Batch(NamedTuple):
@@ -32,30 +28,23 @@ class Batch(NamedTuple):
 
     def part(self, rank: int, of: int) -> Batch:
         """Every `of`-th example, from `rank` on."""
-
-        def own(value: Any) -> Any:
-            is_batched = isinstance(value, Tensor) and len(value) == len(self.target)
-            return value[rank::of] if is_batched else value
-
-        keywords = {name: own(value) for name, value in self.keywords.items()}
-        return Batch(tuple(map(own, self.inputs)), keywords, self.target[rank::of])
+        size = len(self.target)
+        found = self._with(lambda x: x[rank::of] if len(x) == size else x)
+        return found._replace(target=self.target[rank::of])
 
     def to(self, dtype: torch.dtype) -> Batch:
         """With floating-point inputs in a dtype."""
-        return self._with(lambda x: x.to(dtype) if is_real(x) else x)
+        return self._with(lambda x: x.to(dtype) if x.is_floating_point() else x)
 
     def on(self, device: str) -> Batch:
         """On a device."""
         return self._with(lambda x: x.to(device))
 
-    def _with(self, change: Callable[[Any], Any]) -> Batch:
-        kinds = Tensor | ga.TokenGraph
-
+    def _with(self, change: Callable[[Tensor], Tensor]) -> Batch:
         def own(value: Any) -> Any:
-            return change(value) if isinstance(value, kinds) else value
+            return change(value) if isinstance(value, Tensor) else value
 
-        keywords = {name: own(value) for name, value in self.keywords.items()}
-        return Batch(tuple(map(own, self.inputs)), keywords, self.target)
+        return Batch(*tree_map(own, (self.inputs, self.keywords)), self.target)
 
 
 class Model(NamedTuple):
@@ -116,12 +105,64 @@ def padded_words(generator: torch.Generator, examples: int, tokens: int) -> Batc
     return batch._replace(keywords={"valid": torch.arange(tokens) < lengths})
 
 
+def noisy_words(generator: torch.Generator, examples: int, tokens: int) -> Batch:
+    """With a noise level per text, as diffusion has it."""
+    batch = words(generator, examples, tokens)
+    return batch._replace(keywords={"noise_level": torch.rand(examples, generator=generator)})
+
+
+def images(generator: torch.Generator, examples: int, tokens: int) -> Batch:
+    """Bright patches on noise; the class is the quarter in which there is one."""
+    given = torch.randn(examples, 1, 8, 8, generator=generator) / 4
+    classes = torch.randint(4, (examples,), generator=generator)
+    for image, quarter in zip(given, classes.tolist(), strict=True):
+        row, column = 4 * (quarter // 2), 4 * (quarter % 2)
+        image[0, row : row + 4, column : column + 4] += 1
+    return Batch((given,), {}, classes)
+
+
+def residues(generator: torch.Generator, examples: int, tokens: int) -> Batch:
+    """Two chains in space, another sequence for each example, and a class per residue beside it."""
+    batch = words(generator, examples, tokens)
+    kinds = torch.randint(3, (examples, tokens), generator=generator)
+    return batch._replace(
+        keywords={"structure": two_helices(tokens), "context": {"secondary": kinds}}
+    )
+
+
+def two_helices(tokens: int) -> ga.data.Structure:
+    """Alpha helices side by side: 100 degrees and 1.5 Angstrom per residue, radius 2.3."""
+    place = torch.arange(tokens, dtype=torch.float32)
+    half = tokens // 2
+    chain = (place >= half).long()
+    along, angle = place - half * chain, torch.deg2rad(100 * place)
+    x = torch.stack([2.3 * angle.cos() + 9 * chain, 2.3 * angle.sin(), 1.5 * along], dim=1)
+    return ga.data.Structure("A" * tokens, x, chain_index=chain, chain_ids=("A", "B"))
+
+
 # Models.
 
 
 def encoder(**options: Any) -> ga.models.SequenceEncoder:
     sizes = {"dim": 16, "depth": 2, "heads": 2, **options}
     return ga.models.SequenceEncoder(VOCABULARY, **sizes)
+
+
+def causal(**options: Any) -> ga.models.CausalLM:
+    sizes = {"dim": 16, "depth": 2, "heads": 2, **options}
+    return ga.models.CausalLM(VOCABULARY, **sizes)
+
+
+def vision(**options: Any) -> ga.models.VisionTransformer:
+    return ga.models.VisionTransformer(8, 2, 4, 16, 2, 2, channels=1, **options)
+
+
+def shaken(model: nn.Module) -> nn.Module:
+    """As after some training: nothing is 0 that starts so."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    return model
 
 
 CONSENSUS: dict[str, Any] = {"edge_hidden": 8, "rank": 2}
@@ -138,6 +179,52 @@ ZOO: dict[str, Model] = {
     "encoder krause": Model(
         lambda: encoder(mixer="krause", window=3, mixer_options={"top_k": [2, 3]}), padded_words
     ),
+    "diffusion": Model(
+        lambda: shaken(
+            encoder(
+                mixer="mix", noise_dim=8, norm="rms", drop_path=0.2, zero_head=True, **CONSENSUS
+            )
+        ),
+        noisy_words,
+    ),
+    "language": Model(
+        lambda: causal(
+            mixer="mix",
+            window=(3, 8),
+            window_pattern="SL",
+            tie_weights=True,
+            dropout=0.1,
+            mixer_options=CONSENSUS,
+        ),
+        words,
+    ),  # fmt: skip
+    "linear language": Model(lambda: causal(mixer="linear", norm="rms", bias=False), words),
+    "vision": Model(lambda: vision(drop_path=0.2), images, has_lengths=False),
+    "krause vision": Model(
+        lambda: vision(mixer="krause", radius=1, mixer_options={"top_k": [2, 3]}),
+        images,
+        has_lengths=False,
+    ),
+    "swin": Model(
+        lambda: ga.models.SwinTransformer(
+            8, 1, 4, 8, (2, 1), (1, 2), window_size=4, channels=1, drop_path=0.1
+        ),
+        images,
+        has_lengths=False,
+    ),
+    "protein": Model(
+        lambda: ga.models.ProteinModel(
+            16,
+            2,
+            2,
+            mixer="mix",
+            neighbors=4,
+            dropout=0.1,
+            mixer_options=CONSENSUS,
+            context={"secondary": 3},
+        ),
+        residues,
+    ),  # fmt: skip
 }
 
 

@@ -46,7 +46,8 @@ def test_the_view_is_a_rotation_of_the_structure():
     """Distances stay, and so does the hand of a helix; the longest direction lies across."""
     x = helix(30) @ torch.linalg.qr(torch.randn(3, 3, dtype=torch.float64))[0]
     turned = turned_to_principal_axes(x)
-    torch.testing.assert_close(torch.cdist(turned, turned), torch.cdist(x, x))
+    distances = [(y[:, None] - y[None]).norm(dim=-1) for y in (turned, x)]
+    torch.testing.assert_close(*distances, rtol=1e-9, atol=1e-9)
     extent = turned.amax(0) - turned.amin(0)
     assert extent[0] > extent[1] >= 0.9 * extent[2]
 
@@ -101,6 +102,20 @@ def test_chains_are_apart_and_gaps_are_not_bridged():
     assert [text.get_text() for text in ax.get_legend().get_texts()] == ["A", "$B"]
 
 
+def test_missing_atoms_are_left_out_and_leave_a_gap():
+    """What is drawn is what is drawn of the others, with their edges."""
+    x, weights = helix(30), torch.rand(900, generator=torch.Generator().manual_seed(2))
+    x[[4, 17]] = math.nan
+    ax = draw(x, ga.complete_graph(30), weights, strongest=400)
+    there = [k for k in range(30) if k not in (4, 17)]
+    far = sum(b - a >= 3 for a in there for b in there)
+    assert len(segments(ax)) == far
+    assert np.isfinite(segments(ax)).all()
+    for line in ax.collections[0].get_segments():
+        assert np.isfinite(line).all()
+        assert np.linalg.norm(line[-1] - line[0]) < 4.5
+
+
 def test_lengths_are_angstrom_in_both_directions():
     ax = draw(helix(30), ga.complete_graph(30), torch.rand(900))
     assert ax.get_aspect() == 1
@@ -136,7 +151,11 @@ def test_shades_of_two_figures_can_be_made_the_same():
     ("change", "message"),
     [
         ({"ca_positions": torch.zeros(5, 2)}, r"ca_positions must be .* \[N, 3\], got \[5, 2\]"),
-        ({"ca_positions": torch.full((5, 3), math.nan)}, "ca_positions must be finite, those of"),
+        (
+            {"ca_positions": torch.full((5, 3), math.nan)},
+            "ca_positions must be finite for at least 2",
+        ),
+        ({"ca_positions": torch.full((5, 3), math.inf)}, "ca_positions must be finite"),
         ({"graph": ga.complete_graph(4)}, "graph must be a TokenGraph of 5 tokens"),
         ({"weights": torch.zeros(7)}, r"weights must be a tensor of shape \[25\]"),
         ({"weights": -torch.ones(25)}, "weights must be finite numbers >= 0"),
