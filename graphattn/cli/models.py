@@ -54,19 +54,18 @@ def graphs_of(name: str, model: Any, tokens: int | None) -> list[ga.TokenGraph]:
 
 
 def presets_table() -> Table:
-    """A line per preset."""
+    """A line per preset, below the name of its class."""
     table = plain_table("Models by name: ga.models.CLASS.from_preset(NAME)")
     table.add_column("NAME", no_wrap=True)
-    table.add_column("class", no_wrap=True)
     table.add_column("parameters", justify="right", no_wrap=True)
     table.add_column("what it is")
-    before = None
-    for name, preset in ga.models.presets().items():
-        if before not in (None, preset.model):
-            table.add_section()
-        before = preset.model
-        count = on_meta(name).num_parameters()
-        table.add_row(name, preset.model, f"{count:,}", escape(preset.about))
+    presets = ga.models.presets()
+    for model in dict.fromkeys(preset.model for preset in presets.values()):
+        table.add_row(model, style="bold")
+        for name, preset in presets.items():
+            if preset.model == model:
+                count = on_meta(name).num_parameters()
+                table.add_row(f" {name}", f"{count:,}", escape(preset.about))
     table.caption = "graphattn models NAME shows what one is made of."
     return table
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from graphattn.graphs.composites import Parts, RandomSources, Union
+from graphattn.graphs.grid_blocks import GridBlocks
 from graphattn.graphs.grid_windows import GridWindows
 from graphattn.graphs.sections import Section
 from graphattn.graphs.structure import (
@@ -55,6 +58,9 @@ def _of_structure(structure: Structure) -> str:
         case Grid():
             found = f"radius {structure.radius} on {structure.height} × {structure.width}"
             return found + ", class token" * structure.class_token
+        case GridBlocks(height=height, width=width, block=block, shift=shift):
+            moved = f", shifted by {_product(shift)}" if any(shift) else ""
+            return f"blocks of {_product(block)} on {height} × {width}{moved}"
         case GridWindows():
             return _of_windows(structure)
         case GlobalTokens(tokens=tokens):
@@ -90,14 +96,17 @@ def _of_band(band: Band) -> str:
 
 
 def _of_windows(grid: GridWindows) -> str:
-    size = " × ".join(map(str, grid.shape))
-    wide = [b + a + 1 for b, a in zip(grid.before, grid.after, strict=True)]
-    found = f"{' × '.join(map(str, wide))} on {size}"
+    wide = [before + after + 1 for before, after in zip(grid.before, grid.after, strict=True)]
+    found = f"{_product(wide)} on {_product(grid.shape)}"
     if any(dilation > 1 for dilation in grid.dilation):
-        found += f", dilated by {' × '.join(map(str, grid.dilation))}"
+        found += f", dilated by {_product(grid.dilation)}"
     if any(stride > 1 for stride in grid.stride):
-        found += f", stride {' × '.join(map(str, grid.stride))}"
+        found += f", stride {_product(grid.stride)}"
     return found + ", class token" * grid.class_token
+
+
+def _product(sizes: Sequence[int]) -> str:
+    return " × ".join(map(str, sizes))
 
 
 def _counted(number: int, noun: str) -> str:

@@ -288,7 +288,9 @@ class VisionTransformer(BlockStack):
         """
         x = self.embedding(images, interpolate_pos_encoding=interpolate_pos_encoding)
         graphs = self.graph_of_blocks(graph, (images.shape[-2], images.shape[-1]))
-        return self.norm(self.run_blocks(self.dropout(x), graphs, of_edges={"edge_bias": edge_bias}))
+        return self.norm(
+            self.run_blocks(self.dropout(x), graphs, of_edges={"edge_bias": edge_bias})
+        )
 
     def forward(
         self,

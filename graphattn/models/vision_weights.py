@@ -119,7 +119,9 @@ def _arguments(config: Any, weights: Mapping[str, Tensor]) -> dict[str, Any]:
         raise ValueError(f"model must have hidden_act='gelu', got {config.hidden_act!r}")
     dim, hidden = config.hidden_size, config.intermediate_size
     if (width := weights["blocks.0.mixer.query_proj.weight"].shape[0]) != dim:
-        raise ValueError(f"model must have heads of {dim} features in all (hidden_size), got {width}")
+        raise ValueError(
+            f"model must have heads of {dim} features in all (hidden_size), got {width}"
+        )
     ratio = hidden / dim
     found = {
         "image_size": _size(config.image_size),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import ClassVar
 
 import torch
@@ -158,14 +159,16 @@ class LinearAttention(StreamingLayer):
         """Average the values of the sources of every target."""
         context = x if context is None else context
         x, context, graph, pair = self.prepare(
-            x, context, self.context_dim, graph, valid, per_edge=return_attention_weights
+            x, context, self.context_dim, graph, valid, per_edge=bool(return_attention_weights)
         )
         features = self.project_features(x, context, self.rotations(x, context, graph, positions))
         mixed = self.mix(features, graph, pair)
         out: Tensor = self.output_proj(mixed.flatten(-2))
         if not return_attention_weights:
             return out
-        return out, self.weights_of_edges(features, graph, pair)
+        # (Weights that are only looked at keep nothing for gradients: GraphAttention.attend.)
+        with torch.no_grad() if str(return_attention_weights) == "detached" else nullcontext():
+            return out, self.weights_of_edges(features, graph, pair)
 
     def project_features(self, x: Tensor, context: Tensor, rotations: Rotations) -> Features:
         """Features of queries [*, N, H, D], of keys [*, M, Hk, D], and values; all in float32."""

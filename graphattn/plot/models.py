@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 PANEL = 2.1  # inches
 COLUMNS = 4
+WIDEST_LINE = 38  # letters of a title above a panel
 
 
 def model_graphs(
@@ -118,7 +119,8 @@ def _columns(panels: int) -> int:
 def _title(row: LayerRow) -> str:
     layers = "layer" if len(row.layers) == 1 else "layers"
     edges = f"{row.graph.num_edges:,} edges"
-    return f"{layers} {row.numbers}: {row.mixer}\n{row.pattern}, {edges}"
+    fits = len(row.pattern) + len(edges) <= WIDEST_LINE
+    return f"{layers} {row.numbers}: {row.mixer}\n{row.pattern}{', ' if fits else chr(10)}{edges}"
 
 
 def _share_shades(axes: list[Axes]) -> None:

@@ -94,10 +94,10 @@ def structure_attention(
             raise ValueError(f"{name} must be {number} texts, got {len(texts)}")
     if strongest is None:
         strongest = min(150, max(12, len(x) // 2))
+    strongest, there = as_int("strongest", strongest, 0), x.isfinite().all(dim=1)
     pairs, shown = _strongest_pairs(
-        graph, weights, chain, x.isfinite().all(dim=1), looked_at, as_int("strongest", strongest, 0),
-        min_separation,
-    )  # fmt: skip
+        graph, weights, chain, there, looked_at, strongest, min_separation
+    )
     if vmax is not None:
         scale = 0.0, as_float("vmax", vmax, positive=True)
     else:

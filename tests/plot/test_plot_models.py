@@ -111,6 +111,11 @@ def test_bad_input_is_refused_by_name():
         (ga.batch([ga.complete_graph(3)] * 2), "2 sequences: all tokens"),
         (ga.batch([ga.complete_graph(3), ga.causal_graph(4)]), "2 sequences: several patterns"),
         (ga.grid_window_graph(4, 6, 1, class_token=True), "radius 1 on 4 × 6, class token"),
+        (ga.neighborhood_graph((6, 9), 3), "3 × 3 on 6 × 9"),
+        (
+            ga.models.SwinTransformer(8, 1, 4, 8, (2,), (1,), window_size=4).graphs()[1],
+            "blocks of 4 × 4 on 8 × 8, shifted by 2 × 2",
+        ),
     ],
 )
 def test_patterns_have_their_usual_names(graph, words):
