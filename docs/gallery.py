@@ -10,6 +10,7 @@ and of gallery_pretrained a recorded run of examples/pretrained_models.py.
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Callable
 from functools import cache
@@ -414,6 +415,90 @@ def gallery_layers() -> Figure:
     return figure
 
 
+# Whole models.
+
+
+def gallery_model_graphs() -> Figure:
+    """Which layer sees what: a language model, a vision model and Swin, one row each."""
+    from matplotlib.figure import Figure
+
+    consensus = {"edge_hidden": 16}
+    models: dict[str, tuple[Any, tuple[int, ...]]] = {
+        "CausalLM, 12 layers, mixer 'gka-consensus', windows SSSL (16 and 64), 64 tokens": (
+            ga.models.CausalLM(
+                256, 32, 12, 4, mixer="gka-consensus", window=(16, 64), window_pattern="SSSL",
+                mixer_options=consensus,
+            ),
+            (64,),
+        ),
+        "VisionTransformer, 8 layers: Krause on windows, dot products, VLT; 6 × 6 patches, a class "
+        "token": (
+            ga.models.VisionTransformer(
+                24, 4, 10, 32, 8, 4, radius=1,
+                mixer=["krause"] * 4 + ["dot"] * 2 + ["vlt"] * 2, mixer_options={"top_k": 4},
+            ),
+            (),
+        ),
+        "SwinTransformer, 2 + 2 layers: windows of 4 × 4 on 8 × 8 patches, then all of 4 × 4": (
+            ga.models.SwinTransformer(32, 4, 10, 24, (2, 2), (2, 4), window_size=4),
+            (),
+        ),
+    }  # fmt: skip
+    figure = Figure(figsize=(8.6, 8.4), layout="constrained")
+    for part, (title, (model, sizes)) in zip(
+        figure.subfigures(len(models), 1), models.items(), strict=True
+    ):
+        axes = ga.plot.model_graphs(model, *sizes, columns=4, figure=part)
+        for ax in axes:
+            ax.title.set_fontsize(7.5)
+        part.suptitle(title, fontsize=9, color=INK)
+    return figure
+
+
+def gallery_structure() -> Figure:
+    """Attention by distance on a coiled coil of three chains: all of it, and that of a residue."""
+    x, chain = coiled_coil(chains=3, residues=29)
+    graph = ga.knn_graph(x, k=24)
+    weights = ga.attention_weights(x[:, None], x[:, None], graph, sigma=4.0)[:, 0]
+    names = [f"chain {letter}" for letter in "ABC"]
+    core = 29 + 14  # position a of a heptad, in the middle of chain B
+    figure, ((above,), (below,)) = canvas(8.4, 5.6, 2, 1)
+    ga.plot.structure_attention(
+        x, graph, weights, chain_index=chain, strongest=80, min_separation=5, ax=above
+    )
+    name(above, "The 80 strongest pairs of residues five or more apart: the core holds the chains "
+                "together")  # fmt: skip
+    labels = [f"{'ABC'[int(c)]}{k % 29 + 1}" for k, c in enumerate(chain)]
+    ga.plot.structure_attention(
+        x, graph, weights, chain_index=chain, chain_names=names, targets=[core],
+        min_separation=1, labels=labels, ax=below,
+    )  # fmt: skip
+    name(below, f"What residue {labels[core]} of the core looks at")
+    return figure
+
+
+def coiled_coil(chains: int, residues: int) -> tuple[Tensor, Tensor]:
+    """C-alpha atoms of parallel helices around each other, by Crick's equations (1953).
+
+    In the form of Grigoryan and DeGrado (2011), with the radii and the pitch angle that coiled
+    coils of three chains have; positions a and d of every heptad point inwards.
+    """
+    radius, helix, pitch = 6.7, 2.26, math.radians(-12)  # Angstrom, Angstrom, angle
+    t = torch.arange(residues, dtype=torch.float64)
+    turn = 1.51 * math.sin(pitch) / radius * t  # of the axis of a helix; 1.51 Angstrom per residue
+    inner = math.radians(360 * 2 / 7) * t + math.pi + math.radians(26)
+    places = []
+    for k in range(chains):
+        outer = turn + 2 * math.pi * k / chains
+        along, across = radius + helix * inner.cos(), helix * math.cos(pitch) * inner.sin()
+        places.append(torch.stack([
+            along * outer.cos() - across * outer.sin(),
+            along * outer.sin() + across * outer.cos(),
+            1.51 * math.cos(pitch) * t - helix * math.sin(pitch) * inner.sin(),
+        ], dim=1))  # fmt: skip
+    return torch.cat(places), torch.arange(chains).repeat_interleave(residues)
+
+
 # Pretrained models.
 
 
@@ -442,6 +527,8 @@ FIGURES: dict[str, Callable[[], Figure]] = {
         gallery_patches,
         gallery_off_diagonal,
         gallery_layers,
+        gallery_model_graphs,
+        gallery_structure,
         gallery_pretrained,
     )
 }

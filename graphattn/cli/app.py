@@ -135,6 +135,58 @@ def bench(
 
 
 @app.command()
+def embed(
+    file: Annotated[Path, typer.Argument(help="FASTA, PDB or mmCIF, also gzipped.")],
+    model: Annotated[
+        Path | None,
+        typer.Option(
+            file_okay=False,
+            help="Folder of a saved model: a ProteinModel, or a SequenceEncoder of proteins.",
+            show_default=False,
+        ),
+    ] = None,
+    preset: Annotated[
+        str | None,
+        typer.Option(
+            help="In place of --model: a preset, protein-structure-1m for instance, with random "
+            "weights.",
+            show_default=False,
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="A file .npz or .pt, or a folder for one .npz per protein. Default: the name of "
+            "FILE with -embeddings.npz, here.",
+            show_default=False,
+        ),
+    ] = None,
+    chains: Annotated[
+        str | None,
+        typer.Option(
+            help="Of a structure: names separated by commas. Default: all.", show_default=False
+        ),
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of the random weights of a preset.")] = 0,
+    batch_size: Annotated[int, typer.Option(min=1, help="Records computed at once.")] = 8,
+    max_bytes: Annotated[
+        int, typer.Option(min=1, help="Refuse files that hold more, counted after unpacking.")
+    ] = 2**28,
+) -> None:
+    """Write what a model makes of proteins: features per residue, and their means.
+
+    A record of FASTA is a protein; so is a structure, all its chains together.
+    """
+    from graphattn.cli.embed import run_embed
+
+    try:
+        run_embed(file, model, preset, out, chains, seed, batch_size, max_bytes, _console())
+    except (ImportError, ValueError, OSError) as error:  # FileFormatError is a ValueError
+        typer.echo(f"graphattn: {error}", err=True)
+        raise typer.Exit(2) from None
+
+
+@app.command()
 def clusters(
     file: Annotated[Path, typer.Argument(help="An image (PNG, JPEG, ...) or a table (CSV).")],
     pattern: Annotated[
@@ -336,6 +388,34 @@ def graph(
     }
     try:
         run_graph(kind, sizes, step_size, plot, html, json, _console())
+    except (ImportError, ValueError, OSError) as error:
+        typer.echo(f"graphattn: {error}", err=True)
+        raise typer.Exit(2) from None
+
+
+@app.command()
+def models(
+    name: Annotated[
+        str | None,
+        typer.Argument(
+            help="One of the list: shows its arguments, and what every layer sees.",
+            show_default=False,
+        ),
+    ] = None,
+    tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Length of a sequence for which layers are shown. Default: 512.",
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
+    """List the models that have a name, with their sizes, or show what one is made of."""
+    from graphattn.cli.models import run_models
+
+    try:
+        run_models(name, tokens, _console())
     except (ImportError, ValueError, OSError) as error:
         typer.echo(f"graphattn: {error}", err=True)
         raise typer.Exit(2) from None

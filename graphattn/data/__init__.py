@@ -1,7 +1,7 @@
 """Readers and tokenisers: from a file on disk to the tokens of a graph.
 
-Text becomes characters, FASTA becomes residues or bases, a PDB or mmCIF file becomes the C-alpha
-trace of a chain. A file that cannot be read raises :class:`FileFormatError`, whose text is one line
+Text becomes characters, FASTA becomes residues or bases, a PDB or mmCIF file becomes residues
+in space. A file that cannot be read raises :class:`FileFormatError`, whose text is one line
 naming the file, the line where one is to blame, and the reason. Every reader refuses a file of more
 than ``max_bytes`` bytes, decompressed: a gzip file can unpack to a thousand times its size.
 
@@ -24,7 +24,7 @@ from graphattn.data.files import (
     read_text,
     sniff_format,
 )
-from graphattn.data.structures import ProteinChain, read_structure
+from graphattn.data.structures import Structure, read_structure
 from graphattn.data.text import CharacterTokenizer
 
 __all__ = [
@@ -34,8 +34,8 @@ __all__ = [
     "FileFormat",
     "FileFormatError",
     "NucleotideTokenizer",
-    "ProteinChain",
     "ProteinTokenizer",
+    "Structure",
     "read_bytes",
     "read_fasta",
     "read_structure",

@@ -178,6 +178,7 @@ def _install(model: nn.Module) -> None:
                     (torch, "_transformer_encoder_layer_fwd", _watched_encoder_layer),
                 ):
                     _replace(owner, name, wrap)
+                _enter.only_watches = _leave.only_watches = True  # type: ignore[attr-defined]
                 before = register_module_forward_pre_hook(_enter)
                 after = register_module_forward_hook(_leave, always_call=True)
                 _undo.extend((before.remove, after.remove))

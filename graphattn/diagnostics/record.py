@@ -108,8 +108,9 @@ def listen(
     def ask(_: nn.Module, args: Any, keywords: dict[str, Any]) -> Any:
         if not listens():
             return None
-        asked.append(bool(keywords.get("return_attention_weights", False)))
-        return args, {**keywords, "return_attention_weights": True}
+        wanted = keywords.get("return_attention_weights", False)
+        asked.append(bool(wanted))
+        return args, {**keywords, "return_attention_weights": wanted or "detached"}
 
     def take(_: nn.Module, args: Any, keywords: dict[str, Any], answer: Any) -> Any:
         if not listens():

@@ -9,7 +9,12 @@ from graphattn.graphs.convert import (
     from_scipy,
 )
 from graphattn.graphs.convert_pyg import from_pyg
-from graphattn.graphs.grids import grid_window_graph, neighborhood_graph, volume_window_graph
+from graphattn.graphs.grids import (
+    grid_block_graph,
+    grid_window_graph,
+    neighborhood_graph,
+    volume_window_graph,
+)
 from graphattn.graphs.long_range import bigbird_graph, longformer_graph
 from graphattn.graphs.mask_mods import from_mask_mod
 from graphattn.graphs.nearest_neighbors import knn
@@ -47,6 +52,7 @@ __all__ = [
     "from_networkx",
     "from_pyg",
     "from_scipy",
+    "grid_block_graph",
     "grid_window_graph",
     "knn",
     "knn_graph",

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
-from graphattn.graphs import composites, grid_windows, sections, structure
+from graphattn.graphs import composites, grid_blocks, grid_windows, sections, structure
 from graphattn.graphs.structure import Structure
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ KINDS: tuple[type[Structure], ...] = (
     composites.Parts,
     sections.Section,
     grid_windows.GridWindows,
+    grid_blocks.GridBlocks,
 )
 WORDS = ("chebyshev", "manhattan")
 HAS_TABLE = 4  # place of the fact that a graph is a table of neighbours

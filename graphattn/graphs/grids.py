@@ -1,4 +1,4 @@
-"""Graphs of windows on images, volumes and grids of any number of axes."""
+"""Graphs of windows and blocks on images, volumes and grids of any number of axes."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from graphattn.graphs.arguments import as_choice, as_int
+from graphattn.graphs.grid_blocks import GridBlocks
 from graphattn.graphs.grid_windows import GridWindows
 from graphattn.graphs.structure import Band, Grid
 from graphattn.graphs.token_graph import TokenGraph
@@ -80,6 +81,58 @@ def grid_window_graph(
         reach = found.before[0]
         return TokenGraph(structure=Grid(*shape, reach, found.metric, found.class_token))
     return TokenGraph(structure=found)
+
+
+def grid_block_graph(
+    height: int, width: int, block_size: PerAxis, *, shift: PerAxis = 0
+) -> TokenGraph:
+    """Non-overlapping windows on an image: every token sees those of its own block, itself too.
+
+    The windows of Swin (Liu et al., 2021). Tokens stand in row-major order; `block_size` and
+    `shift` take one value, or one for each axis, (down, right). With `shift`, the borders of blocks
+    move to shift, shift + block_size, ... along every axis. What Swin rolls around the image and
+    masks is here not an edge: blocks at the border of the image are cut, not wrapped around, as in
+    :func:`~graphattn.block_window_graph`::
+
+        block_size = 4, shift = 2, 8 x 8 tokens, numbered by their block:
+
+            0 0 1 1 1 1 2 2
+            0 0 1 1 1 1 2 2
+            3 3 4 4 4 4 5 5
+            3 3 4 4 4 4 5 5
+            3 3 4 4 4 4 5 5
+            3 3 4 4 4 4 5 5
+            6 6 7 7 7 7 8 8
+            6 6 7 7 7 7 8 8
+
+    A table of relative positions (``edge_bias``) has ``(2 * block_size - 1)**2`` rows, as Swin's.
+
+    Args:
+        height, width: size of the image in tokens, >= 1.
+        block_size: tokens per block along an axis, >= 1.
+        shift: 0 <= shift < block_size; Swin's is 0 and ``block_size // 2`` in turns.
+
+    Raises:
+        ValueError: if a size is too small or `shift` is not in [0, block_size).
+
+    Example:
+        >>> import graphattn as ga
+        >>> graph = ga.grid_block_graph(8, 8, block_size=4, shift=2)
+        >>> graph.in_degree().view(8, 8)[::2, ::2]
+        tensor([[ 4,  8,  8,  4],
+                [ 8, 16, 16,  8],
+                [ 8, 16, 16,  8],
+                [ 4,  8,  8,  4]])
+        >>> ga.nn.OffsetBias.for_graph(3, graph)
+        OffsetBias(3, max_offset=(3, 3))
+    """
+    height, width = as_int("height", height, 1), as_int("width", width, 1)
+    block = _per_axis("block_size", block_size, 2, 1, 1)
+    moved = _per_axis("shift", shift, 2, 0, 0)
+    for axis, (own, size) in enumerate(zip(moved, block, strict=True)):
+        if own >= size:
+            raise ValueError(f"shift must be < block_size = {size} along axis {axis}, got {own}")
+    return TokenGraph(structure=GridBlocks(height, width, block, moved))
 
 
 def volume_window_graph(

@@ -88,7 +88,7 @@ class Section(Structure):
         """Pairs between two diagonals of a rectangle, less those of tokens with themselves."""
         n, m, shift = self.num_targets, self.num_sources, self.shift
         last, before_first = shift + band.after, shift - band.before - 1
-        total = _pairs_up_to(n, m, last) - _pairs_up_to(n, m, before_first)
+        total = pairs_up_to(n, m, last) - pairs_up_to(n, m, before_first)
         if not band.self_loops:
             total -= max(0, min(self.stop, self.source_stop) - max(self.start, self.source_start))
         return total
@@ -221,7 +221,7 @@ def _edges_of_cells(grid: Grid, start: int, stop: int, device: Device) -> Tensor
     return found
 
 
-def _pairs_up_to(n: int, m: int, k: int) -> int:
+def pairs_up_to(n: int, m: int, k: int) -> int:
     """How many of the pairs (i, j), i < n and j < m, have j - i <= k."""
 
     def summed(v: int) -> int:  # of w cut to 0 .. m, over all w <= v

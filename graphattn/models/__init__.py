@@ -1,5 +1,23 @@
 """Whole models made of the layers."""
 
+from graphattn.models.causal_lm import CausalLM
 from graphattn.models.encoder import SequenceEncoder
+from graphattn.models.mixers import top_k_schedule
+from graphattn.models.operations import TrainingOperations, training_operations
+from graphattn.models.presets import Preset, presets
+from graphattn.models.protein import ProteinModel
+from graphattn.models.swin import SwinTransformer
+from graphattn.models.vision import VisionTransformer
 
-__all__ = ["SequenceEncoder"]
+__all__ = [
+    "CausalLM",
+    "Preset",
+    "ProteinModel",
+    "SequenceEncoder",
+    "SwinTransformer",
+    "TrainingOperations",
+    "VisionTransformer",
+    "presets",
+    "top_k_schedule",
+    "training_operations",
+]

@@ -2,72 +2,82 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Iterable, Sequence
-from typing import Any, ClassVar, Literal, cast
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
 from graphattn.graphs import TokenGraph, complete_graph, window_path_graph
-from graphattn.graphs.arguments import as_choice, as_int
-from graphattn.nn import (
-    CrossConsensus,
-    DotProductAttention,
-    ModelCache,
-    PreNormBlock,
-    SelfConsensus,
-)
-from graphattn.nn.attention import GraphAttention
-from graphattn.nn.config import Configured
-from graphattn.nn.graph_layer import GraphLayer
-from graphattn.nn.overrides import names_of, replaced_beside
-from graphattn.nn.rotary import check_positions
-from graphattn.nn.streaming import step_mask
-from graphattn.ops.inputs import check_valid
+from graphattn.graphs.arguments import as_int
+from graphattn.models.mixers import KINDS, Mixer, Reach, mixers, one_per_block
+from graphattn.models.stack import Graphs
+from graphattn.models.token_model import TokenModel
+from graphattn.nn import NoiseEmbedding, PreNormBlock
+from graphattn.nn.block import Activation, Norm, make_norm, zero_linear
+from graphattn.ops.dropout import as_share
 
-MixerName = Literal["dot", "consensus"]
-Mixer = Literal["dot", "consensus", "mix"] | Sequence[MixerName | nn.Module]
+CONSENSUS = ("rank", "edge_hidden", "step_size", "edge_features")  # options of the model itself
 
 
-class SequenceEncoder(Configured, nn.Module):
+class SequenceEncoder(TokenModel):
     r"""Tokens in, logits per token out: embedding, pre-norm blocks, norm, linear head.
 
     An encoder with the mixers that *Stabilizing Transformer Training Through Consensus* compares
     (Section 5.1, Appendix E.1): ``mixer="dot"`` is its SA (all attention), "consensus" its SC, and
     "mix" its MIX: the first half of the layers attention, the second half consensus.
-    Sliding-window attention (SW) is "dot" over a window graph. The backbone is a plain pre-norm
-    encoder, not the paper's: no conditioning on the noise level and one track, so the parameter
-    counts of its Table 10 are not met. At the text shapes, with "dot" and 50,258 tokens, there are
-    49 M where it says 54 M, and 162 for 193, but 506 for 385.
+    Sliding-window attention (SW) is "dot-window".
 
-    Without a graph, attention layers work on the complete graph and consensus layers on the
-    window-path graph of `window` tokens on each side, over the tokens of each call.
+    With ``noise_dim=128, zero_head=True`` it is that paper's backbone for text and DNA, the one of
+    SEDD (Lou et al., 2024): an embedded noise level sets shift, scale and gate of both parts of
+    every block, and shift and scale before the head, all of which start at 0; and so does the head.
+    The parameter counts of Table 10 are not met, and cannot follow from its shapes: "What the
+    papers count" in the documentation has the arithmetic. The shapes are presets
+    (:func:`~graphattn.models.presets`), such as "consensus-text-54m".
+
+    Without a graph, layers work on the graphs that their mixers' names stand for, over the tokens
+    of each call: "dot", "vlt" and "gka" on the complete graph; "dot-window" and "krause" on
+    `window` tokens on each side and the token itself; "consensus" on the window-path graph of
+    `window` tokens on each side.
 
     Args:
         vocab_size: number of tokens, a mask token included if there is one.
         dim: width.
         depth: number of blocks.
         heads: heads per layer, divides `dim`.
-        mixer: "dot", "consensus" or "mix"; or one entry per block: "dot", "consensus", or a layer
-            of width `dim`, of :mod:`graphattn.nn` or your own (see
-            :class:`~graphattn.nn.PreNormBlock`).
-        window: reach of the consensus layers' own graph (paper: 2).
+        mixer: "dot", "dot-window", "vlt" (no value projection), "gka", "krause" or "consensus"; or
+            "mix" ("dot" in the first half, "consensus" in the second), "gka-consensus" or
+            "krause-consensus"; or one entry per block: one of the first six, or a layer of width
+            `dim`, of :mod:`graphattn.nn` or your own (see :class:`~graphattn.nn.PreNormBlock`).
+        window: reach of the layers' own graphs that have one (paper: 2).
         rank: of the consensus layers (paper: 4).
         edge_hidden: of the consensus layers (paper: 256).
         step_size: of the consensus layers, as in :class:`~graphattn.nn.SelfConsensus`; "auto" needs
             ``rope=False`` or "isometric".
-        rope: rotary positions in attention and consensus layers; "isometric" where consensus
-            layers should keep their guarantees (attention layers then use the usual rotation).
+        rope: rotary positions in all named layers; "isometric" where consensus layers should keep
+            their guarantees (other layers then use the usual rotation).
         mlp_ratio: hidden width of the perceptrons, in units of `dim`.
         dropout: share of features zeroed after every layer and perceptron, in training.
         edge_features: of the consensus layers: features of an edge that their networks see.
+        mixer_options: further options of the named layers, such as ``{"top_k": 8}``: every layer
+            takes those that it has, and one that no layer has is refused. A list holds one value
+            per block, as :func:`top_k_schedule` makes it.
+        noise_dim: width of the embedded noise level (SEDD: 128); None for a model without one.
+        zero_head: whether the head starts at 0, so that all tokens start as equally likely.
+        drop_path: share of sequences for which a part of the last block is left out, in training
+            (stochastic depth); it grows evenly from 0 in the first block.
+        norm: "layer" (LayerNorm) or "rms" (RMSNorm).
+        activation: of the perceptrons: "gelu", or "relu2", the square of ReLU.
+        bias: whether perceptrons, norms and the head have biases, and the named layers, unless
+            `mixer_options` has a "bias" for those. The maps of the noise level always have some.
 
     Shapes:
         - **tokens**: integers [*, N]
         - **graph**: one TokenGraph for all layers, or one per layer (a sequence of `depth`); packed
           sequences come as a :func:`~graphattn.batch`. Without one, the tokens of a call are one
           sequence, packed ones too, and see each other
+        - **noise_level**: floating-point [*], one per sequence, or [*, N], one per token, as packed
+          sequences need it; required by a model with `noise_dim`, and by no other (keyword)
         - **valid**: bool [N] or [*, N], True where a token is real (keyword)
         - **positions**: [N] or [*, N]; those of the graph if None (keyword)
         - **edge_features**: [E, F] or [*, E, F] for all consensus layers that take them, in the
@@ -91,9 +101,16 @@ class SequenceEncoder(Configured, nn.Module):
         >>> sliding = ga.window_path_graph(50, window=2, self_loops=True)
         >>> model(tokens, sliding).shape  # every layer over the same window
         torch.Size([2, 50, 28])
+
+        For diffusion, with the noise level of either text:
+
+        >>> denoiser = ga.models.SequenceEncoder(
+        ...     28, 32, depth=4, heads=4, noise_dim=16, zero_head=True)
+        >>> denoiser(tokens, noise_level=torch.tensor([0.1, 3.0])).shape
+        torch.Size([2, 50, 28])
     """
 
-    options_of_parts: ClassVar = frozenset({"heads", "rope", "step_size"})
+    options_of_parts: ClassVar = frozenset({"heads", "mixer_options", "rope", "step_size"})
 
     def __init__(
         self,
@@ -111,59 +128,84 @@ class SequenceEncoder(Configured, nn.Module):
         mlp_ratio: float = 4.0,
         dropout: float = 0.0,
         edge_features: int = 0,
+        mixer_options: Mapping[str, Any] | None = None,
+        noise_dim: int | None = None,
+        zero_head: bool = False,
+        drop_path: float = 0.0,
+        norm: Norm = "layer",
+        activation: Activation = "gelu",
+        bias: bool = True,
     ) -> None:
         super().__init__()
         self.vocab_size = as_int("vocab_size", vocab_size, 1)
         self.window = as_int("window", window, 1)
         if not (isinstance(rope, bool) or rope == "isometric"):
             raise ValueError(f"rope must be True, False or 'isometric', got {rope!r}")
-
-        def layer(entry: object) -> nn.Module:
-            if entry == "dot":
-                return DotProductAttention(dim, heads, rope=bool(rope))
-            if entry == "consensus":
-                return SelfConsensus(
-                    dim,
-                    heads,
-                    rank=rank,
-                    edge_hidden=edge_hidden,
-                    step_size=step_size,
-                    rope=rope,
-                    edge_features=edge_features,
-                )
-            if isinstance(entry, CrossConsensus) or not isinstance(entry, nn.Module):
-                got = type(entry).__name__ if isinstance(entry, nn.Module) else repr(entry)
-                raise ValueError(
-                    f"mixer must hold 'dot', 'consensus' or layers on one track, got {got}"
-                )
-            if getattr(entry, "dim", dim) != dim:
-                raise ValueError(
-                    f"mixer must hold layers of width dim = {dim}, got a {type(entry).__name__} "
-                    f"of width {entry.dim}"
-                )
-            return entry
-
+        depth = as_int("depth", depth, 1)
+        options = dict(mixer_options or {})
+        if own := [name for name in CONSENSUS if name in options]:
+            raise ValueError(
+                f"mixer_options must not hold {own[0]!r}, which is an argument of the model itself"
+            )
+        entries = one_per_block(mixer, depth)
+        if "consensus" in entries:
+            options.update(
+                rank=rank,
+                edge_hidden=edge_hidden,
+                step_size=step_size,
+                edge_features=edge_features,
+            )
+        if not bias and any("bias" in KINDS[e].options for e in entries if isinstance(e, str)):
+            options.setdefault("bias", False)
+        mixings = mixers(mixer, depth, dim, heads, rope=rope, options=options)
+        self.noise_dim = None if noise_dim is None else as_int("noise_dim", noise_dim, 1)
+        self.zero_head = zero_head
+        last_drop_path = as_share("drop_path", drop_path)
         self.embedding = nn.Embedding(self.vocab_size, as_int("dim", dim, 1))
-        self.blocks = nn.ModuleList(
-            PreNormBlock(layer(entry), mlp_ratio=mlp_ratio, dropout=dropout)
-            for entry in _one_per_block(mixer, as_int("depth", depth, 1))
-        )
-        self.norm = nn.LayerNorm(dim)
-        self.head = nn.Linear(dim, self.vocab_size)
+        self.blocks = nn.ModuleList()
+        self.reaches: list[Reach] = []
+        for place, (layer, reach) in enumerate(mixings):
+            block = PreNormBlock(
+                layer,
+                mlp_ratio=mlp_ratio,
+                dropout=dropout,
+                drop_path=last_drop_path * (place / (depth - 1) if depth > 1 else 1),
+                norm=norm,
+                activation=activation,
+                bias=bias,
+                condition_dim=self.noise_dim,
+            )
+            self.blocks.append(block)
+            self.reaches.append(reach)
+        self.norm = make_norm(norm, dim, bias=bias)
+        self.head = nn.Linear(dim, self.vocab_size, bias=bias)
+        self.noise: NoiseEmbedding | None = None
+        self.head_modulation: nn.Linear | None = None
+        if self.noise_dim is not None:
+            self.noise = NoiseEmbedding(self.noise_dim)
+            self.head_modulation = zero_linear(self.noise_dim, 2 * dim)
         nn.init.normal_(self.embedding.weight, std=0.02)
+        if zero_head:
+            _set_to_zero(self.head)
 
     @classmethod
     def comparable(cls, config: dict[str, Any]) -> dict[str, Any]:
         """`config` without `window` where no layer can ask for it."""
         mixer = config.get("mixer")
-        asked = any(entry != "dot" for entry in (mixer if isinstance(mixer, list) else [mixer]))
-        return config if asked else {**config, "window": None}
+        entries = mixer if isinstance(mixer, list) else [mixer]
+        never = [name for name, kind in KINDS.items() if kind.reach == "all"]
+        return {**config, "window": None} if all(e in never for e in entries) else config
 
     def reset_parameters(self) -> None:
         """Draw every parameter anew."""
         nn.init.normal_(self.embedding.weight, std=0.02)
         for part in (*self.blocks, self.norm, self.head):
             part.reset_parameters()
+        if self.zero_head:
+            _set_to_zero(self.head)
+        if self.noise is not None:
+            self.noise.reset_parameters()
+            _set_to_zero(self.head_modulation)
 
     def graphs(self, num_tokens: int) -> list[TokenGraph]:
         """The graph of every block where `forward` is given none.
@@ -177,15 +219,16 @@ class SequenceEncoder(Configured, nn.Module):
         device = self.embedding.weight.device
         everything = complete_graph(num_tokens).to(device)
         near = window_path_graph(num_tokens, self.window).to(device)
-        return [
-            near if isinstance(block.mixer, SelfConsensus) else everything for block in self.blocks
-        ]
+        windowed = window_path_graph(num_tokens, self.window, self_loops=True).to(device)
+        of_reach = {"all": everything, "window": windowed, "near": near}
+        return [of_reach[reach] for reach in self.reaches]
 
     def encode(
         self,
         tokens: Tensor,
-        graph: TokenGraph | Sequence[TokenGraph] | None = None,
+        graph: Graphs = None,
         *,
+        noise_level: Tensor | None = None,
         valid: Tensor | None = None,
         positions: Tensor | None = None,
         edge_bias: Tensor | Sequence[Tensor | None] | None = None,
@@ -193,273 +236,86 @@ class SequenceEncoder(Configured, nn.Module):
     ) -> Tensor:
         """The features before the head, [*, N, dim]."""
         tokens = self._readable(tokens, valid)
-        N = tokens.shape[-1]
-        if graph is None:
-            graphs: Sequence = self.graphs(N)
-        elif isinstance(graph, list | tuple):
-            graphs = graph
-            if len(graphs) != len(self.blocks):
-                raise ValueError(
-                    f"graph must be one graph, or one per block ({len(self.blocks)}), "
-                    f"got {len(graphs)}"
-                )
-        else:
-            graphs = [graph] * len(self.blocks)
-        x = self.embedding(tokens)
-        of_edges = self._of_blocks({"edge_bias": edge_bias, "edge_features": edge_features})
-        for block, own, given in zip(self.blocks, graphs, of_edges, strict=True):
-            x = block(x, own, valid=valid, positions=positions, **given)
-        return self.norm(x)
+        condition = self._condition(noise_level, tokens, valid)
+        x = self.run_blocks(
+            self.embedding(tokens),
+            self.graph_of_blocks(graph, tokens.shape[-1]),
+            of_edges={"edge_bias": edge_bias, "edge_features": edge_features},
+            valid=valid,
+            positions=positions,
+            condition=condition,
+        )
+        x = self.norm(x)
+        if self.head_modulation is None or condition is None:
+            return x
+        if condition.dim() < x.dim():  # one per sequence
+            condition = condition.unsqueeze(-2)
+        shift, scale = self.head_modulation(condition).chunk(2, -1)
+        return torch.addcmul(shift, x, 1 + scale)
 
     def forward(
         self,
         tokens: Tensor,
-        graph: TokenGraph | Sequence[TokenGraph] | None = None,
+        graph: Graphs = None,
         *,
+        noise_level: Tensor | None = None,
         valid: Tensor | None = None,
         positions: Tensor | None = None,
         edge_bias: Tensor | Sequence[Tensor | None] | None = None,
         edge_features: Tensor | Sequence[Tensor | None] | None = None,
     ) -> Tensor:
         """Logits over the vocabulary for every token, [*, N, vocab_size]."""
-        of_edges = {"edge_bias": edge_bias, "edge_features": edge_features}
-        given: dict[str, Any] = {name: x for name, x in of_edges.items() if x is not None}
+        rare = {
+            "noise_level": noise_level,
+            "edge_bias": edge_bias,
+            "edge_features": edge_features,
+        }
+        # (An encode of somebody's subclass need not know what is not given.)
+        given: dict[str, Any] = {name: x for name, x in rare.items() if x is not None}
         return self.head(self.encode(tokens, graph, valid=valid, positions=positions, **given))
 
-    def _of_blocks(self, of_edges: dict[str, Any]) -> list[dict[str, Any]]:
-        """What the edges of every block have: one for all that take it, or one per block."""
-        given: list[dict[str, Any]] = [{} for _ in self.blocks]
-        for name, tensors in of_edges.items():
-            if tensors is None:
-                continue
-            if not isinstance(tensors, list | tuple):
-                mixers = [cast(PreNormBlock, block).mixer for block in self.blocks]
-                takes_it, takers = OF_EDGES[name]
-                takes = [takes_it(mixer) for mixer in mixers]
-                if not any(takes):
-                    raise ValueError(
-                        f"{name} must be None in a model without {takers}, "
-                        f"got {type(tensors).__name__}"
-                    )
-                tensors = [tensors if own_takes else None for own_takes in takes]
-            if len(tensors) != len(self.blocks):
+    def _condition(
+        self, noise_level: Tensor | None, tokens: Tensor, valid: Tensor | None
+    ) -> Tensor | None:
+        """The embedded noise level, [*, noise_dim] or [*, N, noise_dim]; what padding has is 0."""
+        if self.noise is None:
+            if noise_level is not None:
                 raise ValueError(
-                    f"{name} must be one tensor, or one per block ({len(self.blocks)}), "
-                    f"got {len(tensors)}"
+                    "noise_level must be None in a model without noise_dim, "
+                    f"got {type(noise_level).__name__}"
                 )
-            for own, tensor in zip(given, tensors, strict=True):
-                if tensor is not None:
-                    own[name] = tensor
-        return given
-
-    # Token by token.
-
-    def init_cache(
-        self,
-        batch: int | tuple[int, ...],
-        window: int | Sequence[int | None] | None = None,
-        *,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
-        rollback: int = 0,
-    ) -> ModelCache:
-        """An empty cache for :meth:`step`, with one of every block in it.
-
-        Args:
-            batch: the leading dimensions of the tokens to come; () for a single text.
-            window: how many tokens each token sees, itself included, as in
-                :func:`~graphattn.causal_window_graph`; None for all before it; or a list with one
-                of these per block.
-            dtype, device: of what is kept; the model's own if None.
-            rollback: how many of the newest tokens ``cache.truncate`` can take back at any time.
-
-        Raises:
-            ValueError: names the block and its mixer that cannot go token by token and what it
-                needs, such as ``SelfConsensus(update="target")`` in the place of "consensus"; for
-                arguments out of range; and where a subclass has replaced `forward` or `encode`
-                alone.
-        """
-        self._check_steps()
-        windows = window if isinstance(window, list | tuple) else [window] * len(self.blocks)
-        if len(windows) != len(self.blocks):
+            return None
+        per_token = tokens.shape
+        if (
+            not isinstance(noise_level, Tensor)
+            or not noise_level.is_floating_point()
+            or noise_level.shape not in (per_token[:-1], per_token)
+        ):
+            got = repr(noise_level)
+            if isinstance(noise_level, Tensor):
+                got = f"{noise_level.dtype} of shape {list(noise_level.shape)}"
             raise ValueError(
-                f"window must be one for all, or one per block ({len(self.blocks)}), "
-                f"got {len(windows)}"
+                f"noise_level must be a floating-point tensor of shape {list(per_token[:-1])} (one "
+                f"per sequence) or {list(per_token)} (one per token) in a model with noise_dim="
+                f"{self.noise_dim}, got {got}"
             )
-        caches = []
-        for place, (block, own) in enumerate(zip(self._stack(), windows, strict=True)):
-            try:
-                made = block.init_cache(batch, own, dtype=dtype, device=device, rollback=rollback)
-            except ValueError as error:
-                raise ValueError(f"block {place}: {error}") from error
-            caches.append(made)
-        return ModelCache(caches)
-
-    @torch.no_grad()
-    def step(
-        self,
-        tokens: Tensor,
-        cache: ModelCache,
-        *,
-        valid: Tensor | None = None,
-        positions: Tensor | None = None,
-    ) -> Tensor:
-        """Logits of the next token, or of the next few, which the cache then holds too.
-
-        T steps give what one forward over all T tokens gives in evaluation mode on the graphs
-        ``causal_window_graph(T, window)`` of the windows that the cache was made with
-        (``causal_graph(T)`` for None), to rounding. Not on the graphs that `forward` chooses by
-        itself, which see later tokens. There is no gradient: `forward` is for training.
-
-        Args:
-            tokens: integers [*], the next of every text, or [*, n], the next n; * is the batch of
-                the cache.
-            cache: from this model's :meth:`init_cache`; updated in place.
-            valid: bool [*] (or [*, n]), True where a token is real. A text that starts later than
-                others of its batch is padded on the left.
-            positions: [*] (or [*, n]), where tokens stand for rotary embeddings; counted from 0 by
-                the cache if None.
-
-        Returns:
-            [*, vocab_size] or [*, n, vocab_size].
-
-        Raises:
-            ValueError: as :meth:`init_cache`, and for what does not fit the model or the cache.
-
-        Example:
-            >>> import torch, graphattn as ga
-            >>> model = ga.models.SequenceEncoder(28, dim=32, depth=2, heads=4)
-            >>> cache = model.init_cache(1, window=16)
-            >>> text = torch.randint(28, (1, 5))
-            >>> logits = model.step(text, cache)[:, -1]
-            >>> for _ in range(20):
-            ...     logits = model.step(logits.argmax(-1), cache)
-            >>> cache.position
-            25
-        """
-        return self.head(self.encode_step(tokens, cache, valid=valid, positions=positions))
-
-    @torch.no_grad()
-    def encode_step(
-        self,
-        tokens: Tensor,
-        cache: ModelCache,
-        *,
-        valid: Tensor | None = None,
-        positions: Tensor | None = None,
-    ) -> Tensor:
-        """The features of :meth:`step` before the head, [*, dim] or [*, n, dim].
-
-        Of a prompt, the head is often wanted of the last token alone.
-        """
-        self._check_steps()
-        if not isinstance(cache, ModelCache) or len(cache) != len(self.blocks):
-            got = f"one of {len(cache)}" if isinstance(cache, ModelCache) else type(cache).__name__
-            raise ValueError(
-                f"cache must be a ModelCache of {len(self.blocks)} layers, from init_cache, "
-                f"got {got}"
-            )
-        batch, _ = cache.batch, cache.position  # both refuse a cache that was broken off
-        single = isinstance(tokens, Tensor) and tokens.shape == batch
-        if isinstance(tokens, Tensor) and not single and tokens.shape[:-1] != batch:
-            raise ValueError(
-                f"tokens must have shape {list(batch)} (one of every text) or "
-                f"[{', '.join(map(str, [*batch, 'n']))}] with a cache of batch {list(batch)}, "
-                f"got {list(tokens.shape)}"
-            )
-        if single:
-            tokens = tokens.unsqueeze(-1)
-            if isinstance(positions, Tensor):
-                positions = positions.unsqueeze(-1)
-        # All is checked before the first layer goes on, so that they stay together.
-        n = tokens.shape[-1] if isinstance(tokens, Tensor) else 0
-        valid = step_mask(valid, batch, None if single else n, self.embedding.weight.device)
-        tokens = self._readable(tokens, valid)
-        if positions is not None:
-            check_positions(positions, tokens.shape)
-        x = self.embedding(tokens)
-        for block, own in zip(self._stack(), cache, strict=True):
-            x = block.step(x, own, valid=valid, positions=positions)
-        x = self.norm(x)
-        return x.squeeze(-2) if single else x
-
-    def _stack(self) -> Iterable[Any]:
-        """The blocks, which are PreNormBlocks or have what those have."""
-        return self.blocks
+        if valid is not None:
+            real = valid.expand(per_token)
+            real = real if noise_level.shape == per_token else real.any(-1)
+            noise_level = noise_level.masked_fill(~real, 0)
+        condition: Tensor = self.noise(noise_level)
+        return condition
 
     def _check_steps(self) -> None:
-        """Steps run neither `forward` nor `encode`: refuse where those were replaced."""
-        names = ("forward", "encode")
-        if replaced := replaced_beside(self, names, ("step", "encode_step")):
+        if self.noise_dim is not None:
             raise ValueError(
-                f"step does not run the {names_of(replaced)} of {type(self).__name__}, so it would "
-                "not give what forward gives: override step, too"
+                f"a model with noise_dim={self.noise_dim} cannot go token by token: the noise "
+                "level steers whole sequences. Call it with noise_level="
             )
-
-    def _readable(self, tokens: Tensor, valid: Tensor | None) -> Tensor:
-        """The tokens, checked; padding may hold any number and is set to 0."""
-        if (
-            not isinstance(tokens, Tensor)
-            or tokens.dim() < 1
-            or tokens.dtype not in (torch.int32, torch.int64)
-        ):
-            got = (
-                f"{tokens.dtype} of shape {list(tokens.shape)}"
-                if isinstance(tokens, Tensor)
-                else type(tokens).__name__
-            )
-            raise ValueError(f"tokens must be an int32 or int64 tensor of shape [*, N], got {got}")
-        if valid is not None:
-            if not isinstance(valid, Tensor):
-                raise ValueError(f"valid must be a bool tensor, got {type(valid).__name__}")
-            N = tokens.shape[-1]
-            check_valid(valid, tokens.shape[:-1], tokens.device, N, N)
-            tokens = tokens.masked_fill(~valid, 0)
-        # Values are read where that costs nothing: not on a GPU, in torch.func, or while tracing.
-        traced = (
-            torch.compiler.is_compiling() or torch._C._functorch.maybe_current_level() is not None
-        )
-        if tokens.device.type == "cpu" and tokens.numel() > 0 and not traced:
-            least, most = tokens.aminmax()
-            if least < 0 or most >= self.vocab_size:
-                bad = int(least if least < 0 else most)
-                raise ValueError(
-                    f"tokens must be 0 .. {self.vocab_size - 1} (vocab_size - 1), got {bad}"
-                )
-        return tokens
+        super()._check_steps()
 
 
-def _takes_edge_bias(mixer: nn.Module) -> bool:
-    """Attention layers do, and modules of somebody else that have the keyword."""
-    if isinstance(mixer, GraphAttention):
-        return True
-    if isinstance(mixer, GraphLayer):
-        return False
-    return "edge_bias" in inspect.signature(mixer.forward).parameters
-
-
-def _takes_edge_features(mixer: nn.Module) -> bool:
-    """Consensus layers do that were made for some."""
-    width = getattr(mixer, "edge_features", None)
-    return isinstance(width, int) and width > 0
-
-
-OF_EDGES = {  # which layers take it, and what they are called
-    "edge_bias": (_takes_edge_bias, "attention layers"),
-    "edge_features": (_takes_edge_features, "consensus layers made with edge_features > 0"),
-}
-
-
-def _one_per_block(mixer: object, depth: int) -> Sequence[object]:
-    """The mixer of every block, from its short form."""
-    if not isinstance(mixer, list | tuple | nn.ModuleList):
-        as_choice("mixer", mixer, ("dot", "consensus", "mix"))
-        if mixer != "mix":
-            return [mixer] * depth
-        return ["dot"] * (depth // 2) + ["consensus"] * (depth - depth // 2)
-    if len(mixer) != depth:
-        raise ValueError(f"mixer must hold one entry per block ({depth}), got {len(mixer)}")
-    layers = [entry for entry in mixer if isinstance(entry, nn.Module)]
-    if len(set(map(id, layers))) < len(layers):
-        raise ValueError("mixer must hold every layer once: blocks would share its weights")
-    return list(mixer)
+def _set_to_zero(layer: nn.Linear | None) -> None:
+    if layer is not None:
+        for parameter in layer.parameters():
+            nn.init.zeros_(parameter)

@@ -20,6 +20,7 @@ _RENAMED = {
     "depth": "num_layers n_layers n_layer num_hidden_layers num_encoder_layers num_blocks layers",
     "dim": "embed_dim d_model hidden_size n_embd embedding_dim hidden_dim model_dim width "
     "dim_model in_channels out_channels in_features out_features hidden_channels channels head_dim",
+    "drop_path": "drop_path_rate stochastic_depth stochastic_depth_prob drop_connect_rate",
     "dropout": "drop dropout_p drop_rate hidden_dropout_prob hidden_dropout resid_pdrop embd_pdrop "
     "proj_drop proj_drop_rate resid_dropout",
     "edge_bias": "position_bias relative_position_bias rel_pos_bias attn_bias",
@@ -66,6 +67,7 @@ _DROPOUT = (
     "attention layers take attention_dropout=, on weights; PreNormBlock and SequenceEncoder "
     "dropout=, on features; consensus has no weights to drop: leave it out"
 )
+_PATH = "stochastic depth belongs to a block: PreNormBlock takes drop_path="
 _LENGTH = "no length is fixed: leave it out"
 _EDGES = (
     "what an edge holds becomes a bias per head in the call of an attention layer: "
@@ -75,7 +77,10 @@ _BIAS = "attention layers take it in their call: edge_bias= [E, heads]"
 _CACHE = "generation is cache = layer.init_cache(batch, window) and layer.step(x, cache)"
 _PLACE = "leave it out and convert the layer: layer.to({name})"
 _MLP = "mlp_ratio= of PreNormBlock and SequenceEncoder sets the perceptron's width, in units of dim"
-_FIXED_BLOCK = "a block always normalises first (LayerNorm) and applies GELU: leave it out"
+_FIXED_BLOCK = (
+    "a block always normalises first: PreNormBlock takes norm='layer' or 'rms' and "
+    "activation='gelu' or 'relu2'"
+)
 
 # What has no argument of ours in its place.
 _ADVICE = {
@@ -105,8 +110,9 @@ _ADVICE = {
     "attn_drop_rate": _DROPOUT,
     "attn_pdrop": _DROPOUT,
     "attention_probs_dropout_prob": _DROPOUT,
-    "drop_path": "stochastic depth is not there yet: leave it out",
-    "drop_path_rate": "stochastic depth is not there yet: leave it out",
+    "drop_path": _PATH,
+    "drop_path_rate": _PATH,
+    "stochastic_depth": _PATH,
     "max_seq_len": _LENGTH,
     "max_len": _LENGTH,
     "max_position_embeddings": _LENGTH,

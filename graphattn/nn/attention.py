@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
-from typing import Any, ClassVar, Self
+from contextlib import nullcontext
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -275,12 +276,16 @@ class GraphAttention(StreamingLayer):
         graph: Any,
         valid: Valid,
         positions: Positions,
-        return_attention_weights: bool,
+        return_attention_weights: bool | Literal["detached"],
         *,
         edge_bias: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """The forward pass of every attention layer."""
-        sorted_edges = return_attention_weights or edge_bias is not None
+        """The forward pass of every attention layer.
+
+        Weights that are only looked at are "detached": nothing is kept for their gradients, so that
+        a gradient checkpoint, which repeats the call without them, finds what it expects.
+        """
+        sorted_edges = bool(return_attention_weights) or edge_bias is not None
         x, context, graph, pair = self.prepare(
             x, context, context_dim, graph, valid, per_edge=sorted_edges
         )
@@ -290,7 +295,8 @@ class GraphAttention(StreamingLayer):
         out = self.output_proj(mixed.flatten(-2))
         if not return_attention_weights:
             return out
-        return out, self.weights_of_edges(query, key, graph, pair, **given)
+        with torch.no_grad() if return_attention_weights == "detached" else nullcontext():
+            return out, self.weights_of_edges(query, key, graph, pair, **given)
 
     def weights_of_edges(
         self,

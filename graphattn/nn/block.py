@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from graphattn.graphs.arguments import as_float
+from graphattn.graphs.arguments import as_choice, as_float, as_int
 from graphattn.graphs.token_graph import TokenGraph
 from graphattn.nn.config import Configured
+from graphattn.nn.drop_path import drop_paths
 from graphattn.nn.graph_layer import GraphLayer, Positions
 from graphattn.nn.layer_cache import LayerCache
 from graphattn.nn.overrides import names_of, replaced_beside
+from graphattn.ops.dropout import as_share
 from graphattn.ops.inputs import Valid
+
+Norm = Literal["layer", "rms"]
+Activation = Literal["gelu", "relu2"]
 
 
 class PreNormBlock(Configured, nn.Module):
@@ -23,8 +28,18 @@ class PreNormBlock(Configured, nn.Module):
         x' = x + \mathrm{mixer}(\mathrm{norm}(x), G), \qquad
         y = x' + W_2 \, \mathrm{gelu}(W_1 \, \mathrm{norm}(x'))
 
-    The pre-LayerNorm block (Xiong et al., 2020; GKA paper, Eq. 8-10, there with DropPath;
-    consensus paper, E.1). One mechanism is exchanged for another by exchanging `mixer`.
+    The pre-LayerNorm block (Xiong et al., 2020; GKA paper, Eq. 8-10; consensus paper, E.1). One
+    mechanism is exchanged for another by exchanging `mixer`.
+
+    With `condition_dim` the block is steered by a vector c, such as an embedded noise level
+    (adaLN-zero, Peebles and Xie, 2023; the backbone of Lou et al., 2024, that the consensus paper
+    takes). Both parts become
+
+    .. math::
+        x' = x + g \odot \mathrm{part}\big( (1 + s) \odot \mathrm{norm}(x) + b \big)
+
+    with shift b, scale s and gate g of either part from one linear map of c that starts at 0, so
+    that the block starts as the identity.
 
     Args:
         mixer: a layer of :mod:`graphattn.nn`, or any module with a ``dim``, the block's width, and
@@ -34,6 +49,13 @@ class PreNormBlock(Configured, nn.Module):
             ``step(x, cache, *, valid=None, positions=None)``.
         mlp_ratio: hidden width of the perceptron, in units of dim.
         dropout: share of features zeroed after both parts, in training.
+        drop_path: share of sequences for which a part is left out, in training, the others divided
+            by 1 - drop_path (stochastic depth, Huang et al., 2016; the GKA paper's DropPath).
+        norm: "layer" (LayerNorm) or "rms" (RMSNorm).
+        norm_affine: whether the norms have weights (and LayerNorm, with `bias`, biases).
+        activation: of the perceptron: "gelu", or "relu2", the square of ReLU (So et al., 2021).
+        bias: whether the perceptron and the norms have biases.
+        condition_dim: width of the condition; None for a block without one.
 
     Shapes:
         - **x**: [*, N, dim]
@@ -43,6 +65,8 @@ class PreNormBlock(Configured, nn.Module):
         - **valid**, **positions**: passed on to the mixer (keyword)
         - **edge_features**: passed on where given, as consensus layers take them (keyword)
         - **edge_bias**: passed on to a mixer that takes it, as attention layers do (keyword)
+        - **condition**: [*, condition_dim], one per sequence, or [*, N, condition_dim], one per
+          token, as packed sequences need it (keyword)
         - **output**: [*, N, dim]
 
     Raises:
@@ -55,7 +79,19 @@ class PreNormBlock(Configured, nn.Module):
         torch.Size([2, 10, 16])
     """
 
-    def __init__(self, mixer: nn.Module, *, mlp_ratio: float = 4.0, dropout: float = 0.0) -> None:
+    def __init__(
+        self,
+        mixer: nn.Module,
+        *,
+        mlp_ratio: float = 4.0,
+        dropout: float = 0.0,
+        drop_path: float = 0.0,
+        norm: Norm = "layer",
+        norm_affine: bool = True,
+        activation: Activation = "gelu",
+        bias: bool = True,
+        condition_dim: int | None = None,
+    ) -> None:
         super().__init__()
         dim = getattr(mixer, "dim", None)
         if not isinstance(mixer, nn.Module) or not isinstance(dim, int):
@@ -70,18 +106,31 @@ class PreNormBlock(Configured, nn.Module):
         if as_float("dropout", dropout, positive=False) >= 1:
             raise ValueError(f"dropout must be in [0, 1), got {dropout}")
         self.mixer = mixer
-        self.mixer_norm = nn.LayerNorm(dim)
-        self.mlp_norm = nn.LayerNorm(dim)
-        self.mlp = nn.Sequential(nn.Linear(dim, hidden), nn.GELU(), nn.Linear(hidden, dim))
+        self.mixer_norm = make_norm(norm, dim, affine=norm_affine, bias=bias)
+        self.mlp_norm = make_norm(norm, dim, affine=norm_affine, bias=bias)
+        self.mlp = nn.Sequential(
+            nn.Linear(dim, hidden, bias=bias),
+            make_activation(activation),
+            nn.Linear(hidden, dim, bias=bias),
+        )
         self.dropout = nn.Dropout(dropout)
+        self.drop_path = as_share("drop_path", drop_path)
+        self.condition_dim = None
+        self.modulation = None
+        if condition_dim is not None:
+            self.condition_dim = as_int("condition_dim", condition_dim, 1)
+            self.modulation = zero_linear(self.condition_dim, 6 * dim)
 
     def reset_parameters(self) -> None:
         """Draw every parameter anew (of the mixer's, those it knows how to)."""
         if callable(reset := getattr(self.mixer, "reset_parameters", None)):
             reset()
         for part in (self.mixer_norm, self.mlp_norm, *self.mlp):
-            if isinstance(part, nn.LayerNorm | nn.Linear):
-                part.reset_parameters()
+            if callable(reset := getattr(part, "reset_parameters", None)):
+                reset()
+        if self.modulation is not None:
+            nn.init.zeros_(self.modulation.weight)
+            nn.init.zeros_(self.modulation.bias)
 
     def forward(
         self,
@@ -93,6 +142,7 @@ class PreNormBlock(Configured, nn.Module):
         positions: Positions = None,
         edge_bias: Tensor | None = None,
         edge_features: Tensor | None = None,
+        condition: Tensor | None = None,
     ) -> Tensor:
         """Mix the tokens along the graph, then transform each by itself."""
         tracks = () if context is None else (context,)
@@ -101,9 +151,49 @@ class PreNormBlock(Configured, nn.Module):
             given["edge_bias"] = edge_bias
         if edge_features is not None:
             given["edge_features"] = edge_features
-        mixed = self.mixer(self.mixer_norm(x), graph, *tracks, **given)
-        x = x + self.dropout(mixed)
-        return x + self.dropout(self.mlp(self.mlp_norm(x)))
+        to_mix, to_map, gate_mixed, gate_mapped = self._modulated(condition, x)
+        mixed = self.mixer(to_mix(self.mixer_norm(x)), graph, *tracks, **given)
+        x = x + self._branch(gate_mixed(mixed), graph)
+        mapped = self.mlp(to_map(self.mlp_norm(x)))
+        return x + self._branch(gate_mapped(mapped), graph)
+
+    def _branch(self, y: Tensor, graph: Any) -> Tensor:
+        """What a part adds, after what training drops of it."""
+        y = self.dropout(y)
+        return drop_paths(y, self.drop_path, graph) if self.training else y
+
+    def _modulated(self, condition: Tensor | None, x: Tensor) -> Any:
+        """Shifts and scales of what goes into both parts, and gates of what comes out."""
+        if self.modulation is None:
+            if condition is not None:
+                raise ValueError(
+                    "condition must be None for a block made without condition_dim, "
+                    f"got {type(condition).__name__}"
+                )
+            return (_same,) * 4
+        terms = self.modulation(self._checked(condition, x)).chunk(6, -1)
+        shift_mix, scale_mix, gate_mix, shift_map, scale_map, gate_map = terms
+        return (
+            lambda y: torch.addcmul(shift_mix, y, 1 + scale_mix),
+            lambda y: torch.addcmul(shift_map, y, 1 + scale_map),
+            lambda y: gate_mix * y,
+            lambda y: gate_map * y,
+        )
+
+    def _checked(self, condition: Tensor | None, x: Tensor) -> Tensor:
+        """The condition of every token, [*, N or 1, condition_dim]."""
+        per_sequence = (*x.shape[:-2], self.condition_dim)
+        if isinstance(condition, Tensor):
+            if condition.shape == per_sequence:
+                return condition.unsqueeze(-2)
+            if condition.shape == (*x.shape[:-1], self.condition_dim):
+                return condition
+        got = list(condition.shape) if isinstance(condition, Tensor) else repr(condition)
+        per_token = [*x.shape[:-1], self.condition_dim]
+        raise ValueError(
+            f"condition must have shape {list(per_sequence)} (one per sequence) or {per_token} "
+            f"(one per token), got {got}"
+        )
 
     # Token by token.
 
@@ -191,6 +281,11 @@ class PreNormBlock(Configured, nn.Module):
 
     def _stepping_mixer(self) -> Any:
         """The mixer; a ValueError where steps would not give what `forward` gives."""
+        if self.modulation is not None:
+            raise ValueError(
+                f"a block with condition_dim={self.condition_dim} cannot go token by token: call "
+                "it with condition="
+            )
         if replaced := replaced_beside(self, ("forward",), ("step",)):
             raise ValueError(
                 f"step does not run the {names_of(replaced)} of {type(self).__name__}, so it would "
@@ -210,3 +305,45 @@ class PreNormBlock(Configured, nn.Module):
             "dtype=None, device=None, rollback=0) and step(x, cache, *, valid=None, "
             "positions=None), which gives for the next tokens what forward gives on a causal graph"
         )
+
+
+def make_norm(norm: Norm, dim: int, *, affine: bool = True, bias: bool = True) -> nn.Module:
+    """The norm of that name."""
+    if as_choice("norm", norm, ("layer", "rms")) == "layer":
+        return nn.LayerNorm(dim, elementwise_affine=affine, bias=bias)
+    return nn.RMSNorm(dim, elementwise_affine=affine)
+
+
+def make_activation(activation: Activation) -> nn.Module:
+    """The activation of that name."""
+    return (
+        nn.GELU() if as_choice("activation", activation, ("gelu", "relu2")) == "gelu" else ReLU2()
+    )
+
+
+class ReLU2(nn.Module):
+    """The square of ReLU (Primer, So et al., 2021).
+
+    Example:
+        >>> import torch
+        >>> from graphattn.nn.block import ReLU2
+        >>> ReLU2()(torch.tensor([-1.0, 3.0]))
+        tensor([0., 9.])
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Elementwise."""
+        return torch.relu(x).square()
+
+
+def zero_linear(in_features: int, out_features: int) -> nn.Linear:
+    """A linear map that starts at 0, and draws no random numbers."""
+    device = torch.get_default_device()  # skip_init asks nobody and takes the CPU
+    made: nn.Linear = nn.utils.skip_init(nn.Linear, in_features, out_features, device=device)
+    nn.init.zeros_(made.weight)
+    nn.init.zeros_(made.bias)
+    return made
+
+
+def _same(x: Tensor) -> Tensor:
+    return x

@@ -29,10 +29,13 @@ NOT_COMPARED = frozenset(
         "backend",  # all compute the same
         "dropout",  # training alone; nothing of what has been learned
         "attention_dropout",
+        "drop_path",
         "init_sigma",  # where training began
+        "zero_head",
         "zero_init",
         # Names and shapes of the weights tell these.
         "bias",
+        "condition_dim",
         "context_dim",
         "depth",
         "dim",
@@ -40,6 +43,8 @@ NOT_COMPARED = frozenset(
         "edge_input",
         "kv_heads",
         "mlp_ratio",
+        "noise_dim",
+        "norm_affine",
         "rank",
         "sigma_per_head",
         "sink",

@@ -303,6 +303,6 @@ class LayerCache:
     def __repr__(self) -> str:
         back = f"rollback={self.rollback}, " if self.rollback else ""
         return (
-            f"LayerCache({self.owner[0]}, batch={list(self.batch)}, window={self.window}, {back}"
+            f"{type(self).__name__}({self.owner[0]}, batch={list(self.batch)}, window={self.window}, {back}"
             f"position={self.position}, {self.num_bytes} bytes)"
         )

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from graphattn.graphs.composites import Parts
+from graphattn.graphs.grid_blocks import GridBlocks
 from graphattn.graphs.grid_windows import GridWindows
 from graphattn.graphs.structure import Grid, GridOffsets, Structure
 from graphattn.graphs.token_graph import TokenGraph
@@ -106,7 +107,7 @@ def cells_of(structure: Structure | None, device: torch.device) -> tuple[Tensor,
             return None
         return torch.cat([place for place, _ in parts]), torch.cat([known for _, known in parts])
     match structure:
-        case Grid():
+        case Grid() | GridBlocks():
             shape: tuple[int, ...] = (structure.height, structure.width)
         case GridWindows():
             shape = structure.shape
@@ -115,7 +116,7 @@ def cells_of(structure: Structure | None, device: torch.device) -> tuple[Tensor,
     cell = torch.arange(math.prod(shape), device=device)
     place = torch.stack(torch.unravel_index(cell, shape), dim=-1)
     known = torch.ones_like(cell, dtype=torch.bool)
-    if structure.class_token:
+    if not isinstance(structure, GridBlocks) and structure.class_token:
         place, known = (torch.cat([torch.zeros_like(x[:1]), x]) for x in (place, known))
     return place, known
 

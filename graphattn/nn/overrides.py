@@ -140,9 +140,8 @@ def replaced_beside(module: Any, names: tuple[str, ...], twins: tuple[str, ...])
                 if is_ours(own[twin]):
                     found += tuple(n for n in names if n in own and not is_ours(own[n]))
                 return found
-        for name in names:
-            if name in own:
-                found += (name,)
+        # A class of the library may inherit the twins of what it states itself.
+        found += tuple(n for n in names if n in own and not is_ours(own[n]))
     return found
 
 

@@ -11,6 +11,11 @@ from graphattn.ops.attention.merge import merge_attention
 from graphattn.ops.backends import use_backend
 from graphattn.ops.consensus.api import consensus_edge_matrices, consensus_update
 from graphattn.ops.consensus.parameters import EdgeNetworkParameters, FirstLayer
+from graphattn.ops.linear_attention.api import (
+    elu_features,
+    linear_attention,
+    linear_attention_weights,
+)
 from graphattn.ops.support import backends
 
 __all__ = [
@@ -23,6 +28,9 @@ __all__ = [
     "consensus_update",
     "decode_attention",
     "dot_product_attention",
+    "elu_features",
+    "linear_attention",
+    "linear_attention_weights",
     "merge_attention",
     "merge_top_k",
     "rbf_attention",

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from graphattn.graphs.encoding import decode
 from graphattn.graphs.token_graph import TokenGraph
+from graphattn.ops.linear_attention.intervals import runs_of
 
 Formula = Callable[..., int]
 COUNTER = "torch.utils.flop_counter"  # imported by those who count: it imports triton
@@ -116,6 +117,38 @@ def consensus_operations(
     return 2 * entries * heads * graph.num_edges * products
 
 
+def linear_sum_operations(
+    graph: TokenGraph, entries: int, heads: int, features: int, value_features: int
+) -> int:
+    """Those of the sums of linear attention, numerator or denominator, or both in one.
+
+    On a complete or causal graph, or parts of such, a source adds the matrix k v^T and a target is
+    multiplied by a sum of them: 2 (N + M) D Dv per head, in whatever chunks that is done. Windows
+    and other graphs are counted by their edges, 2 E (D + Dv). The backward pass is three such sums.
+
+    Example:
+        >>> import graphattn as ga
+        >>> from graphattn.ops.counting import linear_sum_operations
+        >>> linear_sum_operations(ga.causal_graph(100), 1, 2, 8, 9)  # 2 * 2 * 200 * 8 * 9
+        57600
+        >>> window = ga.causal_window_graph(100, 4)  # 394 edges
+        >>> linear_sum_operations(window, 1, 2, 8, 9)  # 2 * 2 * 394 * 17
+        26792
+    """
+    runs = runs_of(graph.structure)
+    if runs is None:
+        return 2 * entries * heads * graph.num_edges * (features + value_features)
+    products = 0
+    for run in runs:
+        for interval in run.intervals:
+            if interval.is_linear:
+                tokens = interval.targets + interval.sources
+                products += run.times * tokens * features * value_features
+            else:
+                products += run.times * interval.num_edges() * (features + value_features)
+    return 2 * entries * heads * products
+
+
 # What the operators are given, and so FlopCounterMode.
 
 
@@ -175,6 +208,13 @@ def _of_consensus(operator: Any, *, backward: bool) -> Formula:
     return operations
 
 
+def _of_linear_sums(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
+    given = _named(torch.ops.graphattn.linear_sums, args, kwargs)
+    *batch, heads, _, features = given["a"].shape
+    entries, width = torch.Size(batch).numel(), given["c"].shape[-1]
+    return linear_sum_operations(_graph(given), entries, heads, features, width)
+
+
 def _formulas() -> dict[Any, Formula]:
     library = torch.ops.graphattn
     return {
@@ -186,6 +226,7 @@ def _formulas() -> dict[Any, Formula]:
         library.consensus_sums_backward: _of_consensus(
             library.consensus_sums_backward, backward=True
         ),
+        library.linear_sums: _of_linear_sums,
     }
 
 

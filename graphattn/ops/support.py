@@ -13,8 +13,9 @@ from graphattn.ops.attention.api import support as attention_support
 from graphattn.ops.attention.softcap import as_softcap
 from graphattn.ops.consensus.api import support as consensus_support
 from graphattn.ops.dropout import as_share
+from graphattn.ops.linear_attention.api import SUPPORT as LINEAR_SUPPORT
 
-OPERATIONS = ("rbf_attention", "dot_product_attention", "consensus_update")
+OPERATIONS = ("rbf_attention", "dot_product_attention", "linear_attention", "consensus_update")
 
 
 def backends(
@@ -28,7 +29,7 @@ def backends(
     """Which backends can run an operation on these inputs, and why the others cannot.
 
     Args:
-        op: "rbf_attention", "dot_product_attention" or "consensus_update".
+        op: "rbf_attention", "dot_product_attention", "linear_attention" or "consensus_update".
         graph: the TokenGraph (or edge_index) of the call.
         query: its query, or the state of a consensus update, [*, N, H, D]: shape, dtype and device
             count, not what it holds.
@@ -55,7 +56,8 @@ def backends(
     as_choice("op", op, OPERATIONS)
     softcap, dropout = as_softcap(softcap), as_share("dropout", dropout)
     for name, value in (("softcap", softcap), ("dropout", dropout)):
-        if value and (op == "consensus_update" or (name, op) == ("softcap", "rbf_attention")):
+        without = op in ("consensus_update", "linear_attention")
+        if value and (without or (name, op) == ("softcap", "rbf_attention")):
             raise ValueError(f"{name} is no option of {op}, got {value}")
     if not isinstance(query, Tensor) or query.dim() < 3 or not query.is_floating_point():
         got = list(query.shape) if isinstance(query, Tensor) else type(query).__name__
@@ -69,4 +71,6 @@ def backends(
     graph = as_token_graph(graph, N, graph.num_sources)
     if op == "consensus_update":
         return consensus_support(query)
+    if op == "linear_attention":
+        return dict(LINEAR_SUPPORT)
     return attention_support(query, softcap=softcap, dropout=dropout)

@@ -23,7 +23,9 @@ from graphattn.plot.diagnostics import (
 )
 from graphattn.plot.filters import filter_response
 from graphattn.plot.matrices import adjacency, attention_weights
+from graphattn.plot.models import model_graphs
 from graphattn.plot.spectra import laplacian_spectrum, path_fiedler_values, theorem_margins
+from graphattn.plot.structures import structure_attention
 from graphattn.plot.training import loss_curves
 
 __all__ = [
@@ -43,9 +45,11 @@ __all__ = [
     "filter_response",
     "laplacian_spectrum",
     "loss_curves",
+    "model_graphs",
     "off_diagonal_attention",
     "patch_attention",
     "path_fiedler_values",
     "sink_shares",
+    "structure_attention",
     "theorem_margins",
 ]

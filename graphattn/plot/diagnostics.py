@@ -10,6 +10,7 @@ from torch import Tensor
 
 from graphattn.graphs import TokenGraph, from_edge_index
 from graphattn.graphs.arguments import as_float, as_int
+from graphattn.graphs.grid_blocks import GridBlocks
 from graphattn.graphs.grid_windows import GridWindows
 from graphattn.graphs.structure import Grid
 from graphattn.plot.matrices import attention_weights
@@ -367,8 +368,10 @@ def _grid(graph: Any, grid: tuple[int, int] | None) -> tuple[int, int, int]:
                 return height, width, int(token)
             case GridWindows(shape=(height, width), class_token=token):
                 return height, width, int(token)
+            case GridBlocks(height, width):
+                return height, width, 0
         raise ValueError(
-            "grid must be given as (height, width): only a grid_window_graph knows its image, "
+            "grid must be given as (height, width): only a graph over a grid knows its image, "
             f"got {graph}"
         )
     if not isinstance(grid, tuple | list) or len(grid) != 2:

@@ -17,6 +17,7 @@ from graphattn.plot.style import COLOURS, INK, SHADES, axes_or_new, colour_bar, 
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.colorbar import Colorbar
     from numpy.typing import NDArray
 
 MOST_TOKENS = 2048  # of a picture of weights, which are held as a matrix
@@ -26,7 +27,7 @@ EMPTY = "#e4e4e4"  # no edge, where white is an edge of weight 0
 DENSITIES = ("#4f9bcf", COLOURS[0], "#00253d")
 
 
-def adjacency(graph: TokenGraph, *, ax: Axes | None = None) -> Axes:
+def adjacency(graph: TokenGraph, *, colorbar: bool = True, ax: Axes | None = None) -> Axes:
     """Who talks to whom: row i is what target i sees.
 
     Where targets and sources are equally many, cells on the diagonal are darker: in one track those
@@ -41,8 +42,8 @@ def adjacency(graph: TokenGraph, *, ax: Axes | None = None) -> Axes:
     Args:
         graph: the graph to draw, of any size; no edge is listed where it has a
             :attr:`~graphattn.TokenGraph.structure`.
-        ax: where to draw; new axes if None. A colour bar is put beside them where cells stand for
-            several tokens.
+        colorbar: whether to put a colour bar beside the axes where cells stand for several tokens.
+        ax: where to draw; new axes if None.
 
     Returns:
         The matplotlib axes.
@@ -88,17 +89,14 @@ def adjacency(graph: TokenGraph, *, ax: Axes | None = None) -> Axes:
         shades = LinearSegmentedColormap.from_list("density", DENSITIES).with_extremes(bad="white")
         image = CellImage(ax, (N, M), shares, cmap=shades, norm=LogNorm(1e-6, 1))
         ax.add_image(image)
-        bar = colour_bar(image, "")
+        bar = colour_bar(image, "") if colorbar else None
 
         def tell(rows: int, columns: int) -> None:
-            least = 1 / max(2, (rows + 1) * (columns + 1))  # some cells have one token more
+            least = least_share(rows, columns)
             image.set_clim(least, 1)
-            bar.set_label(f"share of edges\n(cells of {rows:,} × {columns:,} pairs)")
-            ticks = [10.0**k for k in range(math.ceil(math.log10(least)), 1)]
-            if len(ticks) < 3:
-                ticks = [least, *ticks]
-            bar.set_ticks(ticks, labels=[f"{100 * share:.3g} %" for share in ticks])
-            bar.minorticks_off()
+            if bar is not None:
+                bar.set_label(f"share of edges\n(cells of {rows:,} × {columns:,} pairs)")
+                set_shares(bar, least)
 
         tell(*image.sizes)
         image.on_new_cells = tell
@@ -222,6 +220,20 @@ def attention_weights(
     if labels is not None:
         _name_tokens(ax, [str(text) for text in labels], (rows, columns), first)
     return ax
+
+
+def least_share(rows: int, columns: int) -> float:
+    """That of one edge in a cell of so many rows and columns."""
+    return 1 / max(2, (rows + 1) * (columns + 1))  # some cells have one token more
+
+
+def set_shares(bar: Colorbar, least: float) -> None:
+    """Ticks of a logarithmic colour bar of shares."""
+    ticks = [10.0**k for k in range(math.ceil(math.log10(least)), 1)]
+    if len(ticks) < 3:
+        ticks = [least, *ticks]
+    bar.set_ticks(ticks, labels=[f"{100 * share:.3g} %" for share in ticks])
+    bar.minorticks_off()
 
 
 def _check_graph(graph: object) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.collections import Collection
     from matplotlib.colorbar import Colorbar
     from matplotlib.image import AxesImage
 
@@ -38,10 +39,9 @@ def style_axes(ax: Axes, *, frame: bool = False) -> None:
         axis.label.set(color=INK, fontsize=9)
 
 
-def colour_bar(image: AxesImage, label: str) -> Colorbar:
+def colour_bar(image: AxesImage | Collection, label: str) -> Colorbar:
     """A colour bar as high as the image, beside its axes."""
-    ax = image.axes
-    assert ax is not None
+    ax: Any = image.axes
     if ax.figure.get_layout_engine() is None:  # nobody will make room for it
         bar = ax.figure.colorbar(image, ax=ax)
     else:

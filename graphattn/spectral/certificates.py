@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -33,6 +33,7 @@ def certify(
     valid: Tensor | None = None,
     positions: Tensor | None = None,
     edge_features: Tensor | None = None,
+    **given: Any,
 ) -> Certificate:
     r"""Every theorem that speaks of a graph or a layer, checked on it, and which do not and why.
 
@@ -72,6 +73,8 @@ def certify(
         valid: for a layer or module, bool [N] or [*, N], True where a token is real.
         positions: for a layer or module, as its ``forward`` takes them.
         edge_features: likewise, where its networks see features of edges.
+        given: what else a module's ``forward`` takes, such as the `noise_level` of an encoder or
+            the `structure` of a protein.
 
     Returns:
         A :class:`Certificate`; a table at the prompt and in a notebook, a list where printed, and
@@ -96,14 +99,10 @@ def certify(
     if isinstance(graph_or_layer, torch.nn.Module):
         from graphattn.spectral.module_certificates import certify_module  # it needs PyG
 
-        return certify_module(graph_or_layer, x, graph, valid, positions, edge_features)
-    for name, given in (
-        ("graph", graph),
-        ("valid", valid),
-        ("positions", positions),
-        ("edge_features", edge_features),
-    ):
-        if given is not None:
+        return certify_module(graph_or_layer, x, graph, valid, positions, edge_features, given)
+    of_layers = {"valid": valid, "positions": positions, "edge_features": edge_features, **given}
+    for name, value in {"graph": graph, **of_layers}.items():
+        if value is not None:
             raise ValueError(f"{name} is for layers; pass the graph itself as the first argument")
     return _certify_graph(as_square_graph(graph_or_layer), x)
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from threadpoolctl import ThreadpoolController
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 from torch.utils.hooks import RemovableHandle
 
 from graphattn.graphs import TokenGraph
@@ -37,10 +38,11 @@ def certify_module(
     valid: Tensor | None,
     positions: Tensor | None,
     edge_features: Tensor | None = None,
+    given: Mapping[str, Any] | None = None,
 ) -> Certificate:
     """See :func:`graphattn.spectral.certify`."""
     with _one_thread():
-        return _certify_module(module, x, graph, valid, positions, edge_features)
+        return _certify_module(module, x, graph, valid, positions, edge_features, given or {})
 
 
 @contextmanager
@@ -65,10 +67,17 @@ def _certify_module(
     valid: Tensor | None,
     positions: Tensor | None,
     edge_features: Tensor | None,
+    given: Mapping[str, Any],
 ) -> Certificate:
     if isinstance(module, CrossConsensus):
         raise ValueError(f"graph_or_layer must mix one set of tokens, got {TWO_TRACKS}")
     takes = inspect.signature(module.forward).parameters
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in takes.values())
+    if unknown := [name for name in given if name not in takes and not takes_any]:
+        raise TypeError(
+            f"certify() got {unknown[0]!r}, which neither it nor the forward of this "
+            f"{type(module).__name__} takes"
+        )
     if "graph" not in takes:
         names = ", ".join(kind.__name__ for kind in CERTIFIED)
         raise ValueError(
@@ -91,6 +100,7 @@ def _certify_module(
     keywords = {"valid": valid, "positions": positions}
     if edge_features is not None:
         keywords["edge_features"] = _in_full(edge_features)
+    keywords |= {name: _in_full(value) for name, value in given.items()}
     keywords = {name: value for name, value in keywords.items() if value is not None}
     if isinstance(module, CERTIFIED):
         _check_tokens(module, x, graph)
@@ -103,13 +113,16 @@ def _certify_module(
     return worst_of(f"{type(module).__name__} of {len(parts)} layers {on}", parts)
 
 
-def _in_full(edge_features: Any) -> Any:
-    """Features of edges, or those of every block, in float64 on the CPU."""
-    if isinstance(edge_features, list | tuple):
-        return [_in_full(one) for one in edge_features]
-    if not isinstance(edge_features, Tensor):
-        return edge_features
-    return edge_features.detach().to("cpu", torch.float64)
+def _in_full(given: Any) -> Any:
+    """Tensors, those in lists and dicts too, on the CPU; real numbers in float64."""
+
+    def one(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        value = value.detach().cpu()
+        return value.double() if value.is_floating_point() else value
+
+    return tree_map(one, given)
 
 
 def _on_cpu(graph: Any) -> Any:

@@ -1,4 +1,4 @@
-"""PDB and mmCIF: the C-alpha trace agrees with the columns of the file, read by hand."""
+"""PDB and mmCIF: residues and C-alpha atoms agree with the columns of the file, read by hand."""
 
 import gzip
 import os
@@ -75,18 +75,20 @@ def test_every_chain_agrees_with_the_columns_of_the_file(real_files, folder):
         chains = by_hand(path)
         assert chains
         for chain, (sequence, positions) in chains.items():
-            structure = read_structure(path, chain=chain)
-            assert structure.chain_id == chain
+            structure = read_structure(path, chains=chain)
+            assert structure.chain_ids == (chain,)
             assert structure.sequence == sequence, path
             assert structure.ca_positions.dtype == torch.float32
             torch.testing.assert_close(structure.ca_positions, torch.tensor(positions))
-        assert read_structure(path).chain_id == next(iter(chains))
+        whole = read_structure(path)
+        assert whole.chain_ids == tuple(chains)
+        assert whole.sequence == "".join(sequence for sequence, _ in chains.values())
 
 
 def test_pdb_and_mmcif_of_one_entry_agree(real_file):
     pdb = read_structure(real_file("structure/pdb/1a8o.pdb"))
     mmcif = read_structure(real_file("structure/pdb/1a8o.cif"))
-    assert pdb.chain_id == mmcif.chain_id == "A"
+    assert pdb.chain_ids == mmcif.chain_ids == ("A",)
     assert pdb.sequence == mmcif.sequence
     assert torch.equal(pdb.ca_positions, mmcif.ca_positions)
 
@@ -142,12 +144,12 @@ def test_mmcif_chains_agree_with_its_rows(real_file):
     rows = [line.split() for line in path.read_text().splitlines() if line.startswith("ATOM ")]
     for chain in "AB":
         carbons = [row for row in rows if row[3] == "CA" and row[18] == chain]
-        structure = read_structure(path, chain=chain)
+        structure = read_structure(path, chains=chain)
         assert structure.sequence == "".join(ONE_LETTER[row[5]] for row in carbons)
         expected = torch.tensor([[float(value) for value in row[10:13]] for row in carbons])
         torch.testing.assert_close(structure.ca_positions, expected)
-    with pytest.raises(ValueError, match=r"chain must be .*\('A', 'B'\), got 'C'"):
-        read_structure(path, chain="C")
+    with pytest.raises(ValueError, match=r"chains must be .*\('A', 'B'\), got 'C'"):
+        read_structure(path, chains="C")
 
 
 def test_a_gzipped_or_unnamed_structure_is_the_same(structure_of, real_file):
@@ -177,17 +179,17 @@ def test_unknown_chain_names_the_chains_that_exist(structure_of):
         pdb_line("O", "HOH", "W", 1, hetero=True),
     ]
     text = "\n".join(lines)
-    assert structure_of(text).chain_id == "B"  # the first in the file that is a protein
-    assert structure_of(text, chain="A").chain_id == "A"
+    assert structure_of(text).chain_ids == ("B", "A")  # the proteins, in the order of the file
+    assert structure_of(text, chains="A").chain_ids == ("A",)
     for missing in ("Z", "D", "W", "a", ""):
         with pytest.raises(ValueError, match=rf"\('B', 'A'\), got '{missing}'"):
-            structure_of(text, chain=missing)
+            structure_of(text, chains=missing)
 
 
 def test_a_blank_chain_is_a_chain(structure_of):
     structure = structure_of(pdb_line(chain=" "))
-    assert structure.chain_id == ""
-    assert structure_of(pdb_line(chain=" "), chain="").sequence == "A"
+    assert structure.chain_ids == ("",)
+    assert structure_of(pdb_line(chain=" "), chains="").sequence == "A"
 
 
 def test_residues_without_c_alpha_are_skipped(structure_of):
@@ -264,8 +266,8 @@ def test_amino_acid_ligands_after_the_chain_are_not_part_of_it(structure_of):
         pdb_line("CA", "GLU", "B", number=302, hetero=True),
     ]
     text = "\n".join(lines)
-    assert structure_of(text).sequence == "MXA"
-    assert structure_of(text, chain="B").sequence == "MA"
+    assert structure_of(text, chains="A").sequence == "MXA"
+    assert structure_of(text, chains="B").sequence == "MA"
 
 
 def test_an_unknown_residue_of_an_atom_record_is_x(structure_of):
@@ -420,7 +422,7 @@ def test_mmcif_first_model_first_location_no_ligand(structure_of):
 
 def test_mmcif_chains_go_by_the_authors_names(structure_of):
     text = mmcif(residue("ALA", 1, label_asym_id="C", auth_asym_id="Heavy"))
-    assert structure_of(text, name="x.cif").chain_id == "Heavy"
+    assert structure_of(text, name="x.cif").chain_ids == ("Heavy",)
 
 
 def test_mmcif_takes_the_first_block_that_has_atoms(structure_of):

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import zoo
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -160,6 +161,17 @@ def test_sizes_are_checked_inside_what_is_compiled_too(dynamic: bool) -> None:
         assert compiled(torch.zeros(8)).tolist() == [3.0] * 8
         with pytest.raises(Exception, match="num_tokens must be >= 0, got"):
             compiled(torch.zeros(3))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", [name for name in zoo.ZOO if not name.startswith("encoder")])
+def test_two_compilations_serve_every_model_at_all_lengths_and_batch_sizes(name: str) -> None:
+    """Of images, whose tokens are as many as they are, at all batch sizes. (Encoders: above.)"""
+    model, inputs = zoo.made(name).eval(), []
+    for tokens, examples in zip(LENGTHS, (3, 2, 4, 5), strict=True):
+        batch = zoo.batch_of(name, tokens, examples, tokens)
+        inputs.append((batch.inputs, batch.keywords))
+    assert compilations(model, model, inputs) <= 2
 
 
 @pytest.mark.slow

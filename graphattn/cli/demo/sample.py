@@ -13,15 +13,14 @@ from graphattn.data import (
     CharacterTokenizer,
     FileFormatError,
     NucleotideTokenizer,
-    ProteinChain,
     ProteinTokenizer,
+    Structure,
     read_fasta,
     read_structure,
     read_text,
     sniff_format,
     tokenizer_for_sequence,
 )
-from graphattn.data.structures import protein_chains
 
 MOST_TRAINING_TOKENS = 1_000_000
 SHORTEST_CHAIN = 8  # of a folder: shorter ones are peptides
@@ -60,7 +59,7 @@ def load_sample(file: Path | None, num_tokens: int, max_bytes: int | None = MAX_
     if kind == "fasta":
         return _fasta_sample(file, num_tokens, max_bytes)
     if kind in ("pdb", "mmcif"):
-        chain = read_structure(file, max_bytes=max_bytes)
+        chain = read_structure(file, max_bytes=max_bytes).split()[0]
         return _structure_sample(f"{printable(file.name)}, chain", [chain], num_tokens)
     return _text_sample(printable(file.name), text, num_tokens)
 
@@ -79,14 +78,14 @@ def _text_sample(name: str, text: str, num_tokens: int) -> Sample:
     )
 
 
-def _structure_sample(name: str, chains: list[ProteinChain], num_tokens: int) -> Sample:
+def _structure_sample(name: str, chains: list[Structure], num_tokens: int) -> Sample:
     first = chains[0]
     tokenizer = ProteinTokenizer()
     sequences = tuple(tokenizer.encode(chain.sequence) for chain in chains)
     tokens = sequences[0][:num_tokens]
     used = _part(len(tokens), len(sequences[0]))
     return Sample(
-        f"{name} {printable(first.chain_id)}: {used} residues",
+        f"{name} {printable(first.chain_ids[0])}: {used} residues",
         tokens,
         tokenizer.decode(tokens),
         tokenizer.vocab_size,
@@ -103,7 +102,7 @@ def _folder_sample(folder: Path, num_tokens: int, max_bytes: int | None) -> Samp
     A file that cannot be read does not stop the others: it becomes a note.
     """
     files = [file for file in sorted(folder.rglob("*")) if _is_structure(file)]
-    chains: list[ProteinChain] = []
+    chains: list[Structure] = []
     notes: list[str] = []
     first_file, total, read, too_short = None, 0, 0, 0
     for file in files:
@@ -111,7 +110,7 @@ def _folder_sample(folder: Path, num_tokens: int, max_bytes: int | None) -> Samp
             notes.append(f"left out: {len(files) - read - len(notes):,} more files")
             break
         try:
-            own = protein_chains(file, max_bytes=max_bytes)
+            own = read_structure(file, max_bytes=max_bytes).split()
         except FileFormatError as error:
             notes.append(f"left out: {error}")
             continue

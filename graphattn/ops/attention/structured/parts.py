@@ -1,4 +1,7 @@
-"""Graphs that are best done in parts: sequences side by side, and global tokens beside the rest."""
+"""Graphs that are best done in parts, or in another order of their tokens.
+
+Parts are sequences side by side, and global tokens beside the rest.
+"""
 
 from __future__ import annotations
 
@@ -46,6 +49,43 @@ class PartsPlan:
         results = [plan.plainly(_some(inputs, t, s)) for plan, t, s in self.parts]
         outs, sums = zip(*results, strict=True)
         return torch.cat(outs, dim=1), torch.cat(sums, dim=1)
+
+
+@dataclass
+class ReorderedPlan:
+    """Tokens in another order, in which a plan has their runs side by side.
+
+    Targets and sources are the same tokens. A bias, if there is one, is a table that does not
+    depend on the order.
+    """
+
+    tokens: Tensor  # [N], the token at every place
+    places: Tensor  # [N], the place of every token
+    ordered: Plan
+
+    def forward(self, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
+        out, lse, saved = self.ordered.forward(self._in_order(inputs))
+        return self._back(out), self._back(lse), self._back(saved)
+
+    def backward(
+        self, inputs: Inputs, out: Tensor, saved: Tensor, d_out: Tensor, d_lse: Tensor | None
+    ) -> Gradients:
+        out, saved, d_out = (x.index_select(1, self.tokens) for x in (out, saved, d_out))
+        d_lse = None if d_lse is None else d_lse.index_select(1, self.tokens)
+        found = self.ordered.backward(self._in_order(inputs), out, saved, d_out, d_lse)
+        d_query, d_key, d_value = (self._back(x) for x in found[:3])
+        return d_query, d_key, d_value, *found[3:]
+
+    def plainly(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
+        out, lse = self.ordered.plainly(self._in_order(inputs))
+        return self._back(out), self._back(lse)
+
+    def _in_order(self, inputs: Inputs) -> Inputs:
+        query, key, value = (x.index_select(1, self.tokens) for x in inputs[:3])
+        return query, key, value, *inputs[3:]
+
+    def _back(self, x: Tensor) -> Tensor:
+        return x.index_select(1, self.places)
 
 
 @dataclass

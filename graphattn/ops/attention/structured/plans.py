@@ -10,6 +10,7 @@ from torch import Tensor
 
 from graphattn.graphs.bands import has_bands
 from graphattn.graphs.composites import Parts, Union
+from graphattn.graphs.grid_blocks import GridBlocks, block_order
 from graphattn.graphs.sections import Section
 from graphattn.graphs.structure import Band, Complete, GlobalTokens, Structure
 from graphattn.graphs.token_graph import TokenGraph
@@ -19,10 +20,11 @@ from graphattn.ops.attention.structured.parts import (
     GlobalTokensPlan,
     LaterRowsPlan,
     PartsPlan,
+    ReorderedPlan,
 )
 from graphattn.ops.attention.structured.recompute import Inputs, Plan, Recomputed
 from graphattn.ops.attention.structured.rows import RowPlan, TablePlan
-from graphattn.ops.attention.structured.tiles import tiles_of
+from graphattn.ops.attention.structured.tiles import tiles_of, tiles_of_blocks
 from graphattn.ops.dropout import dropout_of_call
 from graphattn.ops.inputs import ValidPair, clear_invalid
 from graphattn.ops.memory import keep_freed_memory
@@ -119,6 +121,8 @@ def _plan(
     tiles = tiles_of(structure, 64 if stored else 128, 32 if score == "dot" else 1)
     if tiles is not None:
         return TilePlan(tiles, score, top_k, valid, modifiers)
+    if isinstance(structure, GridBlocks):
+        return _plan_of_blocks(structure, like, score, top_k, valid, modifiers)
     apart = top_k is None and not table  # whether rows may be put together from parts
     if isinstance(structure, Parts) and any(_is_fast(part, apart) for part in structure.parts):
         parts: list[tuple[Plan, slice, slice]] = []
@@ -145,7 +149,25 @@ def _is_fast(structure: Structure, apart: bool) -> bool:
     """Whether there is something better than gathered rows."""
     if isinstance(structure, Parts):
         return any(_is_fast(part, apart) for part in structure.parts)
-    return has_bands(structure) or (apart and _global_tokens(structure) is not None)
+    if isinstance(structure, GridBlocks) or has_bands(structure):
+        return True
+    return apart and _global_tokens(structure) is not None
+
+
+def _plan_of_blocks(
+    grid: GridBlocks,
+    like: Tensor,
+    score: str,
+    top_k: int | None,
+    valid: ValidPair,
+    modifiers: Modifiers,
+) -> Plan:
+    """Tokens block by block, which makes every block a tile."""
+    blocks, tokens, places = block_order(grid, like.device)
+    of_target, of_source = (None if mask is None else mask[:, tokens] for mask in valid)
+    tiles = tiles_of_blocks(grid, blocks)
+    ordered = (of_target, of_source), modifiers.some(tokens, tokens)
+    return ReorderedPlan(tokens, places, TilePlan(tiles, score, top_k, *ordered))
 
 
 def _causal_beyond(structure: Structure) -> Band | None:

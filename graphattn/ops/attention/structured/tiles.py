@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from graphattn.graphs.composites import Parts
+from graphattn.graphs.grid_blocks import EqualBlocks, GridBlocks
 from graphattn.graphs.sections import Section
 from graphattn.graphs.structure import Band, Blocks, Complete, Structure
 
@@ -47,7 +48,7 @@ class Tiles:
 
     def allowed(self, device: torch.device) -> Tensor | None:
         """Bool [rows, columns]: which pairs are edges, the same in every tile; None: all."""
-        if isinstance(self.structure, Complete | Blocks):
+        if isinstance(self.structure, Complete | Blocks | GridBlocks):
             return None  # a tile never spans two blocks
         i = torch.arange(self.i, self.i + self.rows, device=device)
         j = torch.arange(self.j, self.j + self.columns, device=device)
@@ -177,6 +178,17 @@ def _tiles(structure: Structure, rows: tuple[int, int]) -> list[Tiles] | None:
         case Section():
             return _section_tiles(structure, rows)
     return None
+
+
+def tiles_of_blocks(grid: GridBlocks, blocks: tuple[EqualBlocks, ...]) -> tuple[Tiles, ...]:
+    """Blocks of a grid whose tokens stand in their order: a tile each, as a grid of its own."""
+    found = []
+    for equal in blocks:
+        own, size = GridBlocks(equal.height, equal.width, grid.block), equal.height * equal.width
+        tile = Tiles(own, equal.start, equal.start, size, size)
+        several = equal.count > 1
+        found.append(replace(tile, count=equal.count, step=(size, size)) if several else tile)
+    return tuple(found)
 
 
 def _section_tiles(section: Section, rows: tuple[int, int]) -> list[Tiles] | None:

@@ -1,0 +1,227 @@
+"""`graphattn embed`: a file of proteins, what a model makes of every residue, and the means."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import typer
+from rich.console import Console
+from torch import Tensor
+
+import graphattn as ga
+from graphattn.cli.demo.sample import printable
+from graphattn.cli.outputs import check_output
+from graphattn.cli.tables import plain_table
+from graphattn.data import (
+    FileFormatError,
+    NucleotideTokenizer,
+    ProteinTokenizer,
+    Structure,
+    read_fasta,
+    read_structure,
+    read_text,
+    sniff_format,
+    tokenizer_for_sequence,
+)
+
+LETTERS = ProteinTokenizer().vocab_size
+MOST_OTHER_TOKENS = 12  # of a model of proteins: ESM's alphabet has 33 tokens
+SHOWN = 10  # rows of the table
+
+
+@dataclass(frozen=True)
+class Protein:
+    """A protein of a file, and what is written of its residues beside their features."""
+
+    name: str
+    content: str | Structure
+    sequence: str
+    chains: list[str]  # of every residue; "" in FASTA
+    numbers: list[int]
+
+
+def run_embed(
+    file: Path,
+    model_folder: Path | None,
+    preset: str | None,
+    out: Path | None,
+    chains: str | None,
+    seed: int,
+    batch_size: int,
+    max_bytes: int,
+    console: Console,
+) -> None:
+    """Read, compute, write; the path of what was written is the last line printed."""
+    stem = file.name.removesuffix(".gz").rpartition(".")[0] or file.name
+    target = Path(f"{stem}-embeddings.npz") if out is None else out
+    if target.suffix and not target.is_dir():
+        check_output("--out", target, (".npz", ".pt"))
+    proteins = read_proteins(file, chains, max_bytes)
+    model = model_of(model_folder, preset, seed)
+    with console.status(f"computing {len(proteins):,} proteins"):
+        residues = features_of(model, proteins, batch_size)
+    table = plain_table(f"{type(model).__name__}: {residues[0].shape[1]} features per residue")
+    table.add_column("protein")
+    table.add_column("residues", justify="right", no_wrap=True)
+    table.add_column("norm of the mean", justify="right", no_wrap=True)
+    for protein, found in list(zip(proteins, residues, strict=True))[:SHOWN]:
+        norm = float(found.mean(0).norm())
+        table.add_row(printable(protein.name[:40]), f"{len(found):,}", f"{norm:.3f}")
+    if len(proteins) > SHOWN:
+        table.caption = f"and {len(proteins) - SHOWN:,} more"
+    console.print(table)
+    if target.suffix and not target.is_dir():
+        write_file(target, proteins, residues)
+    else:
+        write_folder(target, proteins, residues)
+    typer.echo(str(target))
+
+
+def read_proteins(file: Path, chains: str | None, max_bytes: int) -> list[Protein]:
+    """The proteins of a file: records of FASTA, or one structure.
+
+    Raises:
+        FileFormatError: the file is neither, or is malformed.
+        ValueError: chains of FASTA, or chains that are not there.
+    """
+    kind = sniff_format(file, read_text(file, max_bytes=max_bytes))
+    if kind == "fasta":
+        if chains is not None:
+            raise ValueError("--chains is for structures, and this file is FASTA")
+        return _of_fasta(file, max_bytes)
+    if kind not in ("pdb", "mmcif"):
+        raise FileFormatError(file, "is neither FASTA, PDB nor mmCIF, by its name and its content")
+    wanted: Any = "all" if chains is None else chains.split(",")
+    structure = read_structure(file, chains=wanted, max_bytes=max_bytes)
+    owners = [structure.chain_ids[chain] for chain in structure.chain_index.tolist()]
+    name = file.name.removesuffix(".gz").rpartition(".")[0] or file.name
+    numbers = structure.residue_numbers.tolist()
+    return [Protein(name, structure, structure.sequence, owners, numbers)]
+
+
+def _of_fasta(file: Path, max_bytes: int) -> list[Protein]:
+    tokenizer, found, nucleic = ProteinTokenizer(), [], 0
+    for record in read_fasta(file, max_bytes=max_bytes):
+        sequence = tokenizer.decode(tokenizer.encode(record.sequence))
+        if sequence:
+            nucleic += isinstance(tokenizer_for_sequence(record.sequence), NucleotideTokenizer)
+            numbers = list(range(1, len(sequence) + 1))
+            found.append(Protein(record.header, sequence, sequence, [""] * len(sequence), numbers))
+    if not found:
+        raise FileFormatError(file, "all its sequences are gaps")
+    if nucleic:
+        typer.echo(
+            f"graphattn: warning: {nucleic:,} of {len(found):,} records look like DNA or RNA, and "
+            "are read as proteins",
+            err=True,
+        )
+    return found
+
+
+def model_of(folder: Path | None, preset: str | None, seed: int) -> Any:
+    """The model of a folder, or one of a preset with random weights and a warning.
+
+    Raises:
+        ValueError: neither is given, or both, or the model is none of proteins.
+    """
+    if (folder is None) == (preset is None):
+        raise ValueError(
+            "give --model FOLDER (a saved model) or --preset NAME (a model with random weights)"
+            + ("" if folder is None else ", not both")
+        )
+    if folder is not None:
+        model = ga.load(folder)
+    else:
+        assert preset is not None
+        known = {
+            name: getattr(ga.models, found.model)
+            for name, found in ga.models.presets().items()
+            if name.startswith("protein") and found.model in ("ProteinModel", "SequenceEncoder")
+        }
+        if preset not in known:
+            raise ValueError(f"--preset must be one of {', '.join(known)}, got {preset!r}")
+        typer.echo(
+            f"graphattn: warning: the weights of --preset {preset} are random (seed {seed}): what "
+            "is written says nothing about proteins",
+            err=True,
+        )
+        torch.manual_seed(seed)
+        model = known[preset].from_preset(preset)
+    if isinstance(model, ga.models.ProteinModel):
+        return model.eval()
+    vocab_size = getattr(model, "vocab_size", 0)
+    if (
+        not isinstance(model, ga.models.SequenceEncoder)
+        or not LETTERS <= vocab_size <= LETTERS + MOST_OTHER_TOKENS
+    ):
+        raise ValueError(
+            f"the model must be a ProteinModel, or a SequenceEncoder of {LETTERS} to "
+            f"{LETTERS + MOST_OTHER_TOKENS} tokens, the first {LETTERS} those of "
+            f"ga.data.ProteinTokenizer; got a {type(model).__name__}"
+            + (f" of {vocab_size} tokens" if vocab_size else "")
+        )
+    return model.eval()
+
+
+def features_of(model: Any, proteins: list[Protein], batch_size: int) -> list[Tensor]:
+    """Of every protein the features of its residues, float32 [N, dim]."""
+    if isinstance(model, ga.models.ProteinModel):
+        found = model.embed([own.content for own in proteins], batch_size=batch_size)
+        return [own.float().cpu() for own in found]
+    return [_by_chains(model, own) for own in proteins]
+
+
+@torch.no_grad()
+def _by_chains(model: Any, protein: Protein) -> Tensor:
+    """A model of sequences reads the chains of a structure one by one."""
+    content = protein.content
+    parts = content.split() if isinstance(content, Structure) else [protein]
+    encode: Callable[[str], Tensor] = ProteinTokenizer().encode
+    return torch.cat([model.encode(encode(own.sequence)) for own in parts]).float()
+
+
+# What is written.
+
+
+def arrays_of(proteins: list[Protein], residues: list[Tensor]) -> dict[str, Any]:
+    """All proteins one after the other, as `docs/protein_models.md` describes the file."""
+    return {
+        "names": [own.name for own in proteins],
+        "lengths": torch.tensor([len(own) for own in residues]),
+        "means": torch.stack([own.mean(0) for own in residues]),
+        "residues": torch.cat(residues),
+        "letters": [letter for own in proteins for letter in own.sequence],
+        "chains": [chain for own in proteins for chain in own.chains],
+        "numbers": torch.tensor([number for own in proteins for number in own.numbers]),
+    }
+
+
+def write_file(path: Path, proteins: list[Protein], residues: list[Tensor]) -> None:
+    """One file: numpy's .npz, or torch's .pt."""
+    arrays = arrays_of(proteins, residues)
+    if path.suffix == ".pt":
+        torch.save(arrays, path)
+        return
+    import numpy
+
+    numpy.savez(path, **{name: numpy.asarray(value) for name, value in arrays.items()})
+
+
+def write_folder(folder: Path, proteins: list[Protein], residues: list[Tensor]) -> None:
+    """A file .npz per protein, called as the protein is, as far as a file can be."""
+    folder.mkdir(parents=True, exist_ok=True)
+    taken: set[str] = set()
+    for protein, own in zip(proteins, residues, strict=True):
+        words = protein.name.split()[0]
+        stem = re.sub(r"[^\w.=-]+", "_", words).strip("._")[:100] or "protein"
+        name, again = stem, 1
+        while name.lower() in taken:
+            again += 1
+            name = f"{stem}-{again}"
+        taken.add(name.lower())
+        write_file(folder / f"{name}.npz", [protein], [own])

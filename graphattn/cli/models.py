@@ -1,0 +1,97 @@
+"""`graphattn models`: the models that have a name, their sizes, and what every layer sees."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from torch import nn
+
+import graphattn as ga
+from graphattn.cli.tables import plain_table
+from graphattn.graphs.arguments import as_choice
+from graphattn.models.overview import layer_rows, takes_num_tokens
+
+TOKENS = 512  # of a text, where nothing else is said
+
+
+def run_models(name: str | None, tokens: int | None, console: Console) -> None:
+    """Print the list of all presets, or what one of them is made of."""
+    if name is None:
+        if tokens is not None:
+            raise ValueError("--tokens goes with the name of a model")
+        console.print(presets_table())
+        return
+    presets = ga.models.presets()
+    preset = presets[as_choice("NAME", name, tuple(presets))]
+    model = on_meta(name)
+    graphs = graphs_of(name, model, tokens)
+    title = f"{name}: {preset.model}, {model.num_parameters():,} parameters"
+    console.print(title, style="bold", highlight=False, markup=False, soft_wrap=True)
+    console.print(preset.about, highlight=False, markup=False)
+    console.print()
+    console.print(arguments_table(model, preset.arguments))
+    console.print(layers_table(model, graphs))
+
+
+def on_meta(name: str) -> Any:
+    """The model of a preset without its numbers: made at once, whatever its size."""
+    preset = ga.models.presets()[name]
+    with torch.device("meta"):
+        return getattr(ga.models, preset.model).from_preset(name)
+
+
+def graphs_of(name: str, model: Any, tokens: int | None) -> list[ga.TokenGraph]:
+    """The graph of every layer, for so many tokens."""
+    if takes_num_tokens(model):
+        return list(model.graphs(TOKENS if tokens is None else tokens))
+    if tokens is not None:
+        raise ValueError(f"--tokens is for models of sequences: {name} has the tokens of an image")
+    return list(model.graphs())
+
+
+def presets_table() -> Table:
+    """A line per preset, below the name of its class."""
+    table = plain_table("Models by name: ga.models.CLASS.from_preset(NAME)")
+    table.add_column("NAME", no_wrap=True)
+    table.add_column("parameters", justify="right", no_wrap=True)
+    table.add_column("what it is")
+    presets = ga.models.presets()
+    for model in dict.fromkeys(preset.model for preset in presets.values()):
+        table.add_row(model, style="bold")
+        for name, preset in presets.items():
+            if preset.model == model:
+                count = on_meta(name).num_parameters()
+                table.add_row(f" {name}", f"{count:,}", escape(preset.about))
+    table.caption = "graphattn models NAME shows what one is made of."
+    return table
+
+
+def arguments_table(model: Any, given: dict[str, Any]) -> Table:
+    """What the constructor is called with; what the preset leaves as it is comes last."""
+    table = plain_table("Arguments: those of the preset, then the defaults")
+    table.add_column("argument", no_wrap=True)
+    table.add_column("value")
+    config = model.config
+    for name in [*given, *(name for name in config if name not in given)]:
+        style = None if name in given else "dim"
+        table.add_row(name, escape(repr(config[name])), style=style)
+    return table
+
+
+def layers_table(model: nn.Module, graphs: list[ga.TokenGraph]) -> Table:
+    """A line for all layers that are alike."""
+    rows = layer_rows(model, graphs)
+    table = plain_table("What every layer sees")
+    table.add_column("layers", no_wrap=True)
+    table.add_column("mixer", no_wrap=True)
+    table.add_column("tokens", justify="right", no_wrap=True)
+    table.add_column("each sees")
+    table.add_column("edges", justify="right", no_wrap=True)
+    for row in rows:
+        tokens = f"{row.graph.num_targets:,}"
+        table.add_row(row.numbers, row.mixer, tokens, row.pattern, f"{row.graph.num_edges:,}")
+    return table

@@ -1,0 +1,98 @@
+"""mmCIF files: atoms from _atom_site, and copies of chains from _pdbx_struct_assembly_gen."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import os
+from typing import Any
+
+from graphattn.data.files import FileFormatError
+from graphattn.data.structures.assembly import Assemblies
+from graphattn.data.structures.parsing import biotite_at_work
+
+
+def mmcif_block(path: str | os.PathLike[str], text: str) -> Any:
+    """The first data block that has atoms."""
+    from biotite.structure.io.pdbx import CIFFile
+
+    with biotite_at_work(path):
+        blocks = CIFFile.read(io.StringIO(text)).values()
+        block = next((block for block in blocks if "atom_site" in block), None)
+        if block is None:
+            raise FileFormatError(path, "is not an mmCIF structure: it has no _atom_site")
+        return block
+
+
+def mmcif_atoms(path: str | os.PathLike[str], block: Any, model: int) -> Any:
+    """The atoms of a model, without ligands."""
+    from biotite.structure.io.pdbx import get_structure
+
+    with biotite_at_work(path):
+        atom_site = block["atom_site"]
+        for axis in "xyz":
+            mask = atom_site[f"Cartn_{axis}"].mask
+            if mask is not None and mask.array.any():  # biotite would read "?" as 0.0
+                raise FileFormatError(path, f"an atom has no _atom_site.Cartn_{axis}")
+        # Optional in the mmCIF dictionary, but biotite asks for both.
+        for column, default in (("pdbx_PDB_ins_code", "?"), ("pdbx_PDB_model_num", "1")):
+            if column not in atom_site:
+                atom_site[column] = [default] * atom_site.row_count
+        models = len(set(atom_site["pdbx_PDB_model_num"].as_array(int).tolist()))
+        optional = ("label_seq_id", "label_asym_id", "B_iso_or_equiv")
+        extra = [column for column in optional if column in atom_site]
+    if model > models:
+        raise ValueError(
+            f"model must be <= {models}, the number of models in the file, got {model}"
+        )
+    with biotite_at_work(path):
+        altloc = "all" if "label_alt_id" in atom_site else "first"
+        atoms = get_structure(block, model=model, altloc=altloc, extra_fields=extra)
+        if "label_seq_id" in extra:
+            atoms = atoms[~atoms.hetero | (atoms.label_seq_id != ".") & (atoms.label_seq_id != "?")]
+        return atoms
+
+
+def mmcif_assemblies(path: str | os.PathLike[str], block: Any) -> Assemblies:
+    """The chains (by ``label_asym_id``) of every assembly, and how they are moved."""
+    assemblies: Assemblies = {}
+    if "pdbx_struct_assembly_gen" not in block or "pdbx_struct_oper_list" not in block:
+        return assemblies
+    with biotite_at_work(path):
+        generators, moves = block["pdbx_struct_assembly_gen"], block["pdbx_struct_oper_list"]
+        columns = [[f"matrix[{i}][{j}]" for j in "123"] + [f"vector[{i}]"] for i in "123"]
+        matrices = [[moves[name].as_array(float).tolist() for name in row] for row in columns]
+        names = moves["id"].as_array(str).tolist()
+        operations = {
+            name: [[value[index] for value in row] for row in matrices]
+            for index, name in enumerate(names)
+        }
+        fields = ("assembly_id", "asym_id_list", "oper_expression")
+        rows = zip(*(generators[name].as_array(str).tolist() for name in fields), strict=True)
+        for assembly, chains, expression in rows:
+            steps = assemblies.setdefault(assembly, [])
+            products = [_product([operations[n] for n in p]) for p in _products_in(expression)]
+            steps.append(([chain.strip() for chain in chains.split(",")], products))
+    return assemblies
+
+
+def _products_in(expression: str) -> list[tuple[str, ...]]:
+    """``"(1-2)(5,P)"`` as names of operations that are applied one after another, last first."""
+    factors = []
+    for factor in expression.replace(" ", "").replace(")", "").split("("):
+        names: list[str] = []
+        for part in factor.split(",") if factor else []:
+            first, dash, last = part.partition("-")
+            names += [str(n) for n in range(int(first), int(last) + 1)] if dash else [part]
+        factors += [names] if names else []
+    return list(itertools.product(*factors))
+
+
+def _product(operations: list[list[list[float]]]) -> list[list[float]]:
+    """One operation that does what several do; the last is applied first."""
+    import numpy
+
+    result = numpy.eye(4)
+    for operation in operations:
+        result = result @ numpy.array([*operation, [0.0, 0.0, 0.0, 1.0]])
+    return [[float(value) for value in row] for row in result[:3]]

@@ -1,0 +1,131 @@
+"""PDB files: coordinate records by their columns, and copies of chains from REMARK 350."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+from typing import Any
+
+from graphattn.data.files import FileFormatError
+from graphattn.data.structures.assembly import Assemblies
+from graphattn.data.structures.parsing import biotite_at_work
+
+# The fixed columns of a PDB coordinate record, counted from 0 (wwPDB format 3.3, "ATOM").
+_CHAIN = 21
+_RESIDUE_NUMBER = slice(22, 26)
+_COORDINATES = {"x": slice(30, 38), "y": slice(38, 46), "z": slice(46, 54)}
+_END_OF_COORDINATES = 54
+_B_FACTOR = slice(60, 66)
+
+# Stricter than float() and int(), which also take "nan", "1_0" and digits of other scripts.
+# Residue numbers past 9999 are written in hybrid-36: A000 follows 9999.
+_DECIMAL = re.compile(r" *[+-]?([0-9]+\.?[0-9]*|\.[0-9]+) *")
+_NUMBER = re.compile(r" *-?[0-9]+ *|[A-Z][0-9A-Z]{3}|[a-z][0-9a-z]{3}")
+
+_BIOMT = re.compile(r" +BIOMT([123]) +([0-9]+)((?: +[+-]?[0-9]*\.[0-9]+){4}) *")
+_CHAINS = re.compile(r"(?:APPLY THE FOLLOWING TO| +AND) CHAINS:(.*)")
+
+
+def pdb_atoms(path: str | os.PathLike[str], text: str, model: int) -> Any:
+    """The atoms of a model, without the ligands that follow a chain."""
+    from biotite.structure.io.pdb import PDBFile
+
+    records: list[str] = []
+    chain_end: dict[str, int] = {}  # the number of records before a chain's last TER
+    number, is_empty = 1, True  # of the model that is being read
+    for line_number, line in enumerate(text.split("\n"), start=1):
+        if line.startswith(("ATOM", "HETATM")):
+            _check_coordinate_record(path, line_number, line)  # in every model: broken is broken
+            is_empty = False
+            if number == model:
+                records.append(line)
+        elif line.startswith(("MODEL", "ENDMDL")) and not is_empty:
+            number, is_empty = number + 1, True
+        elif line.startswith("TER") and number == model and records:
+            chain_end[records[-1][_CHAIN]] = len(records)
+    last = number - is_empty
+    if last == 0:
+        raise FileFormatError(path, "is not a PDB structure: it has no ATOM record")
+    if model > last:
+        raise ValueError(f"model must be <= {last}, the number of models in the file, got {model}")
+
+    polymer = [
+        _with_plain_tail(record)
+        for index, record in enumerate(records)
+        if record.startswith("ATOM") or index < chain_end.get(record[_CHAIN], len(records))
+    ]
+    with biotite_at_work(path):
+        file = PDBFile.read(io.StringIO("\n".join(polymer)))
+        return file.get_structure(model=1, altloc="all", extra_fields=["b_factor"])
+
+
+def _with_plain_tail(record: str) -> str:
+    """A record with occupancy 1, and nan where a program left out the B factor.
+
+    Occupancies are not used here, but biotite stops where there is none.
+    """
+    b_factor = record[_B_FACTOR]
+    if not _DECIMAL.fullmatch(b_factor):
+        b_factor = "nan"
+    return f"{record[:_END_OF_COORDINATES]}  1.00{b_factor:>6}{record[_B_FACTOR.stop :]}"
+
+
+def _check_coordinate_record(path: str | os.PathLike[str], number: int, line: str) -> None:
+    """Raise where an ATOM or HETATM record does not keep to its columns."""
+    name = line[:6].strip()
+    wrong = next((char for char in line if not (char.isascii() and char.isprintable())), None)
+    if wrong is not None:  # above all a tab: it shifts the columns
+        reason = f"{name} record holds {wrong!a}; its columns are plain ASCII"
+        raise FileFormatError(path, reason, line=number)
+    if len(line) < _END_OF_COORDINATES:
+        reason = f"{name} record ends at column {len(line)}, the coordinates at column 54"
+        raise FileFormatError(path, reason, line=number)
+    residue_number = line[_RESIDUE_NUMBER]
+    if not _NUMBER.fullmatch(residue_number):
+        reason = f"residue number (columns 23-26) is {residue_number!r}, not an integer"
+        raise FileFormatError(path, reason, line=number)
+    for axis, columns in _COORDINATES.items():
+        if not _DECIMAL.fullmatch(line[columns]):
+            where = f"columns {columns.start + 1}-{columns.stop}"
+            reason = f"{axis} coordinate ({where}) is {line[columns]!r}, not a finite number"
+            raise FileFormatError(path, reason, line=number)
+
+
+def pdb_assemblies(path: str | os.PathLike[str], text: str) -> Assemblies:
+    """What REMARK 350 says of copies: the chains of each, and how they are moved."""
+    assemblies: Assemblies = {}
+    name, of_chains = "1", False  # whether the last line named chains: "AND CHAINS" goes on
+    for number, line in enumerate(text.split("\n"), start=1):
+        if not line.startswith("REMARK 350"):
+            continue
+        content = line[11:].rstrip()
+        if content.startswith("BIOMOLECULE:"):
+            name = content.partition(":")[2].strip()
+            assemblies.setdefault(name, [])
+        elif found := _CHAINS.fullmatch(content):
+            steps = assemblies.setdefault(name, [])
+            if not of_chains or content.startswith("APPLY"):
+                steps.append(([], []))
+            chains = [chain.strip() for chain in found[1].split(",")]
+            steps[-1][0].extend("" if chain == "NULL" else chain for chain in chains if chain)
+            of_chains = True
+            continue
+        elif content.startswith("  BIOMT"):
+            row = _BIOMT.fullmatch(content)
+            steps = assemblies.get(name, [])
+            if row is None or not steps:
+                reason = "is no row of a matrix" if steps else "stands before the chains it moves"
+                raise FileFormatError(path, f"BIOMT record {reason}", line=number)
+            operations = steps[-1][1]
+            if row[1] == "1":
+                operations.append([])
+            if not operations or len(operations[-1]) != int(row[1]) - 1:
+                reason = "BIOMT1, BIOMT2 and BIOMT3 do not follow each other"
+                raise FileFormatError(path, reason, line=number)
+            operations[-1].append([float(value) for value in row[3].split()])
+        of_chains = False
+    for steps in assemblies.values():
+        if any(len(operation) != 3 for _, operations in steps for operation in operations):
+            raise FileFormatError(path, "REMARK 350 ends before BIOMT3 of a matrix")
+    return {name: steps for name, steps in assemblies.items() if steps}

@@ -1,0 +1,145 @@
+"""Which atoms are a residue: one token per C-alpha atom of an amino acid."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor
+
+from graphattn.data.files import FileFormatError
+from graphattn.data.structures.structure import Structure
+
+BACKBONE = ("N", "CA", "C", "O")
+
+
+def checked_atoms(atoms: Any) -> tuple[str, ...] | None:
+    """The names of atoms beside CA that `atoms` asks for; None for all."""
+    named = {"ca": (), "backbone": BACKBONE, "all": None}
+    if isinstance(atoms, str):
+        if atoms in named:
+            return named[atoms]
+    elif isinstance(atoms, list | tuple) and all(isinstance(a, str) and a for a in atoms):
+        return tuple(dict.fromkeys(atoms))
+    raise ValueError(
+        "atoms must be 'ca', 'backbone', 'all' or a list of names of atoms, as ['N', 'CB'], got "
+        f"{atoms!r}"
+    )
+
+
+def structure_of_atoms(
+    path: str | os.PathLike[str], atoms: Any, wanted: tuple[str, ...] | None
+) -> tuple[Structure, list[str]]:
+    """The structure that the atoms of a file are, and of every residue its chain's other name.
+
+    That is ``label_asym_id`` where atoms have one (in mmCIF, whose assemblies go by it).
+    """
+    from biotite.structure import filter_amino_acids
+
+    is_calcium = atoms.res_name == "CA"
+    atoms = atoms[(filter_amino_acids(atoms) | ~atoms.hetero) & ~is_calcium]
+    alpha = _one_alpha_carbon_per_residue(atoms)
+    if len(alpha) == 0:
+        raise FileFormatError(path, "holds no C-alpha atom of an amino acid")
+    chain_ids = tuple(dict.fromkeys(atoms.chain_id[alpha].tolist()))
+    number = {name: index for index, name in enumerate(chain_ids)}
+    chain_index = numpy.array([number[name] for name in atoms.chain_id[alpha].tolist()])
+    order = chain_index.argsort(kind="stable")  # a chain's residues may stand in several places
+    alpha, chain_index = alpha[order], chain_index[order]
+
+    residues = atoms[alpha]
+    places = _places_of_atoms(atoms, alpha, wanted)
+    if any(value.isinf().any() for value in places.values()) or places["CA"].isnan().any():
+        raise FileFormatError(path, "holds a coordinate that is not a finite number")
+    names = residues.res_name.tolist()
+    structure = Structure(
+        sequence="".join(_one_letter(name) for name in names),
+        ca_positions=places["CA"],
+        chain_index=torch.from_numpy(chain_index),
+        chain_ids=chain_ids,
+        residue_numbers=torch.tensor(residues.res_id.tolist(), dtype=torch.int64),
+        insertion_codes=tuple(residues.ins_code.tolist()),
+        residue_names=tuple(names),
+        b_factors=_b_factors(residues),
+        atoms=places,
+        has_all_atoms=wanted is None,
+    )
+    keys = _annotation(residues, "label_asym_id", residues.chain_id).tolist()
+    return structure, keys
+
+
+def _one_alpha_carbon_per_residue(atoms: Any) -> Any:
+    """The C-alpha atom of every residue, as indices in the order of the file."""
+    alpha = numpy.flatnonzero(atoms.atom_name == "CA")
+    # Alternative locations, also of two different residues (microheterogeneity), are neighbours
+    # with one number. Equal numbers further apart are different residues: numbering starts again
+    # after 9999 and in unnamed chains. This replaces biotite's altloc="first", which (in 1.6) keeps
+    # both of two different residues and drops residues whose locations are digits, as in 1k6p.
+    return alpha[_begins_a_residue(atoms[alpha])]
+
+
+def _begins_a_residue(atoms: Any) -> Any:
+    """Whether an atom has another chain, number or insertion code than the one before it."""
+    begins = numpy.ones(atoms.array_length(), dtype=bool)
+    begins[1:] = False
+    for column in (atoms.chain_id, atoms.res_id, atoms.ins_code):
+        begins[1:] |= column[1:] != column[:-1]
+    return begins
+
+
+def _places_of_atoms(atoms: Any, alpha: Any, wanted: tuple[str, ...] | None) -> dict[str, Tensor]:
+    """Coordinates by name of atom, [N, 3] each, NaN where a residue has none.
+
+    A residue's atoms stand about its C-alpha atom, with its number and name. Of alternative
+    locations that of the C-alpha atom is taken, else the first in the file.
+    """
+    run = _begins_a_residue(atoms).cumsum() - 1
+    residue_of_run = numpy.full(run[-1] + 1, -1)
+    residue_of_run[run[alpha]] = numpy.arange(len(alpha))
+    residue = residue_of_run[run]
+    location = _annotation(atoms, "altloc_id", numpy.full(len(run), ""))
+    own = alpha[residue]  # of every atom the C-alpha atom; nonsense where residue is -1
+    kept = (residue >= 0) & (atoms.res_name == atoms.res_name[own])
+    kept &= ~numpy.isin(atoms.element, ("H", "D")) & (atoms.atom_name != "CA")
+    if wanted is not None:
+        kept &= numpy.isin(atoms.atom_name, wanted)
+    elsewhere = location != location[own]
+    places = {"CA": atoms.coord[alpha]}
+    names = dict.fromkeys(atoms.atom_name[kept].tolist()) if wanted is None else wanted
+    for name in names:
+        if name == "CA":
+            continue
+        index = numpy.flatnonzero(kept & (atoms.atom_name == name))
+        index = index[elsewhere[index].argsort(kind="stable")][::-1]  # the best is written last
+        places[name] = numpy.full((len(alpha), 3), numpy.nan)
+        places[name][residue[index]] = atoms.coord[index]
+    return {name: torch.tensor(value, dtype=torch.float32) for name, value in places.items()}
+
+
+def _annotation(atoms: Any, name: str, default: Any) -> Any:
+    return getattr(atoms, name) if name in atoms.get_annotation_categories() else default
+
+
+def _b_factors(residues: Any) -> Tensor:
+    """As numbers, NaN where there is none: PDB files give floats, mmCIF files what stands there."""
+    column = _annotation(residues, "b_factor", None)
+    if column is None:
+        column = _annotation(residues, "B_iso_or_equiv", [None] * residues.array_length())
+    values = []
+    for value in column:
+        try:
+            values.append(float(value))
+        except (TypeError, ValueError):
+            values.append(float("nan"))
+    return torch.tensor(values, dtype=torch.float32)
+
+
+def _one_letter(residue_name: str) -> str:
+    from biotite.sequence import ProteinSequence
+
+    try:
+        return str(ProteinSequence.convert_letter_3to1(residue_name))
+    except KeyError:
+        return "X"

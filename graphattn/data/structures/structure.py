@@ -1,0 +1,438 @@
+"""Proteins as tokens: residues of several chains, where they are, and graphs of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphattn.data.structures.edges import (
+    distance_features,
+    offset_features,
+    window_graph_of_chains,
+)
+from graphattn.data.structures.numbering import places_along_chains
+from graphattn.graphs.arguments import as_float, as_int
+from graphattn.graphs.neighbors import knn_graph, radius_graph
+from graphattn.graphs.token_graph import TokenGraph
+
+_LETTERS = "ARNDCQEGHILKMFPSTWYV"
+_NAMES = "ALA ARG ASN ASP CYS GLN GLU GLY HIS ILE LEU LYS MET PHE PRO SER THR TRP TYR VAL"
+THREE_LETTERS = dict(zip(_LETTERS, _NAMES.split(), strict=True))
+
+_DEFAULT: Any = None  # what a field is that follows from the others
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Structure:
+    """Residues of one or several protein chains: a residue is a token, its C-alpha atom its place.
+
+    :func:`read_structure` makes one of a file. Made by hand (of a prediction, say), it needs the
+    letters and the coordinates alone: one chain A, numbered from 1.
+
+    Attributes:
+        sequence: one letter per residue, N of them, chain after chain; ``X`` where one has none.
+        ca_positions: FloatTensor [N, 3], Angstrom; NaN where the atom is missing.
+        chain_index: LongTensor [N]: the chain of every residue, as an index of `chain_ids`.
+        chain_ids: the chains' names, C of them; copies in an assembly are called ``"A-2"``.
+        residue_numbers: LongTensor [N]: the authors' numbers; they may be negative, skip, repeat.
+        insertion_codes: N strings that tell residues of one number apart (52, 52A); mostly ``""``.
+        residue_names: N names of the Chemical Component Dictionary, such as ``"MSE"``.
+        b_factors: FloatTensor [N], of the C-alpha atoms (pLDDT in many predictions); NaN where a
+            file has none.
+        atoms: the atoms that were asked for by name, FloatTensors [N, 3]; NaN where a residue has
+            none of that name. ``"CA"`` is always there: `ca_positions`.
+        has_all_atoms: whether `atoms` holds every atom but hydrogen.
+
+    Raises:
+        ValueError: names the argument that does not fit the others.
+
+    Example:
+        >>> import torch, graphattn as ga
+        >>> places = 3.8 * torch.arange(5.0)[:, None] * torch.tensor([1.0, 0.0, 0.0])
+        >>> pair = ga.data.Structure(
+        ...     "GWKAC",
+        ...     places,
+        ...     chain_index=torch.tensor([0, 0, 0, 1, 1]),
+        ...     chain_ids=("A", "B"),
+        ...     residue_numbers=torch.tensor([1, 2, 5, 1, 2]),
+        ... )
+        >>> pair
+        Structure(num_residues=5, chains={'A': 3, 'B': 2})
+        >>> pair.gaps  # 3 and 4 are missing before the third residue
+        tensor([False, False,  True, False, False])
+        >>> pair.window_graph(2).edge_index  # 2 and 5 are three places apart
+        tensor([[1, 0, 4, 3],
+                [0, 1, 3, 4]])
+        >>> graph = pair.radius_graph(4.0)
+        >>> graph.edge_index[:, graph.edge_index[1] == 3]  # in space the chains touch
+        tensor([[2, 4],
+                [3, 3]])
+        >>> pair.select(chains="B").sequence
+        'AC'
+    """
+
+    sequence: str
+    ca_positions: Tensor
+    chain_index: Tensor = _DEFAULT
+    chain_ids: tuple[str, ...] = ("A",)
+    residue_numbers: Tensor = _DEFAULT
+    insertion_codes: tuple[str, ...] = _DEFAULT
+    residue_names: tuple[str, ...] = _DEFAULT
+    b_factors: Tensor = _DEFAULT
+    atoms: Mapping[str, Tensor] = field(default_factory=dict)
+    has_all_atoms: bool = False
+
+    def __post_init__(self) -> None:
+        N, places = len(self.sequence), self.ca_positions
+        if not isinstance(places, Tensor) or not places.is_floating_point():
+            got = places.dtype if isinstance(places, Tensor) else type(places).__name__
+            raise ValueError(f"ca_positions must be a floating-point tensor [{N}, 3], got {got}")
+        device = places.device
+        defaults: dict[str, Any] = {
+            "chain_index": torch.zeros(N, dtype=torch.int64, device=device),
+            "residue_numbers": torch.arange(1, N + 1, device=device),
+            "insertion_codes": ("",) * N,
+            "residue_names": tuple(THREE_LETTERS.get(letter, "UNK") for letter in self.sequence),
+            "b_factors": torch.full((N,), torch.nan, device=device),
+        }
+        for name, default in defaults.items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, default)
+        for name in ("chain_ids", "insertion_codes", "residue_names"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        object.__setattr__(self, "atoms", {"CA": places} | dict(self.atoms) | {"CA": places})
+        self._check_shapes()
+        self._check_chains()
+
+    def _check_shapes(self) -> None:
+        N, device = len(self.sequence), self.ca_positions.device
+        tensors: dict[str, tuple[Tensor, tuple[int, ...]]]
+        tensors = {f"atoms[{name!r}]": (value, (N, 3)) for name, value in self.atoms.items()}
+        tensors["ca_positions"] = (self.ca_positions, (N, 3))
+        for name in ("chain_index", "residue_numbers", "b_factors"):
+            tensors[name] = (getattr(self, name), (N,))
+        for name, (value, shape) in tensors.items():
+            if not isinstance(value, Tensor) or value.shape != shape or value.device != device:
+                got = (
+                    f"{list(value.shape)} on {value.device}"
+                    if isinstance(value, Tensor)
+                    else type(value).__name__
+                )
+                raise ValueError(
+                    f"{name} must be a tensor of shape {list(shape)} on {device} (as sequence, of "
+                    f"{N} letters, and ca_positions have it), got {got}"
+                )
+        for name in ("chain_index", "residue_numbers"):
+            if getattr(self, name).dtype != torch.int64:
+                raise ValueError(f"{name} must be of torch.int64, got {getattr(self, name).dtype}")
+        for name in ("insertion_codes", "residue_names"):
+            if len(getattr(self, name)) != N:
+                raise ValueError(
+                    f"{name} must hold {N} strings, one per letter of sequence, got "
+                    f"{len(getattr(self, name))}"
+                )
+
+    def _check_chains(self) -> None:
+        C, index = len(self.chain_ids), self.chain_index
+        if len(set(self.chain_ids)) != C:
+            raise ValueError(f"chain_ids must be different names, got {self.chain_ids!r}")
+        if len(index) and (int(index.min()) < 0 or int(index.max()) >= C):
+            raise ValueError(
+                f"chain_index must lie in 0..{C - 1}, as there are {C} chain_ids, got "
+                f"{int(index.min())}..{int(index.max())}"
+            )
+        if bool((index.diff() < 0).any()):
+            raise ValueError("chain_index must ascend: residues stand chain after chain")
+
+    # Facts.
+
+    def __len__(self) -> int:
+        """N, the number of residues."""
+        return len(self.sequence)
+
+    def __repr__(self) -> str:
+        sizes = self.chain_index.bincount(minlength=len(self.chain_ids)).tolist()
+        chains = dict(zip(self.chain_ids, sizes, strict=True))
+        return f"Structure(num_residues={len(self)}, chains={chains})"
+
+    @property
+    def has_ca(self) -> Tensor:
+        """BoolTensor [N]: whether the place of a residue is known."""
+        return self.has_atom("CA")
+
+    def has_atom(self, name: str) -> Tensor:
+        """BoolTensor [N]: which residues have an atom of that name.
+
+        Raises:
+            ValueError: if `name` is none of the `atoms` that were read.
+        """
+        if name not in self.atoms:
+            raise ValueError(
+                f"name must be one of the atoms that were read ({', '.join(self.atoms)}), got "
+                f"{name!r}: read_structure(..., atoms=[{name!r}]) reads more"
+            )
+        return self.atoms[name].isfinite().all(dim=1)
+
+    @property
+    def batch(self) -> Tensor:
+        """LongTensor [N] of zeros: all chains are one item, of ``ga.knn_graph(..., batch=)``, say.
+
+        With :attr:`chain_index` in its place every chain is an item by itself.
+        """
+        return torch.zeros_like(self.chain_index)
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """LongTensor [N]: places along the chains from 0 on, increasing, for rotary embeddings.
+
+        Between neighbours in a chain they grow as the residue numbers do, so missing residues
+        count; by 1 where only the insertion code changes, or where numbers start again; and at
+        least by the distance between the C-alpha atoms over 3.8 Angstrom where that is more than
+        4.5 Angstrom. Between chains they grow by 512, and so they do where numbers start again at
+        a residue that is not joined to the one before.
+        """
+        return places_along_chains(
+            self.chain_index, self.residue_numbers, self.insertion_codes, self.ca_positions
+        )
+
+    @property
+    def gaps(self) -> Tensor:
+        """BoolTensor [N]: True where residues are missing before one, and after one of its chain.
+
+        Numbers say so, or distances; ``positions.diff() - 1`` is how many.
+        """
+        if len(self) == 0:
+            return torch.zeros_like(self.chain_index, dtype=torch.bool)
+        missing = (self.positions.diff() > 1) & (self.chain_index.diff() == 0)
+        return torch.cat([missing.new_zeros(1), missing])
+
+    # Parts.
+
+    def select(self, *, chains: str | Iterable[str]) -> Structure:
+        """Some of the chains, in the order in which they are named.
+
+        Args:
+            chains: ``"all"``, the name of one chain, or a list of names.
+
+        Raises:
+            ValueError: for a name that is no chain's, or stands there twice.
+        """
+        if isinstance(chains, str) and chains == "all":
+            return self
+        names = (chains,) if isinstance(chains, str) else tuple(chains)
+        if not names or len(set(names)) != len(names):
+            raise ValueError(f"chains must be one name or several different ones, got {chains!r}")
+        for name in names:
+            if name not in self.chain_ids:
+                existing = ", ".join(map(repr, self.chain_ids))
+                raise ValueError(f"chains must be protein chains ({existing}), got {name!r}")
+        index = self.chain_index
+        kept = [(index == self.chain_ids.index(name)).nonzero()[:, 0] for name in names]
+        new_index = torch.cat([torch.full_like(rows, new) for new, rows in enumerate(kept)])
+        return residues_of(self, torch.cat(kept), new_index, names)
+
+    def split(self) -> list[Structure]:
+        """Every chain by itself.
+
+        Example:
+            >>> import torch, graphattn as ga
+            >>> index = torch.tensor([0, 0, 1])
+            >>> pair = ga.data.Structure("GWK", torch.eye(3), index, ("A", "B"))
+            >>> [chain.sequence for chain in pair.split()]
+            ['GW', 'K']
+        """
+        return [self.select(chains=[name]) for name in self.chain_ids]
+
+    def to(self, device: torch.device | str) -> Structure:
+        """The same structure on another device."""
+        names = ("chain_index", "residue_numbers", "b_factors", "ca_positions")
+        changed: dict[str, Any] = {name: getattr(self, name).to(device) for name in names}
+        changed["atoms"] = {name: value.to(device) for name, value in self.atoms.items()}
+        return replace(self, **changed)
+
+    # Graphs.
+
+    def window_graph(self, window: int, *, self_loops: bool = False) -> TokenGraph:
+        """Every residue sees those of its chain at most `window` places from it.
+
+        Places are :attr:`positions`: missing residues count as if they were there, and no window
+        reaches into another chain.
+
+        Args:
+            window: places on each side, >= 0.
+            self_loops: whether a residue sees itself.
+
+        Raises:
+            ValueError: if `window` is negative or no integer.
+        """
+        window = as_int("window", window, 0)
+        return window_graph_of_chains(self.positions, self.chain_index, window, bool(self_loops))
+
+    def neighbor_graph(self, k: int = 16, *, self_loops: bool = False) -> TokenGraph:
+        """Every residue sees the `k` whose C-alpha atoms are nearest, of whatever chain.
+
+        Where there are fewer, it sees them all; a residue without a known place has no edges.
+
+        Args:
+            k: how many, >= 1.
+            self_loops: whether a residue is its own first neighbour.
+
+        Raises:
+            ValueError: if `k` is not at least 1.
+        """
+        batch = self.batch
+        return knn_graph(self.ca_positions, k, self_loops=self_loops, batch=batch)
+
+    def radius_graph(
+        self, radius: float, *, max_neighbors: int | None = None, self_loops: bool = False
+    ) -> TokenGraph:
+        """Every residue sees those whose C-alpha atoms lie within `radius`, of whatever chain.
+
+        Args:
+            radius: in Angstrom.
+            max_neighbors: at most so many, the nearest; all if None.
+            self_loops: whether a residue sees itself.
+
+        Raises:
+            ValueError: if an argument is outside its range.
+        """
+        return radius_graph(
+            self.ca_positions, radius, max_neighbors=max_neighbors, self_loops=self_loops
+        )
+
+    def edge_features(
+        self,
+        graph: TokenGraph,
+        *,
+        num_distances: int = 16,
+        max_distance: float = 20.0,
+        max_offset: int = 32,
+    ) -> Tensor:
+        r"""What is known of every edge, and does not change when the structure is moved or turned.
+
+        First the distance d of the C-alpha atoms, as radial basis functions
+        :math:`\exp(-(\min(d, r) - \mu_k)^2 / 2 \delta^2)` with centres :math:`\mu_k` evenly from 0
+        to r = `max_distance` and :math:`\delta` their spacing; 0 where a place is not known. Then
+        the places from target to source along the chain (:attr:`positions`), clipped to
+        `max_offset` on either side, as one column each of which one is 1; then 1. Of an edge
+        between two chains the columns after the distances are 0.
+
+        Args:
+            graph: a graph of these residues.
+            num_distances: how many radial basis functions, >= 1.
+            max_distance: in Angstrom, > 0.
+            max_offset: >= 0.
+
+        Returns:
+            FloatTensor [E, F] in the order of ``graph.edge_index``; F is
+            :meth:`num_edge_features`.
+
+        Raises:
+            ValueError: names the argument, its value and what is allowed.
+
+        Source: distances and offsets as in ProteinMPNN (Dauparas et al., 2022, supplementary
+        methods), whose distances are of five atoms and whose basis differs.
+
+        Example:
+            >>> import torch, graphattn as ga
+            >>> structure = ga.data.Structure("GWKA", 3.8 * torch.eye(4)[:, :3])
+            >>> graph = structure.neighbor_graph(k=2)
+            >>> structure.edge_features(graph).shape, structure.num_edge_features()
+            (torch.Size([8, 82]), 82)
+        """
+        num_distances, max_distance, max_offset = _feature_sizes(
+            num_distances, max_distance, max_offset
+        )
+        if not isinstance(graph, TokenGraph):
+            raise ValueError(f"graph must be a TokenGraph, got {type(graph).__name__}")
+        if graph.num_targets != len(self) or graph.num_sources != len(self):
+            raise ValueError(
+                f"graph must have the {len(self)} residues as targets and sources, got "
+                f"{graph.num_targets} and {graph.num_sources}"
+            )
+        if graph.device != self.ca_positions.device:
+            raise ValueError(
+                f"graph must be on {self.ca_positions.device}, as the structure is, got "
+                f"{graph.device}"
+            )
+        edges = graph.edge_index
+        distances = distance_features(self.ca_positions, edges, num_distances, max_distance)
+        offsets = offset_features(self.positions, self.chain_index, edges, max_offset)
+        return torch.cat([distances, offsets.to(distances.dtype)], dim=1)
+
+    @staticmethod
+    def num_edge_features(
+        num_distances: int = 16, max_distance: float = 20.0, max_offset: int = 32
+    ) -> int:
+        """F of :meth:`edge_features`: num_distances + 2 * max_offset + 2."""
+        num_distances, _, max_offset = _feature_sizes(num_distances, max_distance, max_offset)
+        return num_distances + 2 * max_offset + 2
+
+    # Tracks.
+
+    def secondary_structure(self) -> Tensor:
+        """LongTensor [N]: 0 coil, 1 helix, 2 strand, from the C-alpha atoms alone (P-SEA).
+
+        Source: Labesse et al., 1997 (CABIOS 13:291), as biotite's ``annotate_sse`` has it. Breaks
+        of the chain are those of :attr:`positions`; a residue without a known place is coil.
+
+        Raises:
+            ImportError: biotite is not installed.
+        """
+        from graphattn.data.structures.tracks import secondary_structure
+
+        return secondary_structure(self)
+
+    def solvent_accessibility(self, *, probe_radius: float = 1.4) -> Tensor:
+        """FloatTensor [N]: the surface of every residue that water reaches, in Angstrom squared.
+
+        Of the chains that are there: what another one covers is not accessible. Waters, ligands
+        and nucleic acids were not read, and cover nothing.
+
+        Args:
+            probe_radius: of the rolling ball, in Angstrom.
+
+        Source: Shrake and Rupley, 1973, with the radii of Tsai et al., 1999, as biotite's ``sasa``
+        has it.
+
+        Raises:
+            ValueError: if not all atoms were read (``read_structure(path, atoms="all")``).
+            ImportError: biotite is not installed.
+        """
+        from graphattn.data.structures.tracks import solvent_accessibility
+
+        return solvent_accessibility(self, as_float("probe_radius", probe_radius, positive=True))
+
+
+def _feature_sizes(
+    num_distances: Any, max_distance: Any, max_offset: Any
+) -> tuple[int, float, int]:
+    return (
+        as_int("num_distances", num_distances, 1),
+        as_float("max_distance", max_distance, positive=True),
+        as_int("max_offset", max_offset, 0),
+    )
+
+
+def residues_of(
+    structure: Structure, rows: Tensor, chain_index: Tensor, chain_ids: tuple[str, ...]
+) -> Structure:
+    """The residues `rows` [n] (any order, any repeated) as chains of their own."""
+    own = rows.tolist()
+    return replace(
+        structure,
+        sequence="".join(structure.sequence[row] for row in own),
+        chain_index=chain_index,
+        chain_ids=chain_ids,
+        insertion_codes=tuple(structure.insertion_codes[row] for row in own),
+        residue_names=tuple(structure.residue_names[row] for row in own),
+        ca_positions=structure.ca_positions[rows],
+        residue_numbers=structure.residue_numbers[rows],
+        b_factors=structure.b_factors[rows],
+        atoms={name: places[rows] for name, places in structure.atoms.items()},
+    )

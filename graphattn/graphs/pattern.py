@@ -1,0 +1,113 @@
+"""What a graph looks like, in a few words, for titles and tables."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from graphattn.graphs.composites import Parts, RandomSources, Union
+from graphattn.graphs.grid_blocks import GridBlocks
+from graphattn.graphs.grid_windows import GridWindows
+from graphattn.graphs.sections import Section
+from graphattn.graphs.structure import (
+    Band,
+    Blocks,
+    Complete,
+    Cycle,
+    GlobalTokens,
+    Grid,
+    Structure,
+)
+from graphattn.graphs.token_graph import TokenGraph
+
+
+def pattern_of(graph: TokenGraph) -> str:
+    """Say in a few words who sees whom: by structure, or how the edges are kept.
+
+    Args:
+        graph: any graph; no edge is listed.
+
+    Returns:
+        Such as "all tokens", "window 2" (tokens on each side), "causal window 128" (keys, itself
+        included, as in :func:`~graphattn.causal_window_graph`) or "a list of edges".
+
+    Example:
+        >>> import graphattn as ga
+        >>> from graphattn.graphs.pattern import pattern_of
+        >>> pattern_of(ga.window_path_graph(100, window=2))
+        'window 2'
+        >>> pattern_of(ga.longformer_graph(100, 3, [0]))
+        '1 global token + window 3'
+    """
+    if graph.structure is not None:
+        return _of_structure(graph.structure)
+    if graph.neighbors is not None:
+        return f"{_counted(graph.neighbors.shape[1], 'neighbour')} each"
+    return "a list of edges"
+
+
+def _of_structure(structure: Structure) -> str:
+    match structure:
+        case Complete(targets=targets, sources=sources):
+            return "all tokens" if targets == sources else f"all of {_counted(sources, 'token')}"
+        case Band():
+            return _of_band(structure)
+        case Cycle(window=window):
+            return f"window {window:,} on a ring"
+        case Blocks(block_size=size, shift=shift):
+            return f"blocks of {size:,}" + (f", shifted by {shift:,}" if shift else "")
+        case Grid():
+            found = f"radius {structure.radius} on {structure.height} × {structure.width}"
+            return found + ", class token" * structure.class_token
+        case GridBlocks(height=height, width=width, block=block, shift=shift):
+            moved = f", shifted by {_product(shift)}" if any(shift) else ""
+            return f"blocks of {_product(block)} on {height} × {width}{moved}"
+        case GridWindows():
+            return _of_windows(structure)
+        case GlobalTokens(tokens=tokens):
+            return _counted(len(tokens), "global token")
+        case RandomSources(num_random=number):
+            return f"{number:,} random"
+        case Union(parts=parts):
+            return " + ".join(map(_of_structure, parts))
+        case Parts(parts=parts):
+            kinds = list(dict.fromkeys(map(_of_structure, parts)))
+            each = kinds[0] if len(kinds) == 1 else "several patterns"
+            return f"{_counted(len(parts), 'sequence')}: {each}"
+        case Section(whole=whole):
+            return f"part of {_of_structure(whole)}"
+    return type(structure).__name__
+
+
+def _of_band(band: Band) -> str:
+    N, before, after = band.num_tokens, band.before, band.after
+    whole = max(N - 1, 0)
+    hops = f", every {band.dilation:,}th" if band.dilation > 1 else ""
+    if after == 0 and (before or N <= 1):
+        if before * band.dilation >= whole:
+            return f"all before{hops}"
+        return f"causal window {before + band.self_loops:,}{hops}"
+    if before == after == 0:
+        return "itself" if band.self_loops else "nothing"
+    if min(before, after) * band.dilation >= whole:
+        return f"all {'tokens' if band.self_loops else 'others'}{hops}"
+    if before == after:
+        return f"window {before:,}{hops}"
+    return f"{before:,} before, {after:,} after{hops}"
+
+
+def _of_windows(grid: GridWindows) -> str:
+    wide = [before + after + 1 for before, after in zip(grid.before, grid.after, strict=True)]
+    found = f"{_product(wide)} on {_product(grid.shape)}"
+    if any(dilation > 1 for dilation in grid.dilation):
+        found += f", dilated by {_product(grid.dilation)}"
+    if any(stride > 1 for stride in grid.stride):
+        found += f", stride {_product(grid.stride)}"
+    return found + ", class token" * grid.class_token
+
+
+def _product(sizes: Sequence[int]) -> str:
+    return " × ".join(map(str, sizes))
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" + "s" * (number != 1)

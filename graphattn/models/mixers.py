@@ -1,0 +1,247 @@
+"""Layers by name: what mixes the tokens in every block of a model.
+
+A name stands for a layer of :mod:`graphattn.nn` with the width and heads of the model. Its further
+options come from one dict for the whole model, `mixer_options`: every layer takes those that its
+constructor has, and an option that no layer takes is refused.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+from torch import nn
+
+from graphattn.graphs.arguments import as_int
+from graphattn.nn import (
+    CrossConsensus,
+    DotProductAttention,
+    GaussianKernelAttention,
+    KrauseAttention,
+    LinearAttention,
+    SelfConsensus,
+)
+from graphattn.nn.rotary import RotaryEmbedding
+
+MixerName = Literal["dot", "dot-window", "vlt", "linear", "gka", "krause", "consensus"]
+Halves = Literal["mix", "gka-consensus", "krause-consensus"]
+Mixer = MixerName | Halves | Sequence[MixerName | nn.Module]
+Reach = Literal["all", "window", "near"]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a name stands for.
+
+    Attributes:
+        layer: the class.
+        reach: which tokens are seen where nothing else is said: "all", those in a `window`, or the
+            few "near" ones of consensus.
+        fixed: arguments that the name stands for.
+    """
+
+    layer: type[nn.Module]
+    reach: Reach = "all"
+    fixed: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """The arguments of the layer that `mixer_options` may set."""
+        names = inspect.signature(self.layer.__init__).parameters
+        taken = {"self", "dim", "heads", "rope", "context_dim", "value_projection"}
+        return tuple(name for name in names if name not in taken | {*dict(self.fixed)})
+
+
+KINDS: dict[str, Kind] = {
+    "dot": Kind(DotProductAttention),
+    "dot-window": Kind(DotProductAttention, "window"),
+    "vlt": Kind(DotProductAttention, "all", (("value_projection", False), ("kv_heads", None))),
+    "linear": Kind(LinearAttention),
+    "gka": Kind(GaussianKernelAttention),
+    "krause": Kind(KrauseAttention, "window"),
+    "consensus": Kind(SelfConsensus, "near"),
+}
+HALVES: dict[str, tuple[str, str]] = {
+    "mix": ("dot", "consensus"),
+    "gka-consensus": ("gka", "consensus"),
+    "krause-consensus": ("krause", "consensus"),
+}
+NAMES = (*KINDS, *HALVES)
+
+
+class Mixing(NamedTuple):
+    """The layer of a block, and which tokens it sees where nothing else is said."""
+
+    layer: nn.Module
+    reach: Reach
+
+
+def mixers(
+    mixer: Any,
+    depth: int,
+    dim: int | Sequence[int],
+    heads: int | Sequence[int],
+    *,
+    rope: bool | Literal["isometric"] | RotaryEmbedding = False,
+    options: Mapping[str, Any] | None = None,
+    causal: bool = False,
+) -> Iterator[Mixing]:
+    """The layers of a model, one per block, made one after the other as they are taken.
+
+    Args:
+        mixer: a name, or one entry per block: a name or a layer of width `dim`.
+        depth, dim, heads: of the model; a list or tuple of widths or heads holds one per block.
+        rope: of all named layers; "isometric" is for consensus, others then rotate as usual.
+        options: further arguments of the layers; a list or tuple holds one value per block.
+        causal: whether tokens see earlier ones alone; consensus then moves its targets alone.
+
+    Raises:
+        ValueError: for an unknown name, layers that do not fit or come twice, and for an option
+            that no layer of the model takes.
+    """
+    entries = one_per_block(mixer, depth)
+    options = dict(options or {})
+    if causal and "consensus" in entries:
+        if options.get("update", "target") != "target":
+            raise ValueError(
+                f"update must be 'target' in a causal model, got {options['update']!r}: 'energy' "
+                "moves earlier tokens by later ones"
+            )
+        options["update"] = "target"
+    _check_options(options, entries)
+    widths = [dim] * depth if isinstance(dim, int) else dim
+    counts = [heads] * depth if isinstance(heads, int) else heads
+    return (
+        Mixing(_layer(entry, place, depth, own_dim, own_heads, rope, options), _reach(entry))
+        for place, (entry, own_dim, own_heads) in enumerate(
+            zip(entries, widths, counts, strict=True)
+        )
+    )
+
+
+def options_taken(mixer: Any, depth: int, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of `options` that some named layer of a model takes."""
+    named = [entry for entry in one_per_block(mixer, depth) if isinstance(entry, str)]
+    taken = {option for name in named for option in KINDS[name].options}
+    return {option: value for option, value in options.items() if option in taken}
+
+
+def one_per_block(mixer: Any, depth: int) -> list[Any]:
+    """The mixer of every block, from its short form."""
+    if not isinstance(mixer, list | tuple | nn.ModuleList):
+        if mixer in HALVES:
+            first, second = HALVES[mixer]
+            return [first] * (depth // 2) + [second] * (depth - depth // 2)
+        _check_entry(mixer, NAMES)
+        if isinstance(mixer, nn.Module) and depth > 1:
+            raise ValueError(
+                f"mixer must hold one layer per block ({depth}), got one "
+                f"{type(mixer).__name__}: blocks would share its weights"
+            )
+        return [mixer] * depth
+    if len(mixer) != depth:
+        raise ValueError(f"mixer must hold one entry per block ({depth}), got {len(mixer)}")
+    for entry in mixer:
+        _check_entry(entry, tuple(KINDS))
+    layers = [entry for entry in mixer if isinstance(entry, nn.Module)]
+    if len(set(map(id, layers))) < len(layers):
+        raise ValueError("mixer must hold every layer once: blocks would share its weights")
+    return list(mixer)
+
+
+def _check_entry(entry: Any, names: tuple[str, ...]) -> None:
+    if isinstance(entry, nn.Module) and not isinstance(entry, CrossConsensus):
+        return
+    if not isinstance(entry, str) or entry not in names:
+        got = type(entry).__name__ if isinstance(entry, nn.Module) else repr(entry)
+        raise ValueError(
+            f"mixer must be one of {', '.join(map(repr, names))}, or layers on one track, got {got}"
+        )
+
+
+def _check_options(options: dict[str, Any], entries: list[Any]) -> None:
+    named = [entry for entry in dict.fromkeys(map(_name, entries)) if entry is not None]
+    for option in options:
+        if not isinstance(option, str) or not any(option in KINDS[n].options for n in named):
+            takes = "; ".join(f"{name!r} takes {', '.join(KINDS[name].options)}" for name in named)
+            raise ValueError(
+                f"mixer_options must hold options of the model's mixers, got {option!r}: "
+                f"{takes or 'layers that were given as modules take none'}"
+            )
+
+
+def _name(entry: Any) -> str | None:
+    return entry if isinstance(entry, str) else None
+
+
+def _reach(entry: Any) -> Reach:
+    if isinstance(entry, str):
+        return KINDS[entry].reach
+    return "near" if isinstance(entry, SelfConsensus) else "all"
+
+
+def _layer(
+    entry: Any,
+    place: int,
+    depth: int,
+    dim: int,
+    heads: int,
+    rope: Any,
+    options: dict[str, Any],
+) -> nn.Module:
+    if not isinstance(entry, str):
+        width = getattr(entry, "dim", dim)
+        if width != dim:
+            raise ValueError(
+                f"mixer must hold layers of width dim = {dim}, got a {type(entry).__name__} of "
+                f"width {width}"
+            )
+        found: nn.Module = entry
+        return found
+    kind = KINDS[entry]
+    if rope == "isometric" and kind.layer is not SelfConsensus:
+        rope = True
+    given = {
+        name: _of_block(name, value, place, depth)
+        for name, value in options.items()
+        if name in kind.options
+    }
+    return kind.layer(dim, heads, rope=rope, **dict(kind.fixed), **given)
+
+
+def _of_block(name: str, value: Any, place: int, depth: int) -> Any:
+    if not isinstance(value, list | tuple):
+        return value
+    if len(value) != depth:
+        raise ValueError(
+            f"mixer_options[{name!r}] must be one value, or one per block ({depth}), "
+            f"got {len(value)}"
+        )
+    return value[place]
+
+
+def top_k_schedule(first: int, last: int, depth: int) -> list[int]:
+    """Numbers of neighbours that grow or shrink evenly over the blocks of a model.
+
+    ``round(linspace(first, last, depth))``, as vision models of Krause attention have it (Krause
+    Synchronization Transformers: from 2 to 4, or from 8 to 16).
+
+    Args:
+        first: top_k of the first block, at least 1.
+        last: top_k of the last block, at least 1.
+        depth: number of blocks, at least 1.
+
+    Raises:
+        ValueError: for numbers below 1.
+
+    Example:
+        >>> import graphattn as ga
+        >>> ga.models.top_k_schedule(8, 16, depth=6)
+        [8, 10, 11, 13, 14, 16]
+    """
+    first, last = as_int("first", first, 1), as_int("last", last, 1)
+    depth = as_int("depth", depth, 1)
+    steps = max(depth - 1, 1)
+    return [round(first + (last - first) * i / steps) for i in range(depth)]

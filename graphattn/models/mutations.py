@@ -1,0 +1,115 @@
+"""Substitutions as text, "A42G": which residue becomes which, and where that is in a sequence."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, NamedTuple
+
+from graphattn.graphs.arguments import as_choice
+
+AMINO_ACIDS = "ACDEFGHIKLMNPQRSTVWY"
+NUMBERINGS = ("sequence", "structure")
+_SUBSTITUTION = re.compile(
+    r"(?:(?P<chain>[^/:]+)/)?(?P<wild>[A-Za-z])(?P<number>-?\d+)(?P<code>[A-Za-z]?)(?P<to>[A-Za-z])"
+)
+_EXAMPLE = "a substitution such as 'A42G', or several such as 'A42G:L50P'"
+
+
+class Mutation(NamedTuple):
+    """One substitution."""
+
+    residue: int  # from 0 on
+    wild: str
+    mutant: str
+
+
+def parsed(text: Any, sequence: str, structure: Any, numbering: str) -> list[Mutation]:
+    """The substitutions of a mutant, "A42G" or "A42G:L50P".
+
+    Args:
+        text: of the mutant.
+        sequence: the letters of all residues.
+        structure: what `numbering` "structure" asks for the numbers.
+        numbering: "sequence" counts residues from 1 on; "structure" has the structure's own
+            numbers, with an insertion code ("A52AG": 52A) and, where chains share a number, the
+            chain ("B/A42G").
+
+    Raises:
+        ValueError: names the text and what is wrong with it.
+    """
+    as_choice("numbering", numbering, NUMBERINGS)
+    if numbering == "structure" and structure is None:
+        raise ValueError("numbering must be 'sequence' for a sequence without a structure")
+    if not isinstance(text, str) or not text:
+        raise ValueError(f"mutations must hold strings, {_EXAMPLE}, got {text!r}")
+    found: dict[int, Mutation] = {}
+    for part in text.split(":"):
+        mutation = _one(part, text, sequence, structure, numbering)
+        if mutation.residue in found:
+            raise ValueError(f"mutations must change a residue once, got {text!r}: {part!r} again")
+        found[mutation.residue] = mutation
+    return list(found.values())
+
+
+def _one(part: str, text: str, sequence: str, structure: Any, numbering: str) -> Mutation:
+    match = _SUBSTITUTION.fullmatch(part)
+    if match is None:
+        raise ValueError(f"mutations must hold {_EXAMPLE}, got {text!r}")
+    wild, mutant = match["wild"].upper(), match["to"].upper()
+    for letter in (wild, mutant):
+        if letter not in AMINO_ACIDS:
+            raise ValueError(
+                f"mutations must name amino acids by one of {AMINO_ACIDS}, got {letter!r} in "
+                f"{text!r}"
+            )
+    number, code = int(match["number"]), match["code"]
+    if numbering == "structure":
+        index = _in_structure(part, match["chain"], number, code, structure)
+    else:
+        if match["chain"] is not None or code:
+            raise ValueError(
+                f"mutations must have no chain and no insertion code, got {part!r}: those are "
+                "of numbering='structure'"
+            )
+        if not 1 <= number <= len(sequence):
+            raise ValueError(
+                f"mutations must have numbers 1 .. {len(sequence)}, the residues of the sequence, "
+                f"got {number} in {text!r}"
+            )
+        index = number - 1
+    there = sequence[index]
+    if there != wild:
+        raise ValueError(
+            f"mutations must name the residue that is there: {part!r} says {wild}, the sequence "
+            f"has {there} at {number}{code}"
+        )
+    return Mutation(index, wild, mutant)
+
+
+def _in_structure(part: str, chain: str | None, number: int, code: str, structure: Any) -> int:
+    """The residue of that number."""
+    ids = structure.chain_ids
+    if chain is not None and chain not in ids:
+        raise ValueError(
+            f"mutations must name chains of the structure ({', '.join(map(repr, ids))}), got "
+            f"{chain!r} in {part!r}"
+        )
+    places = [
+        index
+        for index in (structure.residue_numbers == number).nonzero()[:, 0].tolist()
+        if structure.insertion_codes[index].upper() == code.upper()
+        and (chain is None or ids[int(structure.chain_index[index])] == chain)
+    ]
+    if not places:
+        where = "" if chain is None else f" in chain {chain!r}"
+        raise ValueError(
+            f"mutations must have residue numbers of the structure, got {number}{code} in "
+            f"{part!r}, which it does not have{where}"
+        )
+    if len(places) > 1:
+        owners = ", ".join(repr(ids[int(structure.chain_index[index])]) for index in places)
+        raise ValueError(
+            f"mutations must say the chain, {ids[0]}/{part} for instance, where several residues "
+            f"have one number: {number}{code} stands in the chains {owners}"
+        )
+    return places[0]

@@ -1,0 +1,80 @@
+"""Which layer of a model sees what, as rows of a table: for the command line and pictures."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from graphattn.graphs import TokenGraph
+from graphattn.graphs.pattern import pattern_of
+from graphattn.models.mixers import KINDS
+from graphattn.nn.config import Configured
+
+
+class LayerRow(NamedTuple):
+    """Layers that are alike: the same kind of mixer over the same graph."""
+
+    layers: tuple[int, ...]
+    mixer: str
+    graph: TokenGraph
+
+    @property
+    def numbers(self) -> str:
+        """The numbers of the layers, from 0, runs of them shortened."""
+        runs: list[list[int]] = []
+        for number in self.layers:
+            if runs and number == runs[-1][-1] + 1:
+                runs[-1].append(number)
+            else:
+                runs.append([number])
+        return ", ".join(f"{r[0]}" if len(r) == 1 else f"{r[0]}-{r[-1]}" for r in runs)
+
+    @property
+    def pattern(self) -> str:
+        """What each token sees."""
+        return pattern_of(self.graph)
+
+
+def layer_rows(
+    model: nn.Module, graphs: Sequence[TokenGraph], *, each: bool = False
+) -> list[LayerRow]:
+    """What the layers of a model see.
+
+    Args:
+        model: with a list of blocks, `blocks`, that have a `mixer` each.
+        graphs: one per block, in their order.
+        each: whether every layer gets a row of its own, alike or not.
+    """
+    blocks: Any = model.blocks
+    rows: list[LayerRow] = []
+    for place, (block, graph) in enumerate(zip(blocks, graphs, strict=True)):
+        mixer = mixer_name(block.mixer)
+        for number, row in enumerate(rows):
+            alike = row.mixer == mixer and (row.graph is graph or row.graph == graph)
+            if alike and not each:
+                rows[number] = row._replace(layers=(*row.layers, place))
+                break
+        else:
+            rows.append(LayerRow((place,), mixer, graph))
+    return rows
+
+
+def mixer_name(layer: nn.Module) -> str:
+    """The name that `mixer` has for a layer, or its class."""
+    config: Any = layer.config if isinstance(layer, Configured) else {}
+    names = [
+        name
+        for name, kind in KINDS.items()
+        if type(layer) is kind.layer and all(config.get(key) == value for key, value in kind.fixed)
+    ]
+    # Of names of one class the one that says most; "dot" for "dot-window", whose graph says more.
+    return max(names, key=lambda name: len(KINDS[name].fixed), default=type(layer).__name__)
+
+
+def takes_num_tokens(model: nn.Module) -> bool:
+    """Whether `model.graphs` asks for a number of tokens: images have the tokens that they have."""
+    graphs: Any = model.graphs
+    return "num_tokens" in inspect.signature(graphs).parameters

@@ -1,0 +1,338 @@
+"""Models by name: the papers' shapes, and small ones for a laptop."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from graphattn.graphs.arguments import as_choice
+
+
+@dataclass(frozen=True)
+class Preset:
+    """What a name stands for.
+
+    Attributes:
+        model: name of the class, in :mod:`graphattn.models`.
+        arguments: of its constructor.
+        about: one line: what it is for, and where the shapes are from.
+        of_mixer: further arguments that a mixer comes with, by its name.
+    """
+
+    model: str
+    arguments: dict[str, Any] = field(repr=False)
+    about: str
+    of_mixer: dict[str, dict[str, Any]] = field(repr=False, default_factory=dict)
+
+
+# The language model of the GKA paper, Section 5 (nanochat's of depth 20): no biases, norms without
+# weights, head and embedding apart. Its value embeddings, a logit softcap and the norm of queries
+# and keys in the baseline are nanochat's, not the paper's, and are not here.
+_DEPTH_20: dict[str, Any] = {
+    "vocab_size": 32_768,
+    "dim": 1280,
+    "depth": 20,
+    "heads": 10,
+    "window": (1024, 2048),
+    "window_pattern": "SSSL",
+    "norm": "rms",
+    "norm_affine": False,
+    "activation": "relu2",
+    "bias": False,
+}
+
+_PRESETS: dict[str, Preset] = {
+    # CausalLM
+    "gka-d20": Preset(
+        "CausalLM",
+        {**_DEPTH_20, "mixer": "gka", "mixer_options": {"normalize": True}},
+        "language model of the GKA paper, 378.8 M parameters (Table 8)",
+    ),
+    "nanochat-d20": Preset(
+        "CausalLM",
+        {**_DEPTH_20, "mixer": "dot"},
+        "its baseline, 477.1 M parameters; the paper's has 419.4 M value embeddings more (Table 8)",
+    ),
+    # Krause's image models. The paper does not say how many heads, nor how positions are told:
+    # heads of 32 and 64 features and rotary positions are a choice.
+    "krause-mnist": Preset(
+        "CausalLM",
+        {
+            "vocab_size": 257,
+            "dim": 256,
+            "depth": 12,
+            "heads": 8,
+            "mixer": "krause",
+            "mixer_options": {"top_k": 96, "init_sigma": 2.5},
+            "window": 128,
+        },
+        "MNIST pixel by pixel, 784 of 256 grey levels and a start token 256 (Krause paper)",
+    ),
+    "krause-cifar10": Preset(
+        "CausalLM",
+        {
+            "vocab_size": 257,
+            "dim": 512,
+            "depth": 16,
+            "heads": 8,
+            "mixer": "krause",
+            "mixer_options": {"top_k": 192, "init_sigma": 2.5},
+            "window": 256,
+        },
+        "CIFAR-10 value by value, 3,072 of 256 levels and a start token 256 (Krause paper)",
+    ),
+    "text-1m": Preset(
+        "CausalLM",
+        {
+            "vocab_size": 256,
+            "dim": 128,
+            "depth": 5,
+            "heads": 4,
+            "window": 256,
+            "tie_weights": True,
+        },
+        "1.0 M parameters for bytes or characters, on a laptop",
+    ),
+    "dna-1m": Preset(
+        "CausalLM",
+        {
+            "vocab_size": 5,
+            "dim": 128,
+            "depth": 5,
+            "heads": 4,
+            "window": (64, 1024),
+            "window_pattern": "SL",
+            "tie_weights": True,
+        },
+        "1.0 M parameters for nucleotides (NucleotideTokenizer), on a laptop",
+    ),
+    # end of CausalLM
+}
+
+# VisionTransformer: DeiT (Touvron et al., 2021), stochastic depth as in Projection-Free
+# Transformers, Section 4.1; windows and neighbours as in Krause Synchronization Transformers.
+
+
+def _deit(size: str, dim: int, heads: int, drop_path: float) -> Preset:
+    schedule = [8, 9, 9, 10, 11, 12, 12, 13, 14, 15, 15, 16]  # top_k_schedule(8, 16, 12)
+    return Preset(
+        "VisionTransformer",
+        {
+            "image_size": 224,
+            "patch_size": 16,
+            "num_classes": 1000,
+            "dim": dim,
+            "depth": 12,
+            "heads": heads,
+            "drop_path": drop_path,
+        },
+        f"DeiT-{size}: 224 pixels, patches of 16, 1,000 classes",
+        _of_vision_mixers(radius=2, krause={"top_k": schedule}),
+    )
+
+
+def _of_vision_mixers(radius: int, krause: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    windows = {"radius": radius}
+    patches_alone = {"class_token": False, "pooling": "mean"}
+    safe = {"step_size": "auto"}
+    return {
+        "krause": {**windows, "mixer_options": krause},
+        "dot-window": windows,
+        "consensus": {**patches_alone, "mixer_options": safe},
+        "mix": {**patches_alone, "mixer_options": safe},
+        "gka-consensus": {**patches_alone, "mixer_options": safe},
+        "krause-consensus": {**windows, **patches_alone, "mixer_options": {**krause, **safe}},
+    }
+
+
+_PRESETS["deit-tiny"] = _deit("Ti", 192, 3, 0.1)
+_PRESETS["deit-small"] = _deit("S", 384, 6, 0.1)
+_PRESETS["deit-base"] = _deit("B", 768, 12, 0.2)
+_PRESETS["digits"] = Preset(
+    "VisionTransformer",
+    {
+        "image_size": 8,
+        "patch_size": 2,
+        "channels": 1,
+        "num_classes": 10,
+        "dim": 64,
+        "depth": 4,
+        "heads": 4,
+        "mlp_ratio": 2.0,
+    },
+    "a laptop's first vision model: the 8 x 8 digits of scikit-learn",
+    _of_vision_mixers(radius=1, krause={"top_k": [2, 3, 3, 4], "init_sigma": 2.5}),
+)
+
+# SwinTransformer: Liu et al. (2021), Section 3.3; stochastic depth as trained on ImageNet-1K
+# (Appendix A2.1).
+
+
+def _swin(size: str, dim: int, depths: tuple[int, ...], drop_path: float, **other: Any) -> Preset:
+    arguments = {
+        "image_size": 224,
+        "patch_size": 4,
+        "num_classes": 1000,
+        "dim": dim,
+        "depths": depths,
+        "heads": tuple(dim * 2**stage // 32 for stage in range(4)),
+        "window_size": 7,
+        "drop_path": drop_path,
+        **other,
+    }
+    pixels, classes = arguments["image_size"], arguments["num_classes"]
+    about = f"Swin-{size}: {pixels} pixels, patches of 4, {classes:,} classes"
+    return Preset("SwinTransformer", arguments, about)
+
+
+_CIFAR = {"image_size": 32, "num_classes": 10, "window_size": 4}
+_PRESETS |= {
+    "swin-tiny": _swin("T", 96, (2, 2, 6, 2), 0.2),
+    "swin-small": _swin("S", 96, (2, 2, 18, 2), 0.3),
+    "swin-base": _swin("B", 128, (2, 2, 18, 2), 0.5),
+    "swin-small-cifar": _swin("S", 96, (2, 2, 18, 2), 0.3, **_CIFAR),
+}
+
+_TEXT = 50_257 + 1  # GPT-2's tokens and a mask
+_DNA = 5 + 1  # those of data.NucleotideTokenizer (A, C, G, T, N) and a mask
+_PROTEIN = 21 + 1  # those of data.ProteinTokenizer (20 amino acids, X) and a mask
+
+
+def _table_10(
+    vocab_size: int, depth: int, heads: int, dim: int, about: str, *, noise: bool
+) -> Preset:
+    """A shape of Stabilizing Transformer Training Through Consensus, with its MIX."""
+    arguments = {
+        "vocab_size": vocab_size,
+        "dim": dim,
+        "depth": depth,
+        "heads": heads,
+        "mixer": "mix",
+        "window": 2,
+        "rank": 4,
+        "edge_hidden": 256,
+        "step_size": 0.1,
+    }
+    if noise:
+        arguments.update(noise_dim=128, zero_head=True)
+    return Preset("SequenceEncoder", arguments, about)
+
+
+_PRESETS |= {
+    # SequenceEncoder: the text, DNA and protein models of Stabilizing Transformer Training Through
+    # Consensus, Table 10. Their names have its totals, which do not follow from its shapes
+    # (docs/counts.md).
+    "consensus-text-54m": _table_10(
+        _TEXT, 6, 6, 384,
+        "text for diffusion, GPT-2's vocabulary: 51.2 / 53.0 / 52.1 M parameters with dot / "
+        "consensus / mix; the paper's 54 M cannot follow from its shapes",
+        noise=True,
+    ),
+    "consensus-text-193m": _table_10(
+        _TEXT, 12, 12, 768,
+        "text for diffusion, GPT-2's vocabulary: 169.7 / 169.8 / 169.7 M parameters with dot / "
+        "consensus / mix; the paper's 193 M cannot follow from its shapes",
+        noise=True,
+    ),
+    "consensus-text-385m": _table_10(
+        _TEXT, 32, 16, 1024,
+        "text for diffusion, GPT-2's vocabulary: 531.7 / 515.4 / 523.6 M parameters with dot / "
+        "consensus / mix; the paper's 385 M cannot follow from its shapes",
+        noise=True,
+    ),
+    "consensus-dna-51m": _table_10(
+        _DNA, 6, 6, 384,
+        "DNA, one token per base: 12.6 / 14.4 / 13.5 M parameters with dot / consensus / mix; the "
+        "paper's 51 M cannot follow from its shapes",
+        noise=True,
+    ),
+    "consensus-dna-172m": _table_10(
+        _DNA, 12, 12, 768,
+        "DNA, one token per base: 92.4 / 92.6 / 92.5 M parameters with dot / consensus / mix; the "
+        "paper's 172 M cannot follow from its shapes",
+        noise=True,
+    ),
+    "consensus-dna-331m": _table_10(
+        _DNA, 32, 16, 1024,
+        "DNA, one token per base: 428.8 / 412.5 / 420.6 M parameters with dot / consensus / mix; "
+        "the paper's 331 M cannot follow from its shapes",
+        noise=True,
+    ),
+    "consensus-protein-35m": _table_10(
+        _PROTEIN, 12, 4, 256,
+        "proteins, their sequence alone: 9.5 / 12.7 / 11.1 M parameters with dot / consensus / "
+        "mix; the paper's 35 M have further tracks",
+        noise=False,
+    ),
+    "consensus-protein-133m": _table_10(
+        _PROTEIN, 24, 8, 512,
+        "proteins, their sequence alone: 75.7 / 82.1 / 78.9 M parameters with dot / consensus / "
+        "mix; the paper's 133 M have further tracks",
+        noise=False,
+    ),
+    "consensus-protein-320m": _table_10(
+        _PROTEIN, 32, 16, 768,
+        "proteins, their sequence alone: 226.8 / 227.3 / 227.1 M parameters with dot / consensus / "
+        "mix; the paper's 320 M have further tracks",
+        noise=False,
+    ),
+    "protein-6m": Preset(
+        "SequenceEncoder",
+        {
+            "vocab_size": _PROTEIN,
+            "dim": 256,
+            "depth": 8,
+            "heads": 8,
+            "mixer": "mix",
+            "edge_hidden": 64,
+        },
+        "proteins, their sequence alone, for a laptop: 6.2 M parameters",
+    ),
+}  # fmt: skip
+
+_PRESETS |= {
+    # ProteinModel
+    "protein-structure-1m": Preset(
+        "ProteinModel",
+        {
+            "dim": 128,
+            "depth": 4,
+            "heads": 4,
+            "mixer": "mix",
+            "mixer_options": {"edge_hidden": 64},
+            "neighbors": 16,
+            "window": 4,
+        },
+        "proteins along the chain and in space; trains on a laptop",
+    ),
+}
+
+
+def presets() -> dict[str, Preset]:
+    """Return all presets by name, in the order of the models.
+
+    ``from_preset`` of a model makes one of them.
+
+    Example:
+        >>> import graphattn as ga
+        >>> sorted({preset.model for preset in ga.models.presets().values()})
+        ['CausalLM', 'ProteinModel', 'SequenceEncoder', 'SwinTransformer', 'VisionTransformer']
+        >>> ga.models.presets()["gka-d20"].about
+        'language model of the GKA paper, 378.8 M parameters (Table 8)'
+    """
+    return dict(_PRESETS)
+
+
+def preset(name: str, model: str, mixer: Any = None) -> dict[str, Any]:
+    """The arguments of a preset of one class of models, with what a mixer comes with."""
+    own = tuple(key for key, found in _PRESETS.items() if found.model == model)
+    if name in _PRESETS and name not in own:
+        raise ValueError(
+            f"name must be a preset of {model}, got {name!r}, which is a preset of "
+            f"{_PRESETS[name].model}; this class has {', '.join(own) or 'none'}"
+        )
+    as_choice("name", name, own)
+    found = _PRESETS[name]
+    mixer = found.arguments.get("mixer") if mixer is None else mixer
+    further = found.of_mixer.get(mixer, {}) if isinstance(mixer, str) else {}
+    return {**found.arguments, **further}

@@ -1,0 +1,192 @@
+"""What all models share: a stack of blocks over token graphs."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from graphattn.graphs import TokenGraph
+from graphattn.models.mixers import options_taken
+from graphattn.models.presets import preset
+from graphattn.nn.attention import GraphAttention
+from graphattn.nn.config import Configured
+from graphattn.nn.graph_layer import GraphLayer
+
+Graphs = TokenGraph | Sequence[TokenGraph] | None
+
+
+class BlockStack(Configured, nn.Module):
+    """A model made of :class:`~graphattn.nn.PreNormBlock`, one mixer each; subclasses say of what.
+
+    Attributes:
+        blocks: the blocks, an `nn.ModuleList`.
+        supports_gradient_checkpointing: True, as transformers' Trainer asks.
+    """
+
+    supports_gradient_checkpointing: ClassVar = True
+    blocks: nn.ModuleList
+    _checkpointing: dict[str, Any] | None = None
+
+    def graphs(self, *args: Any, **kwargs: Any) -> list[TokenGraph]:
+        """The graph of every block where `forward` is given none."""
+        raise NotImplementedError
+
+    @classmethod
+    def from_preset(cls, name: str, **changes: Any) -> Self:
+        """A new model, with random weights, of the shapes that a name stands for.
+
+        Args:
+            name: one of :func:`graphattn.models.presets`.
+            changes: arguments of the constructor that replace those of the preset. A `mixer` brings
+                along what the preset holds for it, such as windows, and keeps those of its
+                `mixer_options` that it has.
+
+        Raises:
+            ValueError: for an unknown name, or one of another class.
+            TypeError: for an argument that the class does not have.
+        """
+        arguments = {**preset(name, cls.__name__, changes.get("mixer")), **changes}
+        if "mixer" in changes and "mixer_options" in arguments and "mixer_options" not in changes:
+            arguments["mixer_options"] = options_taken(
+                arguments["mixer"], arguments["depth"], arguments["mixer_options"]
+            )
+        return cls(**arguments)
+
+    def num_parameters(self, only_trainable: bool = False) -> int:
+        """Return the number of parameters; a parameter of two names counts once.
+
+        Args:
+            only_trainable: whether those without gradients are left out.
+        """
+        wanted = (p for p in self.parameters() if p.requires_grad or not only_trainable)
+        return sum(p.numel() for p in wanted)
+
+    def gradient_checkpointing_enable(
+        self, gradient_checkpointing_kwargs: dict[str, Any] | None = None
+    ) -> None:
+        """Compute the blocks a second time in the backward pass, instead of keeping activations.
+
+        Args:
+            gradient_checkpointing_kwargs: for :func:`torch.utils.checkpoint.checkpoint`;
+                ``{"use_reentrant": False}`` if None.
+        """
+        self._checkpointing = {"use_reentrant": False, **(gradient_checkpointing_kwargs or {})}
+
+    def gradient_checkpointing_disable(self) -> None:
+        """Keep all activations for the backward pass again."""
+        self._checkpointing = None
+
+    @property
+    def is_gradient_checkpointing(self) -> bool:
+        """Whether blocks are computed a second time in the backward pass."""
+        return self._checkpointing is not None
+
+    # What subclasses call.
+
+    def graph_of_blocks(self, graph: Graphs, *args: Any, **kwargs: Any) -> Sequence[TokenGraph]:
+        """One graph per block from what a call was given: None, one for all, or one per block."""
+        if graph is None:
+            return self.graphs(*args, **kwargs)
+        if not isinstance(graph, list | tuple):
+            one: Any = graph
+            return [one] * len(self.blocks)
+        if len(graph) != len(self.blocks):
+            raise ValueError(
+                f"graph must be one graph, or one per block ({len(self.blocks)}), got {len(graph)}"
+            )
+        return graph
+
+    def run_blocks(
+        self,
+        x: Tensor,
+        graphs: Sequence[TokenGraph],
+        *,
+        of_edges: dict[str, Any] | None = None,
+        **given: Any,
+    ) -> Tensor:
+        """All blocks, one after the other.
+
+        Args:
+            x: [*, N, dim].
+            graphs: one per block.
+            of_edges: what only some mixers take, by its name in their call: one tensor for all of
+                those, or one entry per block.
+            given: further arguments of every block; those that are None are left out.
+        """
+        given = {name: value for name, value in given.items() if value is not None}
+        for block, own, edges in zip(
+            self.blocks, graphs, self._of_blocks(of_edges or {}), strict=True
+        ):
+            x = self.run_block(block, x, own, **given, **edges)
+        return x
+
+    def run_block(self, block: nn.Module, x: Tensor, graph: TokenGraph, **given: Any) -> Tensor:
+        """One block, computed again in the backward pass where that was asked for."""
+        if self._checkpointing is None or not (self.training and torch.is_grad_enabled()):
+            out: Tensor = block(x, graph, **given)
+            return out
+
+        # A reentrant checkpoint gives gradients to its arguments, and only if one wants some.
+        learned = {
+            name: t for name, t in given.items() if isinstance(t, Tensor) and t.requires_grad
+        }
+        if not x.requires_grad and any(p.requires_grad for p in block.parameters()):
+            x = x.detach().requires_grad_()
+
+        def call(x: Tensor, *tensors: Tensor) -> Any:
+            return block(x, graph, **{**given, **dict(zip(learned, tensors, strict=True))})
+
+        found: Tensor = checkpoint(call, x, *learned.values(), **self._checkpointing)
+        return found
+
+    def _of_blocks(self, of_edges: dict[str, Any]) -> list[dict[str, Any]]:
+        """What the edges of every block have: one for all that take it, or one per block."""
+        given: list[dict[str, Any]] = [{} for _ in self.blocks]
+        for name, tensors in of_edges.items():
+            if tensors is None:
+                continue
+            if not isinstance(tensors, list | tuple):
+                mixers: list[Any] = [block.mixer for block in self.blocks]
+                takes_it, takers = OF_EDGES[name]
+                takes = [takes_it(mixer) for mixer in mixers]
+                if not any(takes):
+                    raise ValueError(
+                        f"{name} must be None in a model without {takers}, "
+                        f"got {type(tensors).__name__}"
+                    )
+                tensors = [tensors if own_takes else None for own_takes in takes]
+            if len(tensors) != len(self.blocks):
+                raise ValueError(
+                    f"{name} must be one tensor, or one per block ({len(self.blocks)}), "
+                    f"got {len(tensors)}"
+                )
+            for own, tensor in zip(given, tensors, strict=True):
+                if tensor is not None:
+                    own[name] = tensor
+        return given
+
+
+def _takes_edge_bias(mixer: nn.Module) -> bool:
+    """Attention layers do, and modules of somebody else that have the keyword."""
+    if isinstance(mixer, GraphAttention):
+        return True
+    if isinstance(mixer, GraphLayer):
+        return False
+    return "edge_bias" in inspect.signature(mixer.forward).parameters
+
+
+def _takes_edge_features(mixer: nn.Module) -> bool:
+    """Consensus layers do that were made for some."""
+    width = getattr(mixer, "edge_features", None)
+    return isinstance(width, int) and width > 0
+
+
+OF_EDGES = {  # which layers take it, and what they are called
+    "edge_bias": (_takes_edge_bias, "attention layers"),
+    "edge_features": (_takes_edge_features, "consensus layers made with edge_features > 0"),
+}

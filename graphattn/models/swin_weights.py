@@ -1,0 +1,116 @@
+"""Swin's weights from Hugging Face transformers."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from torch import Tensor
+
+# How transformers names a parameter, and how it is named here; `{}` are the stage and the block.
+BLOCK = {
+    "layernorm_before": "mixer_norm",
+    "layernorm_after": "mlp_norm",
+    "attention.q_proj": "mixer.query_proj",
+    "attention.k_proj": "mixer.key_proj",
+    "attention.v_proj": "mixer.value_proj",
+    "attention.o_proj": "mixer.output_proj",
+    "mlp.fc1": "mlp.0",
+    "mlp.fc2": "mlp.2",
+    # Before transformers rewrote the model:
+    "attention.self.query": "mixer.query_proj",
+    "attention.self.key": "mixer.key_proj",
+    "attention.self.value": "mixer.value_proj",
+    "attention.output.dense": "mixer.output_proj",
+    "intermediate.dense": "mlp.0",
+    "output.dense": "mlp.2",
+}
+AROUND = {
+    "swin.embeddings.patch_embeddings.projection": "patches",
+    "swin.embeddings.norm": "patch_norm",
+    "swin.layernorm": "norm",
+    "classifier": "head",
+}
+IN_BLOCK = re.compile(r"swin\.encoder\.layers\.(\d+)\.blocks\.(\d+)\.(.+)\.(weight|bias)")
+TABLE = re.compile(r"swin\.encoder\.layers\.(\d+)\.blocks\.(\d+)\..*\.relative_position_bias_table")
+MERGING = re.compile(r"swin\.encoder\.layers\.(\d+)\.downsample\.(.+)")
+
+
+def arguments_of(model: Any) -> dict[str, Any]:
+    """The constructor's arguments for a ``SwinForImageClassification``; a ValueError for others."""
+    names = {base.__name__ for base in type(model).__mro__}
+    if "SwinForImageClassification" not in names:
+        raise ValueError(
+            f"model must be a transformers.SwinForImageClassification, got {type(model).__name__}"
+        )
+    config = model.config
+    needed = {
+        "hidden_act": ("gelu", config.hidden_act),
+        "layer_norm_eps": (1e-5, config.layer_norm_eps),
+        "qkv_bias": (True, config.qkv_bias),
+        "use_absolute_embeddings": (False, config.use_absolute_embeddings),
+    }
+    for name, (wanted, got) in needed.items():
+        if got != wanted:
+            raise ValueError(f"model.config.{name} must be {wanted!r}, got {got!r}")
+    patch = config.patch_size
+    if isinstance(patch, list | tuple):
+        if len(set(patch)) > 1:
+            raise ValueError(f"model.config.patch_size must be one number, got {patch!r}")
+        patch = patch[0]
+    arguments = {
+        "image_size": config.image_size,
+        "patch_size": patch,
+        "num_classes": config.num_labels,
+        "dim": config.embed_dim,
+        "depths": tuple(config.depths),
+        "heads": tuple(config.num_heads),
+        "window_size": config.window_size,
+        "channels": config.num_channels,
+        "mlp_ratio": config.mlp_ratio,
+        "dropout": config.hidden_dropout_prob,
+        "drop_path": config.drop_path_rate,
+    }
+    if config.attention_probs_dropout_prob:
+        arguments["mixer_options"] = {"attention_dropout": config.attention_probs_dropout_prob}
+    _check_windows(config, patch)
+    return arguments
+
+
+def _check_windows(config: Any, patch: int) -> None:
+    """Of smaller grids transformers cuts windows but not tables of biases, and then fails."""
+    size = config.image_size
+    sides = size if isinstance(size, list | tuple) else (size, size)
+    smallest = min(-(-side // patch) for side in sides)
+    for stage in range(len(config.depths)):
+        if smallest < config.window_size:
+            raise ValueError(
+                f"model.config.window_size must be at most the tokens of every stage, got "
+                f"{config.window_size} with {smallest} tokens along an axis of stage {stage}: "
+                "such a model cannot run in transformers either, whose table of biases does not "
+                "fit windows of that size"
+            )
+        smallest = (smallest + 1) // 2
+
+
+def weights_of(model: Any) -> dict[str, Tensor]:
+    """The state dict of a ``SwinForImageClassification`` under the names of this library."""
+    depths = model.config.depths
+    first = [sum(depths[:stage]) for stage in range(len(depths))]
+    found: dict[str, Tensor] = {}
+    for name, weight in model.state_dict().items():
+        if name.endswith("relative_position_index"):
+            continue
+        if match := TABLE.fullmatch(name):
+            stage, block = int(match[1]), int(match[2])
+            # Rows go by target minus source there, by source minus target here.
+            found[f"blocks.{first[stage] + block}.position_bias.table"] = weight.flip(0)
+        elif match := IN_BLOCK.fullmatch(name):
+            stage, block = int(match[1]), int(match[2])
+            found[f"blocks.{first[stage] + block}.{BLOCK[match[3]]}.{match[4]}"] = weight
+        elif match := MERGING.fullmatch(name):
+            found[f"merges.{match[1]}.{match[2]}"] = weight
+        else:
+            part, kind = name.rsplit(".", 1)
+            found[f"{AROUND[part]}.{kind}"] = weight
+    return found

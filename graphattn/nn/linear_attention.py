@@ -1,0 +1,440 @@
+"""Linear attention over a token graph."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch_geometric.typing import OptTensor
+
+from graphattn.graphs.arguments import as_float, as_int
+from graphattn.graphs.token_graph import TokenGraph
+from graphattn.graphs.windows import causal_graph
+from graphattn.nn.graph_layer import Positions, Rotations, edge_mask, valid_for_propagate
+from graphattn.nn.layer_cache import LayerCache
+from graphattn.nn.overrides import (
+    names_of,
+    overridden_edges,
+    overridden_rows,
+    overridden_weights,
+)
+from graphattn.nn.rotary import RotaryEmbedding
+from graphattn.nn.running_cache import RunningCache
+from graphattn.nn.streaming import StreamingLayer
+from graphattn.ops.inputs import (
+    Valid,
+    ValidPair,
+    clear_invalid,
+    compute_dtype,
+    full_precision,
+    repeat_heads,
+)
+from graphattn.ops.linear_attention.api import (
+    Features,
+    average,
+    by_head,
+    elu_features,
+    linear_attention,
+    linear_attention_weights,
+)
+from graphattn.ops.linear_attention.operators import linear_sums
+from graphattn.ops.segments import segment_sum
+
+
+class LinearAttention(StreamingLayer):
+    r"""Attention by products of positive features, in time linear in the tokens.
+
+    .. math::
+        y_i = W_O \, \Big\Vert_h
+              \frac{\sum_{j \in N(i)} \phi(q_i^h) \cdot \phi(k_j^h) \; v_j^h}
+                   {\varepsilon + \sum_{j \in N(i)} \phi(q_i^h) \cdot \phi(k_j^h)}, \qquad
+        \phi(z) = \operatorname{elu}(z) + 1
+
+    (Katharopoulos et al., Transformers are RNNs, 2020, Eq. 4-7): since :math:`\phi(q_i)` stands
+    before the sum, a complete graph takes one matrix per head and a causal one running sums of it:
+    O(N D^2) operations, no N x N matrix, and steps of generation in constant memory. It is the fast
+    baseline that Krause attention is compared with (Krause Synchronization Transformers). Other
+    graphs are exact too: windows by blocks, the rest edge by edge.
+
+    ``rope=True`` rotates :math:`\phi(q_i)` and :math:`\phi(k_j)` in the numerator only, as RoFormer
+    does (Su et al., Eq. 19): rotated features are not positive any more, and the denominator must
+    be. Weights then can be negative and do not sum to 1.
+
+    Args:
+        dim: width of `x` and of the output.
+        heads: H, divides `dim`; D = dim / H.
+        kv_heads: key and value heads, divides `heads` (grouped-query attention); `heads` if None.
+        context_dim: width of `context` in cross-attention; `dim` if None.
+        rope: rotate the features by their positions: True, or a :class:`RotaryEmbedding`.
+        eps: >= 0, added to the denominator (the authors' code: 1e-6). With 0 the weights sum to 1.
+        bias: whether the projections have biases.
+        backend: "auto", "reference" or "structured"; "reference" runs `message()` through PyG's
+            `propagate`.
+
+    Shapes:
+        - **x**: [*, N, dim]
+        - **graph**: TokenGraph, edge_index [2, E] or PyG EdgeIndex; N targets, M sources
+        - **context**: [*, M, context_dim]; `x` itself if None
+        - **valid**: bool [N] or [*, N], or a pair for targets and sources (keyword); one
+          mask serves both tracks where they are equally long
+        - **positions**: [N] or [*, N], or a pair (keyword)
+        - **output**: [*, N, dim]; with ``return_attention_weights=True`` also the
+          weights [*, E, heads], in the order of ``graph.edge_index``
+
+    Raises:
+        ValueError: names the argument, its value and what is allowed. With
+            ``return_attention_weights=True`` also for a raw edge_index that is not sorted.
+
+    Example:
+        >>> import torch, graphattn as ga
+        >>> layer = ga.nn.LinearAttention(16, heads=4, rope=True)
+        >>> layer(torch.randn(2, 5000, 16), ga.causal_graph(5000)).shape
+        torch.Size([2, 5000, 16])
+        >>> cross = ga.nn.LinearAttention(16, heads=4, context_dim=8)
+        >>> graph = ga.bipartite_complete_graph(10, 5)
+        >>> cross(torch.randn(2, 10, 16), graph, torch.randn(2, 5, 8)).shape
+        torch.Size([2, 10, 16])
+    """
+
+    # What PyG's generated code passes on; the pair is (sources, targets).
+    propagate_type: ClassVar = {
+        "query": Tensor,
+        "key": Tensor,
+        "value": Tensor,
+        "turned_query": Tensor,
+        "turned_key": Tensor,
+        "valid": tuple[OptTensor, OptTensor],
+    }
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        *,
+        kv_heads: int | None = None,
+        context_dim: int | None = None,
+        rope: bool | RotaryEmbedding = False,
+        eps: float = 0.0,
+        bias: bool = True,
+        backend: str = "auto",
+    ) -> None:
+        super().__init__(dim, heads, rope=rope, backend=backend)
+        if backend == "triton":
+            raise ValueError(
+                "backend must be 'auto', 'reference' or 'structured' in LinearAttention, which has "
+                "no kernels of its own, got 'triton'"
+            )
+        self.kv_heads = self.heads if kv_heads is None else as_int("kv_heads", kv_heads, 1)
+        if self.heads % self.kv_heads:
+            raise ValueError(f"kv_heads must divide heads = {heads}, got {kv_heads}")
+        self.context_dim = (
+            self.dim if context_dim is None else as_int("context_dim", context_dim, 1)
+        )
+        self.eps = as_float("eps", eps, positive=False)
+        kv_dim = self.kv_heads * self.head_dim
+        self.query_proj = nn.Linear(self.dim, self.dim, bias=bias)
+        self.key_proj = nn.Linear(self.context_dim, kv_dim, bias=bias)
+        self.value_proj = nn.Linear(self.context_dim, kv_dim, bias=bias)
+        self.output_proj = nn.Linear(self.dim, self.dim, bias=bias)
+
+    def reset_parameters(self) -> None:
+        """Draw every projection anew."""
+        super().reset_parameters()
+        for projection in self.children():
+            if isinstance(projection, nn.Linear):
+                projection.reset_parameters()
+
+    def forward(
+        self,
+        x: Tensor,
+        graph: TokenGraph | Tensor,
+        context: Tensor | None = None,
+        *,
+        valid: Valid = None,
+        positions: Positions = None,
+        return_attention_weights: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Average the values of the sources of every target."""
+        context = x if context is None else context
+        x, context, graph, pair = self.prepare(
+            x, context, self.context_dim, graph, valid, per_edge=bool(return_attention_weights)
+        )
+        features = self.project_features(x, context, self.rotations(x, context, graph, positions))
+        mixed = self.mix(features, graph, pair)
+        out: Tensor = self.output_proj(mixed.flatten(-2))
+        if not return_attention_weights:
+            return out
+        # (Weights that are only looked at keep nothing for gradients: GraphAttention.attend.)
+        with torch.no_grad() if str(return_attention_weights) == "detached" else nullcontext():
+            return out, self.weights_of_edges(features, graph, pair)
+
+    def project_features(self, x: Tensor, context: Tensor, rotations: Rotations) -> Features:
+        """Features of queries [*, N, H, D], of keys [*, M, Hk, D], and values; all in float32."""
+        query = self.split(self.query_proj(x), self.heads)
+        key = self.split(self.key_proj(context), self.kv_heads)
+        value = self.split(self.value_proj(context), self.kv_heads)
+        dtype = compute_dtype(query.dtype)
+        query, key = elu_features(query.to(dtype)), elu_features(key.to(dtype))
+        return Features(query, key, value.to(dtype), *self.rotate(query, key, rotations))
+
+    def message(
+        self,
+        query_i: Tensor,
+        key_j: Tensor,
+        value_j: Tensor,
+        turned_query_i: Tensor,
+        turned_key_j: Tensor,
+        valid_i: Tensor | None,
+        valid_j: Tensor | None,
+        index: Tensor,
+        size_i: int,
+    ) -> Tensor:
+        """weight_ij * v_j, the weights being shares of the sum over the edges of target i."""
+        above = (turned_query_i * turned_key_j).sum(-1, keepdim=True)
+        below = (query_i * key_j).sum(-1, keepdim=True)
+        keep = edge_mask(valid_i, valid_j)
+        if keep is not None:
+            above, below = (x.masked_fill(~keep[..., None], 0) for x in (above, below))
+            value_j = value_j.masked_fill(~keep[..., None], 0)  # 0 * NaN is NaN
+        total = self.eps + segment_sum(below, index, size_i)
+        return above / total.masked_fill(total == 0, 1).index_select(-3, index) * value_j
+
+    def mix(self, features: Features, graph: TokenGraph, valid: ValidPair) -> Tensor:
+        """The averages, [*, N, H, D], by `message()` or by the operation."""
+        if not self.uses_propagate():
+            return self.fused(features, graph, valid)
+        self.check_message_masks(valid)
+        query, key, value, turned_query, turned_key = features
+        with full_precision(query.device):
+            averages: Tensor = self.propagate(
+                graph.edge_index,
+                size=(graph.num_sources, graph.num_targets),
+                query=query,
+                key=repeat_heads(key, self.heads),
+                value=repeat_heads(value, self.heads),
+                turned_query=turned_query,
+                turned_key=repeat_heads(turned_key, self.heads),
+                valid=valid_for_propagate(valid),
+            )
+        return averages.to(self.mixed_dtype(query))
+
+    def mixed_dtype(self, like: Tensor) -> torch.dtype:
+        """What the output projection reads: its own dtype, or autocast's."""
+        device = like.device.type
+        if device != "meta" and torch.is_autocast_enabled(device):
+            return torch.get_autocast_dtype(device)
+        return self.output_proj.weight.dtype
+
+    def fused(self, features: Features, graph: TokenGraph, valid: ValidPair) -> Tensor:
+        """The operation that gives the same as `propagate`, [*, N, H, D]."""
+        query, key, value, *turned = features
+        out = linear_attention(
+            query,
+            key,
+            value,
+            graph,
+            rotated=None if self.rotary is None else (turned[0], turned[1]),
+            eps=self.eps,
+            valid=valid,
+            backend=self.backend,
+        )
+        return out.to(self.mixed_dtype(query))
+
+    def edge_weights(self, features: Features, graph: TokenGraph, valid: ValidPair) -> Tensor:
+        """The weights of the operation, [*, E, H]."""
+        query, key, _, *turned = features
+        rotated = None if self.rotary is None else (turned[0], turned[1])
+        weights = linear_attention_weights(
+            query, key, graph, rotated=rotated, eps=self.eps, valid=valid
+        )
+        return weights.to(self.mixed_dtype(query))
+
+    def weights_of_edges(self, features: Features, graph: TokenGraph, valid: ValidPair) -> Tensor:
+        """:meth:`edge_weights`, unless somebody has a `message()` of another kind."""
+        if replaced := overridden_weights(self):
+            raise ValueError(
+                f"return_attention_weights=True: this {type(self).__name__} has its own "
+                f"{names_of(replaced)}, and what it weighs an edge by is not known. Override "
+                "edge_weights(features, graph, valid), too"
+            )
+        return self.edge_weights(features, graph, valid)
+
+    # Token by token.
+
+    def cache_fields(self) -> dict[str, tuple[int, int]]:
+        if self.context_dim != self.dim:
+            raise ValueError(
+                f"{type(self).__name__} goes token by token where keys come from the tokens "
+                f"themselves, but context_dim = {self.context_dim} (dim is {self.dim}) says that "
+                "they come from a context, which is there from the start: call the layer"
+            )
+        heads = self.kv_heads, self.head_dim
+        turned = {} if self.rotary is None else {"turned_key": heads}
+        return {"key": heads, "value": heads, **turned}
+
+    def init_cache(
+        self,
+        batch: int | tuple[int, ...],
+        window: int | None,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        rollback: int = 0,
+    ) -> LayerCache:
+        """An empty cache for :meth:`step`.
+
+        Args:
+            batch: the leading dimensions of the tokens to come; () for a single text.
+            window: how many tokens each token sees, itself included; those are kept. None: all
+                before it. Then what is kept are sums, a :class:`RunningCache` of constant size
+                (where somebody has replaced `message()`, the tokens themselves).
+            dtype, device: of what is kept; the layer's own if None. Sums are float32 at least.
+            rollback: how many of the newest tokens :meth:`LayerCache.truncate` can take back at
+                any time; so many more are kept, without a window too.
+
+        Raises:
+            ValueError: for arguments out of range, and for a layer that looks at a context.
+        """
+        cache = super().init_cache(batch, window, dtype=dtype, device=device, rollback=rollback)
+        if window is not None or overridden_edges(self) or overridden_rows(self):
+            return cache
+        return RunningCache(
+            cache.owner,
+            cache.fields,
+            cache.batch,
+            dtype=cache.dtype,
+            device=cache.device,
+            rollback=cache.rollback,
+        )
+
+    def project_step(
+        self, x: Tensor, rotations: Rotations
+    ) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
+        query, key, value, turned_query, turned_key = self.project_features(x, x, rotations)
+        turned = {} if self.rotary is None else {"turned_key": turned_key}
+        return (query, turned_query), {"key": key, "value": value, **turned}
+
+    def step_rows(
+        self,
+        targets: tuple[Tensor, ...],
+        sources: dict[str, Tensor],
+        graph: TokenGraph,
+        valid: ValidPair,
+    ) -> Tensor:
+        return self.mix(_features(targets, sources), graph, valid)
+
+    def step_row(self, targets: tuple[Tensor, ...], cache: LayerCache) -> Tensor:
+        if self.uses_propagate() or overridden_rows(self):
+            return self.row_as_graph(targets, cache)
+        query = targets[0]
+        n = cache.held(cache.window)
+        keep = cache.valid(n)
+        if keep is not None:
+            keep = keep & keep[..., -1:]  # padding sees nothing
+            keep = keep[..., None, :].expand(*cache.batch, self.kv_heads, n).reshape(-1, 1, n)
+        above, below = self._of_tokens(targets, cache, n, keep)
+        out = average(above, below, self.eps)
+        return out.to(self.mixed_dtype(query)).reshape(query.shape)
+
+    def _of_tokens(
+        self, targets: tuple[Tensor, ...], cache: LayerCache, n: int, keep: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Numerators [B * Hk, g, D] and denominators of one token and the newest n of the cache."""
+        query, turned_query = (self._by_key_head(x) for x in targets)
+        key, value = (cache.rows(name, n).to(query.dtype) for name in ("key", "value"))
+        below = query @ key.transpose(1, 2)
+        below = below if keep is None else below.masked_fill(~keep, 0)
+        above = below
+        if self.rotary is not None:
+            turned_key = cache.rows("turned_key", n).to(query.dtype)
+            above = turned_query @ turned_key.transpose(1, 2)
+            above = above if keep is None else above.masked_fill(~keep, 0)
+        return above @ value, below.sum(-1, keepdim=True)
+
+    def _by_key_head(self, x: Tensor) -> Tensor:
+        """One token [*, 1, H, D] as [B * Hk, g, D]."""
+        return x.reshape(-1, self.heads // self.kv_heads, self.head_dim)
+
+    # Token by token, by running sums.
+
+    def _mix_step(
+        self,
+        targets: tuple[Tensor, ...],
+        sources: dict[str, Tensor],
+        mask: Tensor | None,
+        cache: LayerCache,
+    ) -> Tensor:
+        if not isinstance(cache, RunningCache):
+            return super()._mix_step(targets, sources, mask, cache)
+        if replaced := (*overridden_edges(self), *overridden_rows(self)):
+            raise ValueError(
+                f"cache must be made anew: it holds sums that the {names_of(replaced)} of this "
+                f"{type(self).__name__}, replaced since, know nothing of"
+            )
+        query = targets[0]
+        state, total = cache.sums["state"], cache.sums["total"]
+        if query.shape[-3] == 1:
+            cache.append(sources, mask)
+            own, turned = (self._by_key_head(x).to(state.dtype) for x in targets)
+            above, below = turned @ state, own @ total[..., None]
+            if held := cache.held(None):
+                of_tokens = self._of_tokens(targets, cache, held, None)
+                above, below = above + of_tokens[0], below + of_tokens[1]
+            out = average(above, below, self.eps).reshape(query.shape)
+            out = out if mask is None else clear_invalid(out, mask)
+        else:
+            out = self._mix_prompt(targets, sources, mask, cache)
+            cache.append(sources, mask)
+        return out.to(self.mixed_dtype(query))
+
+    def _mix_prompt(
+        self,
+        targets: tuple[Tensor, ...],
+        sources: dict[str, Tensor],
+        mask: Tensor | None,
+        cache: RunningCache,
+    ) -> Tensor:
+        """New tokens as targets, of themselves, what stands beside the sums, and the sums."""
+        n, held = targets[0].shape[-3], cache.held(None)
+        dtype = targets[0].dtype
+        cleared = {name: clear_invalid(x, mask) for name, x in sources.items()}
+        if held:
+            cleared = {
+                name: torch.cat([cache.tokens(name, held).to(dtype), x], dim=-3)
+                for name, x in cleared.items()
+            }
+        own = _features(tuple(clear_invalid(x, mask) for x in targets), cleared)
+        query, turned_query = by_head(own.query), by_head(own.turned_query)
+        key, value, turned_key = (
+            by_head(repeat_heads(x, self.heads)) for x in (own.key, own.value, own.turned_key)
+        )
+        graph = causal_graph(n, past=held).to(cache.device)
+        above = linear_sums(turned_query, turned_key, value, graph)
+        below = linear_sums(query, key, torch.ones_like(value[..., :1]), graph)
+        groups = self.kv_heads, self.heads // self.kv_heads, n
+        for_state = (
+            x.unflatten(-3, groups[:2]).reshape(-1, groups[1] * n, self.head_dim)
+            for x in (turned_query, query)
+        )
+        state, total = cache.sums["state"], cache.sums["total"][..., None]
+        above, below = (
+            x + (rows.to(sums.dtype) @ sums).view(*x.shape)
+            for x, rows, sums in zip((above, below), for_state, (state, total), strict=True)
+        )
+        return average(above, below, self.eps).transpose(-3, -2)
+
+    def __repr__(self) -> str:
+        options = {
+            "kv_heads": (self.kv_heads, self.heads),
+            "context_dim": (self.context_dim, self.dim),
+            "eps": (self.eps, 0.0),
+        }
+        return self.describe(options)
+
+
+def _features(targets: tuple[Tensor, ...], sources: dict[str, Tensor]) -> Features:
+    query, turned_query = targets
+    key, value = sources["key"], sources["value"]
+    return Features(query, key, value, turned_query, sources.get("turned_key", key))

@@ -1,0 +1,1 @@
+"""Linear attention: averages whose weights are products of positive features."""

@@ -1,0 +1,282 @@
+"""Linear attention over a token graph: the front door, its checks, and the choice of backend."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from graphattn.graphs.arguments import as_float
+from graphattn.graphs.token_graph import TokenGraph
+from graphattn.kernels.launch import is_looked_into
+from graphattn.ops.backends import check_backend, choose_backend
+from graphattn.ops.counting import note_uncounted
+from graphattn.ops.inputs import (
+    Valid,
+    ValidPair,
+    check_graph,
+    check_tensors,
+    check_valid,
+    clear_invalid,
+    compute_dtype,
+    full_precision,
+    repeat_heads,
+    valid_edges,
+)
+from graphattn.ops.linear_attention.operators import linear_sums
+from graphattn.ops.segments import segment_sum
+
+SUPPORT: dict[str, str | None] = {
+    "reference": None,
+    "structured": None,
+    "triton": "linear attention has no kernels of its own: it is products of matrices already",
+}
+
+
+def elu_features(x: Tensor) -> Tensor:
+    r"""The positive features :math:`\phi(x) = \operatorname{elu}(x) + 1` of linear attention.
+
+    That is :math:`1 + x` above 0 and :math:`e^x` below (Transformers are RNNs, Eq. 7), here without
+    the subtraction and addition of 1, which would leave nothing of :math:`e^x` below -17.
+
+    Example:
+        >>> import torch, graphattn as ga
+        >>> ga.elu_features(torch.tensor([-40.0, -1.0, 0.0, 2.0]))
+        tensor([4.2484e-18, 3.6788e-01, 1.0000e+00, 3.0000e+00])
+    """
+    return x.clamp(max=0).exp() + x.relu()
+
+
+def linear_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    graph: TokenGraph | Tensor,
+    *,
+    rotated: tuple[Tensor, Tensor] | None = None,
+    eps: float = 0.0,
+    valid: Valid = None,
+    backend: str = "auto",
+) -> Tensor:
+    r"""Attention whose weights are products of features, in time linear in the tokens.
+
+    .. math::
+        y_i = \frac{\sum_{j \in N(i)} (\tilde q_i \cdot \tilde k_j) \, v_j}
+                   {\varepsilon + \sum_{j \in N(i)} q_i \cdot k_j}
+
+    with q, k the features of queries and keys, which must not be negative (:func:`elu_features`),
+    and :math:`\tilde q, \tilde k` those features rotated by their positions, or the same again
+    (Transformers are RNNs, Eq. 4-5 and 9; RoFormer, Eq. 19). On complete and causal graphs, blocks
+    and batches of them, N tokens take O(N D Dv) operations and no N x N matrix; a window takes the
+    least of that and of its edges; other graphs take O(E (D + Dv)). A target without edges gets
+    exactly 0, and so does one whose weights all are 0.
+
+    Args:
+        query: features [*, N, H, D], >= 0.
+        key: features [*, M, Hk, D], >= 0; Hk divides H, and query head h reads key head
+            h // (H / Hk).
+        value: [*, M, Hk, Dv].
+        graph: N targets, M sources, shared by all leading dimensions `*`.
+        rotated: the pair (query, key) for the numerator, of the same shapes; those of the
+            denominator if None. Its products may be negative.
+        eps: >= 0, added to the denominator.
+        valid: bool [*, N] or [N], or a pair for (targets, sources); an edge that touches an
+            invalid token is no edge, and what invalid tokens hold is never read.
+        backend: "auto", "reference" (edge by edge) or "structured".
+
+    Returns:
+        [*, N, H, Dv] in the dtype of `query`; half precision is computed in float32.
+
+    Raises:
+        ValueError: names the argument, its value and what is allowed.
+
+    Example:
+        >>> import torch, graphattn as ga
+        >>> q, k = (ga.elu_features(torch.randn(100, 2, 4)) for _ in range(2))
+        >>> v = torch.randn(100, 2, 4)
+        >>> y = ga.linear_attention(q, k, v, ga.causal_graph(100))
+        >>> weights = torch.einsum("ihd,jhd->hij", q, k).tril()
+        >>> weights = weights / weights.sum(-1, keepdim=True)
+        >>> torch.allclose(y, torch.einsum("hij,jhd->ihd", weights, v), atol=1e-5)
+        True
+    """
+    check_backend(backend)
+    _check(query, key, value, rotated)
+    eps = as_float("eps", eps, positive=False)
+    N, M = query.shape[-3], key.shape[-3]
+    graph = check_graph(graph, query, N, M)
+    pair = check_valid(valid, query.shape[:-3], query.device, N, M)
+    chosen = choose_backend(backend, SUPPORT, query.device)
+    with full_precision(query.device):
+        tensors = _readable(query, key, value, rotated, pair)
+        if chosen == "reference":
+            note_uncounted("linear_attention with backend='reference'")
+            sums = _sums_of_edges(tensors, graph, pair)
+        else:
+            sums = _sums(tensors, graph)
+        return average(*sums, eps).to(query.dtype)
+
+
+def linear_attention_weights(
+    query: Tensor,
+    key: Tensor,
+    graph: TokenGraph | Tensor,
+    *,
+    rotated: tuple[Tensor, Tensor] | None = None,
+    eps: float = 0.0,
+    valid: Valid = None,
+) -> Tensor:
+    """The weights of :func:`linear_attention`, [*, E, H] in the order of ``graph.edge_index``.
+
+    The arguments are those of the operation. Without `eps` the weights of a target sum to 1; with
+    `rotated` to something else, and some may be negative (RoFormer, Eq. 19).
+
+    Example:
+        >>> import torch, graphattn as ga
+        >>> x = torch.tensor([0.0, 1.0, 3.0]).view(3, 1, 1)
+        >>> graph = ga.window_path_graph(3, window=1)  # edges 1->0, 0->1, 2->1, 1->2
+        >>> ga.linear_attention_weights(x, x + 1, graph).flatten()
+        tensor([0.0000, 0.2000, 0.8000, 1.0000])
+    """
+    _check(query, key, key, rotated)
+    eps = as_float("eps", eps, positive=False)
+    N, M = query.shape[-3], key.shape[-3]
+    graph = check_graph(graph, query, N, M, per_edge=True)
+    pair = check_valid(valid, query.shape[:-3], query.device, N, M)
+    with full_precision(query.device):
+        tensors = _readable(query, key, key, rotated, pair)
+        above, below = _products(tensors, graph)
+        source, target = graph.edge_index
+        keep = valid_edges(pair, source, target)
+        if keep is not None:
+            above, below = above.masked_fill(~keep, 0), below.masked_fill(~keep, 0)
+        total = eps + segment_sum(below[..., None], target, N)[..., 0]
+        total = total.masked_fill(total == 0, 1)
+        return (above / total.index_select(-2, target)).to(query.dtype)
+
+
+def average(above: Tensor, below: Tensor, eps: float) -> Tensor:
+    """above [*, D] / (eps + below [*, 1]); 0 where that is 0 / 0.
+
+    A row that is no number, and that nobody asks for, sends back 0.
+    """
+    total = below + eps if eps > 0 else below
+    empty = total == 0
+    out = above / total.masked_fill(empty, 1)
+    # Elsewhere looking would wait for the device, or is not allowed.
+    looks = out.device.type == "cpu" and not torch.compiler.is_compiling() and not is_looked_into()
+    if looks and math.isfinite(out.detach().sum()):
+        return out
+    bad = ~(
+        above.isfinite().all(-1, keepdim=True) & total.isfinite() & out.isfinite().all(-1, True)
+    )
+    clean = above.masked_fill(bad, 0) / total.masked_fill(bad | empty, 1)
+    return torch.where(bad, out.detach(), clean)  # 0 * NaN is NaN
+
+
+class Features(NamedTuple):
+    """What an operation reads, in the dtype that it computes in; one head of keys per query's."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    turned_query: Tensor
+    turned_key: Tensor
+
+
+def _check(
+    query: Tensor, key: Tensor, value: Tensor, rotated: tuple[Tensor, Tensor] | None
+) -> None:
+    check_tensors(query=query, key=key, value=value)
+    H, Hk = query.shape[-2], key.shape[-2]
+    if query.shape[-1] != key.shape[-1]:
+        raise ValueError(
+            f"key must have the features of query ({query.shape[-1]}), got {key.shape[-1]}"
+        )
+    if key.shape[-3:-1] != value.shape[-3:-1]:
+        raise ValueError(
+            f"value must have the tokens and heads of key, {list(key.shape[-3:-1])}, "
+            f"got {list(value.shape[-3:-1])}"
+        )
+    if Hk == 0 or H % Hk:
+        raise ValueError(f"key must have a number of heads that divides query's {H}, got {Hk}")
+    if rotated is None:
+        return
+    if not isinstance(rotated, tuple | list) or len(rotated) != 2:
+        raise ValueError(
+            f"rotated must be a pair (query, key), got {type(rotated).__name__}: the features of "
+            "the numerator"
+        )
+    check_tensors(query=query, **{"rotated (query)": rotated[0], "rotated (key)": rotated[1]})
+    for name, own, like in zip(("query", "key"), rotated, (query, key), strict=True):
+        if own.shape != like.shape:
+            raise ValueError(
+                f"rotated ({name}) must have the shape of {name}, {list(like.shape)}, "
+                f"got {list(own.shape)}"
+            )
+
+
+def _readable(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    rotated: tuple[Tensor, Tensor] | None,
+    valid: ValidPair,
+) -> Features:
+    """Invalid tokens have no feature, so that no edge touches them."""
+    dtype, heads = compute_dtype(query.dtype), query.shape[-2]
+
+    def of_target(x: Tensor) -> Tensor:
+        return clear_invalid(x, valid[0]).to(dtype)
+
+    def of_source(x: Tensor) -> Tensor:
+        return repeat_heads(clear_invalid(x, valid[1]).to(dtype), heads)
+
+    q, k, v = of_target(query), of_source(key), of_source(value)
+    if rotated is None:
+        return Features(q, k, v, q, k)
+    return Features(q, k, v, of_target(rotated[0]), of_source(rotated[1]))
+
+
+def _sums(tensors: Features, graph: TokenGraph) -> tuple[Tensor, Tensor]:
+    """Numerators [*, N, H, Dv] and denominators [*, N, H, 1]."""
+    query, key, value, turned_query, turned_key = (by_head(x) for x in tensors)
+    ones = torch.ones_like(value[..., :1])
+    if tensors.query is tensors.turned_query:  # one pass for both
+        both = linear_sums(query, key, torch.cat([value, ones], dim=-1), graph)
+        above, below = both.split([value.shape[-1], 1], dim=-1)
+    else:
+        above = linear_sums(turned_query, turned_key, value, graph)
+        below = linear_sums(query, key, ones, graph)
+    return above.transpose(-3, -2), below.transpose(-3, -2)
+
+
+def by_head(x: Tensor) -> Tensor:
+    """[*, N, H, D] -> [*, H, N, D], laid out so: its products read it several times."""
+    return x.transpose(-3, -2).contiguous()
+
+
+def _products(tensors: Features, graph: TokenGraph) -> tuple[Tensor, Tensor]:
+    """What every edge adds to the numerator and to the denominator, [*, E, H]."""
+    source, target = graph.edge_index
+    query, key, _, turned_query, turned_key = tensors
+    pairs = [(turned_query, turned_key), (query, key)]
+    above, below = (
+        (q.index_select(-3, target) * k.index_select(-3, source)).sum(-1)
+        for q, k in (pairs if turned_query is not query else pairs[:1] * 2)
+    )
+    return above, below
+
+
+def _sums_of_edges(tensors: Features, graph: TokenGraph, valid: ValidPair) -> tuple[Tensor, Tensor]:
+    """The same as :func:`_sums` by one message per edge."""
+    source, target = graph.edge_index
+    above, below = _products(tensors, graph)
+    messages = above[..., None] * tensors.value.index_select(-3, source)
+    keep = valid_edges(valid, source, target)
+    if keep is not None:
+        messages = messages.masked_fill(~keep[..., None], 0)
+    sums = (segment_sum(x, target, graph.num_targets) for x in (messages, below[..., None]))
+    return next(sums), next(sums)

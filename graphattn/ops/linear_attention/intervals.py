@@ -1,0 +1,99 @@
+"""Graphs whose targets see runs of sources, as sums over which linear attention needs no edge.
+
+Target i of an interval sees the sources from i + first to i + last. Complete, causal and window
+graphs are such intervals, or two of them where a token does not see itself; blocks and batches
+are several, side by side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import groupby
+from typing import NamedTuple
+
+from graphattn.graphs.composites import Parts
+from graphattn.graphs.sections import Section, pairs_up_to
+from graphattn.graphs.structure import Band, Blocks, Complete, Structure
+
+
+class Interval(NamedTuple):
+    """Target i of `targets` sees sources i + first .. i + last, as far as they are there."""
+
+    targets: int
+    sources: int
+    first: int
+    last: int
+
+    @property
+    def is_linear(self) -> bool:
+        """Whether one running sum serves: a side of every target is seen to its end."""
+        return self.first + self.targets <= 1 or self.last >= self.sources - 1
+
+    def num_edges(self) -> int:
+        if self.last < self.first:
+            return 0
+        up_to_last = pairs_up_to(self.targets, self.sources, self.last)
+        return up_to_last - pairs_up_to(self.targets, self.sources, self.first - 1)
+
+    def transpose(self) -> Interval:
+        return Interval(self.sources, self.targets, -self.last, -self.first)
+
+
+class Run(NamedTuple):
+    """So many parts of one kind, end to end; its intervals share no edge."""
+
+    times: int
+    intervals: tuple[Interval, ...]
+
+    def transpose(self) -> Run:
+        return Run(self.times, tuple(interval.transpose() for interval in self.intervals))
+
+
+def runs_of(structure: Structure | None) -> tuple[Run, ...] | None:
+    """The runs that a graph is made of, in their order; None where it is not made of intervals."""
+    found: list[tuple[Interval, ...]] = []
+    for part in _parts(structure):
+        intervals = _intervals(part)
+        if intervals is None:
+            return None
+        found.append(intervals)
+    return tuple(Run(len([*same]), intervals) for intervals, same in groupby(found))
+
+
+def _parts(structure: Structure | None) -> Iterator[Structure | None]:
+    match structure:
+        case Parts(parts):
+            for part in parts:
+                yield from _parts(part)
+        case Blocks(num_tokens, block_size, shift):
+            start, stop = 0, min(shift or block_size, num_tokens)
+            while start < num_tokens:
+                yield Complete(stop - start, stop - start)
+                start, stop = stop, min(stop + block_size, num_tokens)
+        case _:
+            yield structure
+
+
+def _intervals(part: Structure | None) -> tuple[Interval, ...] | None:
+    match part:
+        case Complete(targets, sources):
+            return (Interval(targets, sources, -targets, sources),)
+        case Band(dilation=1) as band:
+            return _of_band(band, band.num_tokens, band.num_tokens, 0)
+        case Section(whole=Complete()):
+            targets, sources = part.num_targets, part.num_sources
+            return (Interval(targets, sources, -targets, sources),)
+        case Section(whole=Band(dilation=1) as band):
+            return _of_band(band, part.num_targets, part.num_sources, part.shift)
+    return None
+
+
+def _of_band(band: Band, targets: int, sources: int, shift: int) -> tuple[Interval, ...]:
+    """Offsets -before .. after around a target that stands where source i + shift does."""
+    first, last = shift - band.before, shift + band.after
+    # Beyond the ends there is nothing: one number for all that reaches there.
+    first, last = max(first, -targets), min(last, sources)
+    if band.self_loops:
+        return (Interval(targets, sources, first, last),)
+    sides = (first, shift - 1), (shift + 1, last)
+    return tuple(Interval(targets, sources, low, high) for low, high in sides)

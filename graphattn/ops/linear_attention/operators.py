@@ -1,0 +1,74 @@
+"""The sums of linear attention as one operator, whose gradients are three such sums.
+
+torch.compile keeps it whole: the graph travels as tensors (:mod:`graphattn.graphs.encoding`), so
+one compilation serves all windows and lengths. Since its backward pass is itself, it can be
+differentiated as often as somebody likes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphattn.graphs.encoding import decode
+from graphattn.graphs.token_graph import TokenGraph
+from graphattn.ops.counting import is_watched
+from graphattn.ops.inputs import full_precision
+from graphattn.ops.linear_attention.sums import sums_over_graph
+
+
+def linear_sums(a: Tensor, b: Tensor, c: Tensor, graph: TokenGraph) -> Tensor:
+    """sum_j (a_i . b_j) c_j over the sources of every target, [*, H, N, Dv].
+
+    Args:
+        a: of targets, [*, H, N, D].
+        b, c: of sources, [*, H, M, D] and [*, H, M, Dv].
+        graph: N targets, M sources.
+    """
+    is_watched(a)  # those who count learn the formula
+    found: Tensor = torch.ops.graphattn.linear_sums(a, b, c, graph.code, graph.listed, False)
+    return found
+
+
+@torch.library.custom_op(
+    "graphattn::linear_sums",
+    mutates_args=(),
+    schema="(Tensor a, Tensor b, Tensor c, Tensor code, Tensor? listed, bool transposed) -> Tensor",
+)
+def _linear_sums(
+    a: Tensor, b: Tensor, c: Tensor, code: Tensor, listed: Tensor | None, transposed: bool
+) -> Tensor:
+    graph = decode(code, listed, a.device)
+    groups = a.shape[:-2].numel()
+    rows_a, rows_b, rows_c = (x.reshape(groups, *x.shape[-2:]) for x in (a, b, c))
+    with full_precision(a.device):  # autocast may be on around backward()
+        out = sums_over_graph(rows_a, rows_b, rows_c, graph, transposed=transposed)
+    return out.contiguous().view(*a.shape[:-1], c.shape[-1])
+
+
+@_linear_sums.register_fake
+def _(
+    a: Tensor, b: Tensor, c: Tensor, code: Tensor, listed: Tensor | None, transposed: bool
+) -> Tensor:
+    return a.new_empty(*a.shape[:-1], c.shape[-1])
+
+
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    *tensors, ctx.transposed = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
+    a, b, c, code, listed = ctx.saved_tensors
+    of_a, of_b, of_c, *_ = ctx.needs_input_grad
+    graph = code, listed
+    sums = torch.ops.graphattn.linear_sums
+    d_a = sums(d_out, c, b, *graph, ctx.transposed) if of_a else None
+    d_b = sums(c, d_out, a, *graph, not ctx.transposed) if of_b else None
+    d_c = sums(b, a, d_out, *graph, not ctx.transposed) if of_c else None
+    return d_a, d_b, d_c, None, None, None
+
+
+_linear_sums.register_autograd(_backward, setup_context=_remember)

@@ -1,0 +1,210 @@
+r"""The sums that linear attention is made of, without the matrix of its weights.
+
+.. math::
+    o_i = \sum_{j \in N(i)} (a_i \cdot b_j) \, c_j
+
+for rows a_i of targets, b_j and c_j of sources, all [G, tokens, features], one head after the
+other. Where targets see all sources it is a_i times one matrix, the sum of b_j c_j^T; where they
+see all before them, times a running sum of it, which is kept once per chunk of tokens.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from graphattn.graphs.token_graph import TokenGraph
+from graphattn.ops.kept import kept
+from graphattn.ops.linear_attention.intervals import Interval, Run, runs_of
+from graphattn.ops.memory import keep_freed_memory
+
+CHUNK = 64  # tokens between two matrices of a running sum: this, or about as many as features
+AT_ONCE = 1 << 22  # numbers of a piece: 16 megabytes of float32
+
+
+def sums_over_graph(
+    a: Tensor, b: Tensor, c: Tensor, graph: TokenGraph, *, transposed: bool
+) -> Tensor:
+    """The sums, [G, targets, features of c]; over the graph's transpose on request.
+
+    A row of zeros among a, b or c brings nothing, whatever the others hold; and what a target does
+    not see, NaN or too large for its square, changes no bit of its sum.
+    """
+    if a.device.type == "cpu":
+        keep_freed_memory()
+    out = _sums(a, b, c, graph, transposed)
+    # Looking would wait for another device than a CPU.
+    if out.device.type == "cpu" and math.isfinite(out.sum()):
+        return out
+    there = (b != 0).any(-1) & (c != 0).any(-1)
+    bad = there & ~(b.isfinite().all(-1) & c.isfinite().all(-1))
+    hidden = (~there | bad)[..., None]
+    out = _sums(a, b.masked_fill(hidden, 0), c.masked_fill(hidden, 0), graph, transposed)
+    marks = bad[..., None].to(out.dtype)
+    seen = _sums(torch.ones_like(a[..., :1]), marks, marks, graph, transposed)
+    out = out.masked_fill(seen > 0, torch.nan)
+    return out.masked_fill((a == 0).all(-1, keepdim=True), 0)
+
+
+def _sums(a: Tensor, b: Tensor, c: Tensor, graph: TokenGraph, transposed: bool) -> Tensor:
+    runs = runs_of(graph.structure)
+    if runs is None:
+        source, target = _edges(graph)
+        return over_edges(a, b, c, *((target, source) if transposed else (source, target)))
+    out, t, s = [], 0, 0
+    for run in runs:
+        if transposed:
+            run = run.transpose()
+        targets, sources = (run.times * n for n in run.intervals[0][:2])
+        here, there = slice(t, t + targets), slice(s, s + sources)
+        out.append(_over_run(a[:, here], b[:, there], c[:, there], run))
+        t, s = t + targets, s + sources
+    if len(out) == 1:
+        return out[0]
+    return torch.cat(out, dim=1) if out else c.new_zeros(len(a), 0, c.shape[-1])
+
+
+def _over_run(a: Tensor, b: Tensor, c: Tensor, run: Run) -> Tensor:
+    """Equal parts, end to end, as one batch."""
+    first, *others = run.intervals
+    groups = len(a)
+    if run.times > 1:
+        a = a.reshape(groups * run.times, first.targets, a.shape[-1])
+        b, c = (x.reshape(groups * run.times, first.sources, x.shape[-1]) for x in (b, c))
+    total = over_interval(a, b, c, first)
+    for interval in others:
+        total = total + over_interval(a, b, c, interval)
+    return total.reshape(groups, run.times * first.targets, c.shape[-1])
+
+
+# Intervals.
+
+
+def over_interval(a: Tensor, b: Tensor, c: Tensor, interval: Interval) -> Tensor:
+    """Target i sees sources i + first .. i + last."""
+    N, M, first, last = interval
+    if N == 0 or M == 0 or last < first or first >= M or last <= -N:
+        return c.new_zeros(len(a), N, c.shape[-1])
+    before, after = first + N <= 1, last >= M - 1
+    if before and after:
+        return a @ (b.transpose(1, 2) @ c)
+    if before:  # source i + last is the last that target i sees
+        out = running_sums(a, _rows(b, last, N), _rows(c, last, N))
+        return _add_all(out, a, b[:, : max(last, 0)], c[:, : max(last, 0)])
+    if after:
+        out = running_sums(a, _rows(b, first, N), _rows(c, first, N), backward=True)
+        return _add_all(out, a, b[:, max(first + N, 0) :], c[:, max(first + N, 0) :])
+    if last - first + 1 > 4 * a.shape[-1]:
+        return _long_windows(a, b, c, interval)
+    return _windows(a, b, c, interval)
+
+
+def _rows(x: Tensor, first: int, count: int) -> Tensor:
+    """Rows first .. first + count - 1 of x [G, M, F]; zeros where there are none."""
+    M = x.shape[1]
+    start, stop = min(max(first, 0), M), min(max(first + count, 0), M)
+    inside = x[:, start:stop]
+    left = min(max(-first, 0), count)
+    right = count - left - (stop - start)
+    return inside if left == right == 0 else functional.pad(inside, (0, 0, left, right))
+
+
+def _add_all(out: Tensor, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    """And of sources that all targets see."""
+    if b.shape[1] == 0:
+        return out
+    return torch.baddbmm(out, a, b.transpose(1, 2) @ c)
+
+
+def running_sums(
+    a: Tensor, b: Tensor, c: Tensor, *, backward: bool = False, strict: bool = False
+) -> Tensor:
+    """Target i sees sources j <= i, or with `backward` j >= i; with `strict` not i itself.
+
+    Within a chunk by the products of its pairs; from chunk to chunk by a running sum of b c^T. That
+    takes memory for one matrix [D, Dv] in so many tokens as it has rows.
+    """
+    G, N, D = a.shape
+    size = min(CHUNK * max(1, round(D / CHUNK)), N)
+    chunks = -(-N // size)
+    a, b, c = (_rows(x, 0, chunks * size).reshape(G * chunks, size, x.shape[-1]) for x in (a, b, c))
+    pairs = a @ b.transpose(1, 2)
+    inside = int(strict)
+    pairs = pairs.triu_(inside) if backward else pairs.tril_(-inside)
+    if chunks == 1:
+        return pairs @ c
+    step = slice(1, None) if backward else slice(None, -1)
+    matrices = (b.transpose(1, 2) @ c).unflatten(0, (G, chunks))[:, step]
+    if backward:
+        matrices = matrices.flip(1).cumsum(1).flip(1)
+    else:
+        matrices = matrices.cumsum(1)
+    nothing = matrices.new_zeros(G, 1, *matrices.shape[2:])
+    known = (matrices, nothing) if backward else (nothing, matrices)
+    out = torch.baddbmm(pairs @ c, a, torch.cat(known, dim=1).flatten(0, 1))
+    return out.view(G, chunks * size, c.shape[-1])[:, :N]
+
+
+def _windows(a: Tensor, b: Tensor, c: Tensor, interval: Interval) -> Tensor:
+    """Windows by the products of pairs: a block of targets and the run of sources they see."""
+    G, (N, _, first, last) = len(a), interval
+    seen = last - first + 1
+    size = min(max(CHUNK, 1 << (seen - 1).bit_length()), N)
+    blocks, width = -(-N // size), size + seen - 1
+    a = _rows(a, 0, blocks * size).unflatten(1, (blocks, size))
+    b, c = (
+        _rows(x, first, blocks * size + seen - 1).unfold(1, width, size).transpose(2, 3)
+        for x in (b, c)
+    )
+    ones = torch.ones(size, width, dtype=torch.bool, device=a.device)
+    outside = ~(ones.triu() & ones.tril(seen - 1))
+    at_once = max(1, AT_ONCE // (G * size * width))
+    out = []
+    for start in range(0, blocks, at_once):
+        here = slice(start, start + at_once)
+        pairs = a[:, here] @ b[:, here].transpose(2, 3)
+        out.append(pairs.masked_fill_(outside, 0) @ c[:, here])
+    total = out[0] if len(out) == 1 else torch.cat(out, dim=1)
+    return total.flatten(1, 2)[:, :N]
+
+
+def _long_windows(a: Tensor, b: Tensor, c: Tensor, interval: Interval) -> Tensor:
+    """Windows by running sums that start anew in every block of their length.
+
+    A window that ends in a block is the block's beginning up to there, and the end of the block
+    before (van Herk and Gil-Werman): nothing is subtracted, so nothing cancels.
+    """
+    G, (N, _, first, last) = len(a), interval
+    size = last - first + 1
+    blocks = -(-N // size)
+    a = _rows(a, 0, blocks * size).reshape(G * blocks, size, a.shape[-1])
+    own, before = (
+        [_rows(x, start, blocks * size).reshape(G * blocks, size, x.shape[-1]) for x in (b, c)]
+        for start in (last, last - size)
+    )
+    total = running_sums(a, *own) + running_sums(a, *before, backward=True, strict=True)
+    return total.reshape(G, blocks * size, c.shape[-1])[:, :N]
+
+
+# Edges.
+
+
+def _edges(graph: TokenGraph) -> Tensor:
+    return graph.edge_index if graph.neighbors is None else kept(graph, _of_table)
+
+
+def _of_table(graph: TokenGraph, _: Tensor) -> Tensor:
+    return graph.edge_index
+
+
+def over_edges(a: Tensor, b: Tensor, c: Tensor, source: Tensor, target: Tensor) -> Tensor:
+    """One product per edge, some edges at a time."""
+    out = c.new_zeros(len(a), a.shape[1], c.shape[-1])
+    at_once = max(1, AT_ONCE // max(1, len(a) * (a.shape[-1] + c.shape[-1])))
+    for j, i in zip(source.split(at_once), target.split(at_once), strict=True):
+        weight = (a.index_select(1, i) * b.index_select(1, j)).sum(-1, keepdim=True)
+        out.index_add_(1, i, weight * c.index_select(1, j))
+    return out

@@ -1,0 +1,145 @@
+"""Which layer of a model sees what: all graphs of a model on one page."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from graphattn.graphs import TokenGraph
+from graphattn.graphs.arguments import as_int
+from graphattn.models.overview import LayerRow, layer_rows
+from graphattn.plot.matrices import adjacency, least_share, set_shares
+from graphattn.plot.style import INK
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure, SubFigure
+
+PANEL = 2.1  # inches
+COLUMNS = 4
+WIDEST_LINE = 38  # letters of a title above a panel
+
+
+def model_graphs(
+    model: nn.Module,
+    *sizes: Any,
+    graphs: Sequence[TokenGraph] | None = None,
+    each: bool = False,
+    columns: int | None = None,
+    figure: Figure | SubFigure | None = None,
+    **named_sizes: Any,
+) -> list[Axes]:
+    """Which layer sees what: the graphs of all layers of a model as matrices, side by side.
+
+    Layers of one kind over one graph share a panel, whose title lists them, then what mixes the
+    tokens, what each token sees, and the number of edges. Panels are drawn as by
+    :func:`adjacency`; where cells stand for several tokens, all have one colour bar.
+
+    Args:
+        model: a model of :mod:`graphattn.models`.
+        sizes, named_sizes: what its ``graphs`` takes, such as the number of tokens.
+        graphs: the graphs that it will be called with in place of its own, one per block.
+        each: whether every layer has its own panel.
+        columns: panels in a row; by default up to 4, as evenly filled as can be.
+        figure: where to draw, an empty one; a new one if None.
+
+    Returns:
+        The matplotlib axes, one per panel; their ``figure`` is the page.
+
+    Raises:
+        ValueError: if `model` has no ``blocks`` and ``graphs``, or there are not as many graphs as
+            blocks.
+
+    Example:
+        >>> import graphattn as ga
+        >>> model = ga.models.SequenceEncoder(28, 32, depth=6, heads=4, mixer="mix")
+        >>> for ax in ga.plot.model_graphs(model, 48):
+        ...     print(ax.get_title())
+        layers 0-2: dot
+        all tokens, 2,304 edges
+        layers 3-5: consensus
+        window 2, 186 edges
+    """
+    rows = layer_rows(model, _graphs(model, sizes, named_sizes, graphs), each=each)
+    width = _columns(len(rows)) if columns is None else as_int("columns", columns, 1)
+    width = min(width, len(rows))
+    height = math.ceil(len(rows) / width)
+    if figure is None:
+        import matplotlib.pyplot as plt
+
+        size = (PANEL * width + 0.9, (PANEL + 0.55) * height + 0.2)
+        figure = plt.figure(figsize=size, layout="compressed")
+    grid: Any = figure.subplots(height, width, squeeze=False)
+    for ax in grid.flat[len(rows) :]:
+        ax.set_axis_off()
+    axes: list[Axes] = list(grid.flat[: len(rows)])
+    for number, (row, ax) in enumerate(zip(rows, axes, strict=True)):
+        adjacency(row.graph, colorbar=False, ax=ax)
+        ax.set_title(_title(row), fontsize=8, color=INK)
+        ax.tick_params(labelsize=7)
+        if number % width:
+            ax.set_ylabel("")
+        if number + width < len(rows):
+            ax.set_xlabel("")
+    _share_shades(axes)
+    return axes
+
+
+def _graphs(
+    model: Any,
+    sizes: tuple[Any, ...],
+    named_sizes: dict[str, Any],
+    graphs: Sequence[TokenGraph] | None,
+) -> list[TokenGraph]:
+    """One graph per block."""
+    if not isinstance(getattr(model, "blocks", None), nn.ModuleList) or not hasattr(
+        model, "graphs"
+    ):
+        raise ValueError(
+            f"model must be one of graphattn.models, with blocks and graphs, got a "
+            f"{type(model).__name__}"
+        )
+    found = list(model.graphs(*sizes, **named_sizes) if graphs is None else graphs)
+    if len(found) != len(model.blocks):
+        raise ValueError(
+            f"graphs must hold one graph per block ({len(model.blocks)}), got {len(found)}"
+        )
+    return found
+
+
+def _columns(panels: int) -> int:
+    """So many in a row that the last row is as full as can be."""
+    rows = math.ceil(panels / COLUMNS)
+    return math.ceil(panels / rows)
+
+
+def _title(row: LayerRow) -> str:
+    layers = "layer" if len(row.layers) == 1 else "layers"
+    edges = f"{row.graph.num_edges:,} edges"
+    fits = len(row.pattern) + len(edges) <= WIDEST_LINE
+    return f"{layers} {row.numbers}: {row.mixer}\n{row.pattern}{', ' if fits else chr(10)}{edges}"
+
+
+def _share_shades(axes: list[Axes]) -> None:
+    """One scale and one colour bar for all panels whose cells stand for several tokens."""
+    images: list[Any] = [ax.images[0] for ax in axes]
+    coarse = [image for image in images if image.on_new_cells is not None]
+    if not coarse:
+        return
+    bar = axes[0].figure.colorbar(coarse[0], ax=axes, shrink=0.8, aspect=30, pad=0.02)
+    bar.set_label("share of the pairs of a cell that are edges", color=INK, fontsize=8)
+    bar.ax.tick_params(colors=INK, labelsize=7, width=0.6, length=3)
+    bar.outline.set(color="#999999", linewidth=0.6)
+
+    def tell(*_: int) -> None:
+        least = min(least_share(*image.sizes) for image in coarse)
+        for image in coarse:
+            image.set_clim(least, 1)
+        set_shares(bar, least)
+
+    for image in coarse:
+        image.on_new_cells = tell
+    tell()

@@ -1,0 +1,182 @@
+"""`graphattn embed`: FASTA and structures to files of features."""
+
+from __future__ import annotations
+
+import gzip
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+from typer.testing import CliRunner, Result
+
+import graphattn as ga
+from graphattn.cli.app import app
+
+SHARED = Path(__file__).parents[3] / "shared" / "data"
+FASTA = ">sp|P1 first\nMKVLAGHWY\n>second\nacd-ef\n>second\nGGWXK\n"
+
+
+@pytest.fixture(autouse=True)
+def in_an_empty_folder(tmp_path_factory, monkeypatch):
+    monkeypatch.chdir(tmp_path_factory.mktemp("cwd"))
+
+
+@pytest.fixture(scope="module")
+def model() -> ga.models.ProteinModel:
+    torch.manual_seed(3)
+    return ga.models.ProteinModel(16, 2, 2, mixer="mix", mixer_options={"edge_hidden": 8}).eval()
+
+
+@pytest.fixture(scope="module")
+def folder(model, tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    model.save_pretrained(path)
+    return path
+
+
+def embed(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(app, ["embed", *map(str, arguments)])
+
+
+def fasta(text: str = FASTA, name: str = "three.fasta") -> Path:
+    Path(name).write_text(text)
+    return Path(name)
+
+
+def shared(name: str) -> Path:
+    if not (SHARED / name).exists():
+        pytest.skip(f"real data not there: {name}")
+    return SHARED / name
+
+
+def test_every_record_has_its_features_and_their_mean(model, folder):
+    result = embed(fasta(), "--model", folder)
+    assert result.exit_code == 0, result.output
+    assert result.stdout.splitlines()[-1] == "three-embeddings.npz"
+    assert not result.stderr
+    with numpy.load("three-embeddings.npz") as file:
+        found = dict(file)
+    assert found["names"].tolist() == ["sp|P1 first", "second", "second"]
+    assert found["lengths"].tolist() == [9, 5, 5]
+    assert "".join(found["letters"]) == "MKVLAGHWYACDEFGGWXK"
+    assert found["numbers"].tolist() == [*range(1, 10), *range(1, 6), *range(1, 6)]
+    assert set(found["chains"]) == {""}
+    assert found["residues"].dtype == numpy.float32
+    parts = numpy.split(found["residues"], [9, 14])
+    for own, mean, text in zip(parts, found["means"], ("MKVLAGHWY", "ACDEF", "GGWXK"), strict=True):
+        expected = model.embed(text)
+        torch.testing.assert_close(torch.tensor(own), expected, rtol=0, atol=1e-5)
+        torch.testing.assert_close(torch.tensor(mean), expected.mean(0), rtol=0, atol=1e-5)
+
+
+def test_a_file_of_torch_and_a_folder_hold_the_same(folder):
+    assert embed(fasta(), "--model", folder).exit_code == 0
+    assert embed(fasta(), "--model", folder, "--out", "a.pt").exit_code == 0
+    assert embed(fasta(), "--model", folder, "--out", "parts").exit_code == 0
+    tensors = torch.load("a.pt", weights_only=True)
+    with numpy.load("three-embeddings.npz") as file:
+        assert numpy.array_equal(tensors["residues"].numpy(), file["residues"])
+        assert tensors["names"] == file["names"].tolist()
+        whole = file["residues"]
+    names = ["sp_P1.npz", "second-2.npz", "second.npz"]
+    assert sorted(path.name for path in Path("parts").iterdir()) == sorted(names)
+    parts = [numpy.load(Path("parts", name)) for name in (names[0], names[2], names[1])]
+    assert numpy.array_equal(numpy.concatenate([part["residues"] for part in parts]), whole)
+    assert [part["names"].tolist() for part in parts] == [["sp|P1 first"], ["second"], ["second"]]
+
+
+def test_a_structure_is_read_in_space_with_its_own_numbers(model, folder):
+    path = shared("structure/pdb/1a8o.pdb")
+    result = embed(path, "--model", folder, "--out", "one.npz")
+    assert result.exit_code == 0, result.output
+    structure = ga.data.read_structure(path)
+    with numpy.load("one.npz") as file:
+        assert file["names"].tolist() == ["1a8o"]
+        assert file["numbers"].tolist() == structure.residue_numbers.tolist()
+        assert set(file["chains"]) == {"A"}
+        found = torch.tensor(file["residues"])
+    torch.testing.assert_close(found, model.embed(structure), rtol=0, atol=1e-5)
+    assert (found - model.embed(structure.sequence)).abs().max() > 1e-3
+
+
+def test_chains_are_chosen_by_name(model, folder):
+    path = shared("structure/pdb/1tim.cif")
+    result = embed(path, "--model", folder, "--chains", "B", "--out", "b.npz")
+    assert result.exit_code == 0, result.output
+    with numpy.load("b.npz") as file:
+        assert set(file["chains"]) == {"B"}
+        found = torch.tensor(file["residues"])
+    expected = model.embed(ga.data.read_structure(path, chains="B"))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    result = embed(path, "--model", folder, "--chains", "B,Q")
+    assert result.exit_code == 2
+    assert "'Q'" in result.stderr
+    result = embed(fasta(), "--model", folder, "--chains", "A")
+    assert result.exit_code == 2
+    assert "--chains is for structures" in result.stderr
+
+
+def test_a_preset_warns_that_its_weights_are_random_and_repeats_them_by_the_seed():
+    runs = []
+    for seed in (0, 0, 1):
+        result = embed(fasta(), "--preset", "protein-structure-1m", "--seed", str(seed))
+        assert result.exit_code == 0, result.output
+        assert "are random" in result.stderr
+        with numpy.load("three-embeddings.npz") as file:
+            runs.append(file["means"])
+    assert numpy.array_equal(runs[0], runs[1])
+    assert not numpy.array_equal(runs[0], runs[2])
+
+
+def test_a_model_of_sequences_reads_chains_one_by_one(tmp_path):
+    encoder = ga.models.SequenceEncoder(22, 8, 1, 2).eval()
+    encoder.save_pretrained(tmp_path / "encoder")
+    path = shared("structure/pdb/1tim.cif")
+    result = embed(path, "--model", tmp_path / "encoder", "--out", "e.npz")
+    assert result.exit_code == 0, result.output
+    encode = ga.data.ProteinTokenizer().encode
+    chains = ga.data.read_structure(path).split()
+    expected = torch.cat([encoder.encode(encode(chain.sequence)) for chain in chains])
+    with numpy.load("e.npz") as file:
+        torch.testing.assert_close(torch.tensor(file["residues"]), expected, rtol=0, atol=1e-6)
+
+
+def test_no_weights_are_made_unless_asked_for(folder, tmp_path):
+    for arguments, says in [
+        ((), "give --model FOLDER"),
+        (("--model", folder, "--preset", "protein-structure-1m"), "not both"),
+        (("--preset", "digits"), "--preset must be one of"),
+        (("--model", tmp_path / "none"), "does not exist"),
+        (("--model", folder, "--out", "a.csv"), "the ending must be one of '.npz', '.pt'"),
+        (("--model", folder, "--out", "no/a.npz"), "there is no folder no"),
+    ]:
+        result = embed(fasta(), *arguments)
+        assert result.exit_code == 2
+        assert says in " ".join(result.stderr.split())
+        assert len(list(Path().iterdir())) == 1
+    ga.models.SequenceEncoder(5, 8, 1, 2).save_pretrained(tmp_path / "dna")
+    result = embed(fasta(), "--model", tmp_path / "dna")
+    assert result.exit_code == 2
+    assert "got a SequenceEncoder of 5 tokens" in result.stderr
+
+
+def test_broken_and_other_files_are_refused_in_a_line(folder):
+    for text, name, says in [
+        ("just words", "a.txt", "neither FASTA, PDB nor mmCIF"),
+        (">a\n", "b.fasta", "no sequence"),
+        (">a\n---\n", "c.fasta", "all its sequences are gaps"),
+    ]:
+        result = embed(fasta(text, name), "--model", folder)
+        assert result.exit_code == 2
+        assert says in result.stderr
+    assert embed("missing.fasta", "--model", folder).exit_code == 2
+
+
+def test_dna_is_warned_of_and_gzip_is_read(folder):
+    path = Path("dna.fasta.gz")
+    path.write_bytes(gzip.compress(b">chr1\n" + b"ACGTTGCA" * 5))
+    result = embed(path, "--model", folder)
+    assert result.exit_code == 0, result.output
+    assert "1 of 1 records look like DNA" in result.stderr
+    assert result.stdout.splitlines()[-1] == "dna-embeddings.npz"

@@ -1,0 +1,109 @@
+"""`graphattn models` lists every preset with its true size, and shows what its layers see."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from typer.testing import CliRunner, Result
+
+import graphattn as ga
+from graphattn.cli.app import app
+from graphattn.models.presets import _PRESETS
+
+
+def run(*arguments: str | int) -> Result:
+    return CliRunner().invoke(app, ["models", *map(str, arguments)])
+
+
+@pytest.fixture
+def tiny(monkeypatch: pytest.MonkeyPatch) -> str:
+    """A preset beside those that there are."""
+    arguments = {
+        "vocab_size": 11, "dim": 8, "depth": 4, "heads": 2, "mixer": "mix", "rank": 2,
+        "edge_hidden": 4, "rope": "isometric", "step_size": "learned",
+    }  # fmt: skip
+    preset = ga.models.Preset("SequenceEncoder", arguments, "for a [test], not to be used")
+    monkeypatch.setitem(_PRESETS, "tiny-mix", preset)
+    return "tiny-mix"
+
+
+def counted(text: str) -> int:
+    return int(text.replace(",", ""))
+
+
+def test_every_preset_is_listed_once_with_its_class_and_its_parameters(tiny: str) -> None:
+    result = run()
+    assert result.exit_code == 0, result.output
+    found: dict[str, tuple[str, int]] = {}
+    model = ""
+    for line in result.output.splitlines():
+        if heading := re.fullmatch(r" ([A-Z]\w+) *", line):
+            model = heading[1]
+        elif row := re.fullmatch(r"  ([\w.+-]+) +([\d,]+) +\S.*", line):
+            assert row[1] not in found
+            found[row[1]] = model, counted(row[2])
+    presets = ga.models.presets()
+    assert set(found) == set(presets)
+    for name, (model, parameters) in found.items():
+        assert model == presets[name].model
+        with torch.device("meta"):
+            made = getattr(ga.models, model)(**presets[name].arguments)
+        unique = {id(parameter): parameter.numel() for parameter in made.parameters()}
+        assert parameters == sum(unique.values())
+
+
+def test_the_size_is_that_of_the_model_in_memory(tiny: str) -> None:
+    model = ga.models.SequenceEncoder.from_preset(tiny)
+    (line,) = (line for line in run().output.splitlines() if tiny in line)
+    assert f" {sum(len(p.flatten()) for p in model.parameters()):,} " in line
+    assert "for a [test], not to be used" in " ".join(run().output.split())
+
+
+@pytest.mark.parametrize("tokens", [None, 2, 40])
+def test_layers_are_shown_with_the_edges_that_they_have(tiny: str, tokens: int | None) -> None:
+    result = run(tiny) if tokens is None else run(tiny, "--tokens", tokens)
+    assert result.exit_code == 0, result.output
+    N = 512 if tokens is None else tokens
+    shown = re.findall(
+        r"^ *([\d, -]+?) +(\w+) +([\d,]+) +(\S.*?) +([\d,]+) *$", result.output, re.M
+    )
+    rows = [(layers, mixer, counted(n), counted(edges)) for layers, mixer, n, _, edges in shown]
+    near = sum(abs(i - j) <= 2 and i != j for i in range(N) for j in range(N))
+    assert rows == [("0-1", "dot", N, N * N), ("2-3", "consensus", N, near)]
+
+
+def test_arguments_are_those_of_the_config_the_presets_own_first(tiny: str) -> None:
+    text = run(tiny).output
+    shown = dict(re.findall(r"^ *([a-z_]+) +(\S.*?) *$", text.split("the defaults")[1], re.M))
+    config = ga.models.SequenceEncoder.from_preset(tiny).config
+    assert {name: value for name, value in shown.items() if name in config} == {
+        name: repr(value) for name, value in config.items()
+    }
+    assert list(config) != list(shown)
+    own = list(ga.models.presets()[tiny].arguments)
+    assert [name for name in shown if name in config][: len(own)] == own
+
+
+@pytest.mark.parametrize("name", list(ga.models.presets()))
+def test_every_preset_can_be_shown(name: str) -> None:
+    result = run(name)
+    assert result.exit_code == 0, result.output
+    assert "each sees" in result.output
+
+
+def test_bad_input_is_answered_in_one_line(tiny: str) -> None:
+    for arguments, message in (
+        (["tiny-max"], "NAME must be one of"),
+        (["--tokens", "5"], "--tokens goes with the name of a model"),
+    ):
+        result = run(*arguments)
+        assert result.exit_code == 2
+        assert message in result.output
+        assert "Traceback" not in result.output
+
+
+def test_no_line_is_wider_than_80_columns(tiny: str) -> None:
+    for result in (run(), run(tiny)):
+        assert max(map(len, result.output.splitlines())) <= 80
