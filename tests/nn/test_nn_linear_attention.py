@@ -340,11 +340,11 @@ def test_copies_and_files_are_the_same_layer(tmp_path):
     layer, graph = make(kv_heads=1, rope=True, eps=0.5), ga.causal_graph(9)
     x = torch.randn(9, DIM, dtype=torch.float64)
     y = layer(x, graph)
-    ga.save(layer, tmp_path / "layer.pt")
+    ga.save(layer, tmp_path / "layer")
     for other in (
         copy.deepcopy(layer),
         pickle.loads(pickle.dumps(layer)),
-        ga.load(tmp_path / "layer.pt"),
+        ga.load(tmp_path / "layer"),
     ):
         assert torch.equal(other.double()(x, graph), y)
         assert repr(other) == repr(layer)
