@@ -118,8 +118,10 @@ def test_options_are_left_as_they_were_given():
 
 
 def test_a_causal_model_moves_the_targets_of_consensus_alone():
-    assert [layer.update for layer in layers_of("mix", 4, causal=True)[2:]] == ["target"] * 2
-    assert layers_of("consensus", 1)[0].update == "energy"
+    assert [layer.config["update"] for layer in layers_of("mix", 4, causal=True)[2:]] == [
+        "target"
+    ] * 2
+    assert layers_of("consensus", 1)[0].config.get("update", "energy") == "energy"
     with pytest.raises(ValueError, match="update must be 'target' in a causal model, got 'energy'"):
         mixers("mix", 4, DIM, HEADS, options={"update": "energy"}, causal=True)
     # Where there is no consensus there is nothing to say of it.
