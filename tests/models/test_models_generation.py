@@ -298,6 +298,6 @@ def test_a_layer_without_steps_is_named():
 
 
 def test_arguments_of_generate_are_the_agreed_ones():
-    agreed = "temperature top_k top_p stop generator valid".split()
+    agreed = ["temperature", "top_k", "top_p", "stop", "generator", "valid"]
     parameters = inspect.signature(ga.models.CausalLM.generate).parameters
     assert list(parameters)[3:9] == agreed
