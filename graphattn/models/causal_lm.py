@@ -370,6 +370,8 @@ class CausalLM(TokenModel):
             >>> model.generate(prompts, 20, temperature=0.8, top_p=0.9, generator=draws).shape
             torch.Size([2, 30])
         """
+        if draft is not None and not isinstance(draft, CausalLM):
+            raise ValueError(f"draft must be a CausalLM or None, got {type(draft).__name__}")
         return generate(
             self,
             tokens,

@@ -231,6 +231,7 @@ def test_it_learns_a_text_that_repeats_itself():
     assert torch.equal(model.generate(text[:14], 28), text[:42])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mixer", ["dot", "gka", "mix", "krause"])
 def test_two_compilations_serve_all_lengths(mixer):
     torch._dynamo.reset()
@@ -307,16 +308,18 @@ def test_tied_weights_stay_tied(tmp_path):
 
 
 @EVERY_MIXER
-def test_a_saved_model_writes_the_same_text_in_a_new_process(mixer, tmp_path):
-    if mixer not in ("gka", "krause-consensus"):  # a process takes seconds; the others here
-        model = model_of(mixer, window=(3, 6), window_pattern="SL", logit_softcap=3.0).eval()
-        ga.save(model, tmp_path)
-        twin = ga.load(tmp_path)
-        assert twin.config == model.config
-        assert twin.windows == model.windows
-        assert torch.equal(twin(tokens_of(2, 9)), model(tokens_of(2, 9)))
-        return
-    model = model_of(mixer, tie_weights=True)
+def test_a_saved_model_is_the_same_again(mixer, tmp_path):
+    model = model_of(mixer, window=(3, 6), window_pattern="SL", logit_softcap=3.0).eval()
+    ga.save(model, tmp_path)
+    twin = ga.load(tmp_path)
+    assert twin.config == model.config
+    assert twin.windows == model.windows
+    assert torch.equal(twin(tokens_of(2, 9)), model(tokens_of(2, 9)))
+
+
+@pytest.mark.long
+def test_a_saved_model_writes_the_same_text_in_a_new_process(tmp_path):
+    model = model_of("krause-consensus", tie_weights=True)
     ga.save(model, tmp_path)
     code = (
         f"import torch, graphattn as ga; m = ga.load({str(tmp_path)!r}); "

@@ -265,7 +265,7 @@ def test_progress_sees_every_token_and_may_end_the_generation():
         ({"valid": torch.tensor([False, False, False])}, "valid must be False on the left"),
         ({"valid": torch.ones(4, dtype=torch.bool)}, r"valid .* must have shape \[2, 3\]"),
         ({"draft_tokens": 0}, "draft_tokens must be >= 1, got 0"),
-        ({"draft": "small"}, "draft must be a CausalLM, got str"),
+        ({"draft": "small"}, "draft must be a CausalLM or None, got str"),
         ({"draft": ga.models.CausalLM(V + 1, 8, 1, 2)}, "draft must have the vocabulary .* 12"),
     ],
 )
