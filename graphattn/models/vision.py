@@ -137,9 +137,10 @@ class VisionTransformer(BlockStack):
             self.reaches.append(reach)
         self._check_reaches(mixer)
         self.norm = nn.LayerNorm(dim)
-        eps = as_float("norm_eps", norm_eps, positive=False)
-        for norm in (self.norm, *(n for b in self.blocks for n in (b.mixer_norm, b.mlp_norm))):
-            norm.eps = eps
+        norms: list[Any] = [self.norm]
+        norms += [norm for block in self.blocks for norm in (block.mixer_norm, block.mlp_norm)]
+        for norm in norms:
+            norm.eps = as_float("norm_eps", norm_eps, positive=False)
         self.head, self.distillation_head = self._make_head(dim), None
         if pooling == "distilled":
             self.distillation_head = self._make_head(dim)
@@ -188,6 +189,8 @@ class VisionTransformer(BlockStack):
         which this one then has, too; of two heads the mean of the logits is returned. With
         ``mixer="dot"`` logits are theirs. Another mixer starts from those projections that it has:
         queries, keys, values and output of "krause", the output of "gka"; the rest is drawn anew.
+        Bandwidths of "krause" start at D^(1/4), D features per head, where its logits differ from
+        those of dot products by squared lengths alone.
         Biases that a model does not have (``qkv_bias=False``) are 0 here. Nobody's pooler comes
         along.
 
@@ -288,7 +291,9 @@ class VisionTransformer(BlockStack):
         """
         x = self.embedding(images, interpolate_pos_encoding=interpolate_pos_encoding)
         graphs = self.graph_of_blocks(graph, (images.shape[-2], images.shape[-1]))
-        return self.norm(self.run_blocks(self.dropout(x), graphs, of_edges={"edge_bias": edge_bias}))
+        return self.norm(
+            self.run_blocks(self.dropout(x), graphs, of_edges={"edge_bias": edge_bias})
+        )
 
     def forward(
         self,

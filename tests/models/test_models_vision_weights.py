@@ -148,7 +148,8 @@ def test_by_distance_it_computes_the_same_where_all_keys_are_equally_long():
         for layer in model.vit.layers:  # one key for all: averages, of equal weights
             layer.attention.k_proj.weight.zero_()
     images = images_of(model)
-    ours = LOAD(model, mixer="krause", mixer_options={"init_sigma": D**0.25})
+    ours = LOAD(model, mixer="krause")
+    torch.testing.assert_close(ours.blocks[0].mixer.log_sigma.exp(), torch.full((4,), D**0.25))
     torch.testing.assert_close(ours(images), output(model, images), rtol=0, atol=1e-5)
 
 

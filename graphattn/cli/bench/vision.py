@@ -99,7 +99,7 @@ def vision_model(mixer: str, dim: int, heads: int, depth: int, pixels: int = 224
     """
     if mixer == "dot":
         return PlainVisionTransformer(dim, heads, depth, pixels)
-    return ga.models.VisionTransformer(pixels, PATCH, CLASSES, dim, depth, heads, mixer=mixer)
+    return ga.models.VisionTransformer(pixels, PATCH, CLASSES, dim, depth, heads, mixer="gka")
 
 
 class Trained(NamedTuple):
