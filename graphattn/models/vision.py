@@ -153,7 +153,9 @@ class VisionTransformer(BlockStack):
     def _check_reaches(self, mixer: Any) -> None:
         """That windows have a radius, a radius a window, and the head something to read."""
         reaches = {*self.reaches}
-        if self.radius is None and "dot-window" in (mixer if isinstance(mixer, list) else [mixer]):
+        if self.radius is None and "dot-window" in (
+            mixer if isinstance(mixer, list | tuple) else [mixer]
+        ):
             raise ValueError(
                 "radius must be given for 'dot-window', got None: without it there is 'dot'"
             )
@@ -247,7 +249,7 @@ class VisionTransformer(BlockStack):
             >>> import graphattn as ga
             >>> model = ga.models.VisionTransformer.from_preset("deit-tiny", mixer="krause")
             >>> model.graphs()[0]  # 14 x 14 patches in windows of 5 x 5, and a class token
-            TokenGraph(num_tokens=197, num_edges=4749, structure=Grid)
+            TokenGraph(num_tokens=197, num_edges=4489, structure=Grid)
         """
         embedding = self.embedding
         size = embedding.image_size if image_size is None else as_size("image_size", image_size)

@@ -171,7 +171,8 @@ def test_a_krause_model_has_the_published_settings_and_one_bandwidth_per_head_mo
     assert degree[1:].max() == 25 + 1  # and the class token
     kept = counted(model)
     # All edges are scored, and of every token the nearest kept, or all where there are fewer.
-    edges = sum(4_749 + int(degree.clamp(max=block.mixer.top_k).sum()) for block in model.blocks)
+    whole = (14 * 5 - 6) ** 2 + 2 * 197 - 1  # 5 x 5 cut at the border, and the class token's
+    edges = sum(whole + int(degree.clamp(max=block.mixer.top_k).sum()) for block in model.blocks)
     pairs = 2 * 192 * edges
     assert kept == counted(on_meta("deit-tiny", "dot")) - 2 * 12 * 2 * 197**2 * 192 + pairs
     assert on_meta("deit-tiny", "gka").radius is None
@@ -514,6 +515,7 @@ def test_rollout_and_entropies_come_from_a_recording():
         ),
         ({"radius": 2}, "radius must be None in a model without windows, got 2"),
         ({"mixer": "dot-window"}, "radius must be given for 'dot-window', got None"),
+        ({"mixer": ("dot", "dot-window")}, "radius must be given for 'dot-window', got None"),
         ({"mixer": "krause", "radius": 0}, "radius must be >= 1"),
         ({"mixer": "mix"}, "pooling must be 'mean' where the last layer is consensus, got 'class'"),
         ({"mixer_options": {"top": 3}}, "mixer_options must hold options of the model's mixers"),
