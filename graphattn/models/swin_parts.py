@@ -112,13 +112,17 @@ class WindowBlock(PreNormBlock):
         padding = _padding(graph, grid)
         if padding is None or grid is None:
             return super().forward(x, graph, context, **given)
+        if context is not None:
+            raise ValueError(f"context must be None on a padded grid, got {type(context).__name__}")
         (below, right), (height, width) = padding, grid
-        to_mix = self.mixer_norm(x).unflatten(-2, (height, width))
-        to_mix = functional.pad(to_mix, (0, 0, 0, right, 0, below)).flatten(-3, -2)
-        mixed = self.mixer(to_mix, graph, **given)
+        condition = given.pop("condition", None)
+        to_mix, to_map, gate_mixed, gate_mapped = self._modulated(condition, x)
+        cells = to_mix(self.mixer_norm(x)).unflatten(-2, (height, width))
+        cells = functional.pad(cells, (0, 0, 0, right, 0, below))
+        mixed = self.mixer(cells.flatten(-3, -2), graph, **given)
         mixed = mixed.unflatten(-2, (height + below, width + right))[..., :height, :width, :]
-        x = x + self._branch(mixed.flatten(-3, -2), graph)
-        return x + self._branch(self.mlp(self.mlp_norm(x)), graph)
+        x = x + self._branch(gate_mixed(mixed.flatten(-3, -2)), graph)
+        return x + self._branch(gate_mapped(self.mlp(to_map(self.mlp_norm(x)))), graph)
 
     def _biases(self, graph: Any, grid: tuple[int, int] | None) -> Tensor:
         """The biases of a graph: where it knows of no grid, by where the tokens stand on theirs."""
