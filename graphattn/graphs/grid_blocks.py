@@ -40,10 +40,6 @@ class GridBlocks(Structure):
         return self.height * self.width
 
     @property
-    def is_causal(self) -> bool:
-        return self.block == (1, 1)
-
-    @property
     def offset_table(self) -> GridOffsets:
         tall, wide = self.block
         return GridOffsets((1 - tall, 1 - wide), (tall - 1, wide - 1), (1, 1))

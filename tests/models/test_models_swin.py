@@ -178,8 +178,10 @@ def by_hand(model, images):
             source, target = graph.edge_index
             given = {}
             if block.position_bias is not None:
-                rows = graph.structure.offset_index(target, source)
-                given["edge_bias"] = block.position_bias.table[rows][None]
+                side = math.isqrt(len(block.position_bias.table))
+                down, right = source // wide - target // wide, source % wide - target % wide
+                table = block.position_bias.table.view(side, side, -1)
+                given["edge_bias"] = table[down + side // 2, right + side // 2][None]
             zeros = torch.zeros(len(x), tall, wide, x.shape[-1], dtype=x.dtype)
             zeros[:, :h, :w] = block.mixer_norm(x).view(-1, h, w, x.shape[-1])
             plain = ga.from_edge_index(graph.edge_index, tall * wide)
@@ -275,18 +277,17 @@ def test_merging_takes_the_four_neighbours_in_swin_s_order():
     ]
 
 
-def test_a_condition_steers_padded_windows_as_whole_ones():
-    torch.manual_seed(0)
-    block = shaken(WindowBlock(ga.nn.DotProductAttention(8, 2), 3, condition_dim=4)).double()
-    graph = stage_graph(7, 6, 4, shifted=True)
-    x, c = torch.randn(2, 42, 8, dtype=torch.float64), torch.randn(2, 4, dtype=torch.float64)
-    shift, scale, gate, down, up, out = block.modulation(c)[:, None].chunk(6, -1)
-    to_mix = (block.mixer_norm(x) * (1 + scale) + shift).view(2, 7, 6, 8)
-    to_mix = nn.functional.pad(to_mix, (0, 0, 0, 2, 0, 1)).flatten(1, 2)
-    mixed = block.mixer(to_mix, graph, edge_bias=block.position_bias(graph))
-    y = x + gate * mixed.view(2, 8, 8, 8)[:, :7, :6].flatten(1, 2)
-    y = y + out * block.mlp(block.mlp_norm(y) * (1 + up) + down)
-    torch.testing.assert_close(block(x, graph, grid=(7, 6), condition=c), y)
+def test_a_padded_block_refuses_what_it_would_ignore():
+    block, graph = (
+        WindowBlock(ga.nn.DotProductAttention(8, 2), 3),
+        stage_graph(7, 6, 4, shifted=True),
+    )
+    x = torch.randn(2, 42, 8)
+    with pytest.raises(ValueError, match="context must be None on a padded grid, got Tensor"):
+        block(x, graph, x, grid=(7, 6))
+    with pytest.raises(TypeError, match="condition"):
+        block(x, graph, grid=(7, 6), condition=x)
+    assert type(block)(**{**block.config, "mixer": block.mixer}).config == block.config
 
 
 # Counts.
@@ -393,13 +394,13 @@ def test_it_trains_and_comes_back_from_its_files_and_copies(mixer, tmp_path):
     images, labels = images_of(4, 3, 16, 16), torch.tensor([0, 1, 2, 3])
     optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
     losses = []
-    for _ in range(8):
+    for _ in range(20):
         loss = nn.functional.cross_entropy(model(images), labels)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         losses.append(float(loss))
-    assert losses[-1] < losses[0] / 2
+    assert losses[-1] < 0.7 * losses[0]
     assert all(p.grad is not None for p in model.parameters())
     model.eval()
     model.save_pretrained(tmp_path)
