@@ -96,7 +96,8 @@ def _pairs(axis: Blocks) -> int:
     """How many pairs of one axis stand in one block: a sum of squares."""
     size = axis.block_size
     first = min(axis.shift, axis.num_tokens)
-    full, last = divmod(axis.num_tokens - first, size)
+    rest = axis.num_tokens - first
+    full, last = rest // size, rest % size  # (torch.compile knows no divmod of open sizes)
     return first * first + full * size * size + last * last
 
 

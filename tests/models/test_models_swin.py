@@ -388,7 +388,7 @@ def test_a_path_is_dropped_for_a_whole_image():
 # What users combine.
 
 
-@pytest.mark.parametrize("mixer", MIXERS)
+@pytest.mark.parametrize("mixer", ["dot", "vlt", "gka", "krause"])
 def test_it_trains_and_comes_back_from_its_files_and_copies(mixer, tmp_path):
     model = swin(mixer=mixer, drop_path=0.1, dropout=0.1).train()
     images, labels = images_of(4, 3, 16, 16), torch.tensor([0, 1, 2, 3])
@@ -399,7 +399,7 @@ def test_it_trains_and_comes_back_from_its_files_and_copies(mixer, tmp_path):
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        losses.append(float(loss))
+        losses.append(loss.item())
     assert losses[-1] < 0.7 * losses[0]
     assert all(p.grad is not None for p in model.parameters())
     model.eval()
@@ -445,14 +445,14 @@ def test_autocast_is_close(mixer):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("mixer", ["dot", "krause"])
-def test_it_compiles_whole_for_all_sizes(mixer):
+@pytest.mark.parametrize(("mixer", "depths"), [("dot", (2, 1)), ("krause", (2,))])
+def test_it_compiles_whole_for_all_sizes(mixer, depths):
     """One compilation for the first size, one for any that windows divide alike."""
     torch._dynamo.reset()
-    model = swin(mixer=mixer)
+    model = swin(mixer=mixer, depths=depths, heads=(2, 4)[: len(depths)])
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(model, fullgraph=True, backend=counter)
-    for height, width in ((32, 32), (48, 64), (64, 48), (80, 32)):
+    for height, width in ((32, 32), (48, 64), (80, 32)):
         images = images_of(2, 3, height, width)
         torch.testing.assert_close(compiled(images), model(images), rtol=1e-4, atol=1e-5)
     assert counter.frame_count <= 2
