@@ -120,7 +120,7 @@ ARROWS = {
     "ops": {"graphs", "kernels"},
     "nn": {"ops", "graphs"},
     "spectral": {"graphs"},
-    "data": set(),
+    "data": {"graphs"},
     "dynamics": {"ops", "graphs"},
     "diagnostics": {"ops", "graphs", "dynamics"},
     "models": {"nn", "ops", "graphs"},
