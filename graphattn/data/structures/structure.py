@@ -227,7 +227,7 @@ class Structure:
         if isinstance(chains, str) and chains == "all":
             return self
         is_list = isinstance(chains, Iterable) and not isinstance(chains, str)
-        names = tuple(chains) if is_list else (chains,)
+        names: tuple[Any, ...] = tuple(chains) if is_list else (chains,)
         if not names or len(set(names)) != len(names):
             raise ValueError(f"chains must be one name or several different ones, got {chains!r}")
         for name in names:
