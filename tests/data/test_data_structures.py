@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from structure_files import mmcif, pdb_line, residue
 
 from graphattn.data import FileFormatError, read_structure
 
@@ -18,18 +19,6 @@ pytest.importorskip("biotite", reason="structures are read with biotite")
 
 NAMES = "ALA ARG ASN ASP CYS GLN GLU GLY HIS ILE LEU LYS MET PHE PRO SER THR TRP TYR VAL MSE"
 ONE_LETTER = dict(zip(NAMES.split(), "ARNDCQEGHILKMFPSTWYVM", strict=True))
-
-
-def pdb_line(
-    name="CA", residue="ALA", chain="A", number=1, position=(0.0, 0.0, 0.0), *, hetero=False,
-    altloc=" ", insertion=" ",
-) -> str:  # fmt: skip
-    x, y, z = position
-    record = "HETATM" if hetero else "ATOM"
-    return (
-        f"{record:6}{1:5d}  {name:<3}{altloc}{residue:>3} {chain}{number:>4}{insertion}   "
-        f"{x:8.3f}{y:8.3f}{z:8.3f}  1.00  0.00           {name[0]:<2}"
-    )
 
 
 def by_hand(path: Path) -> dict[str, tuple[str, list[list[float]]]]:
@@ -359,41 +348,6 @@ def test_a_newline_in_the_name_keeps_the_error_on_one_line(structure_of):
         structure_of(pdb_line()[:20], name="two\nlines.pdb")
     assert "\n" not in str(caught.value)
     assert "two\\nlines.pdb: line 1: ATOM record" in str(caught.value)
-
-
-CIF_COLUMNS = dict(
-    line.split()
-    for line in """\
-        group_PDB ATOM
-        id 1
-        type_symbol C
-        label_atom_id CA
-        label_alt_id .
-        label_comp_id ALA
-        label_asym_id A
-        label_seq_id 1
-        pdbx_PDB_ins_code ?
-        Cartn_x 1.5
-        Cartn_y 2.5
-        Cartn_z 3.5
-        auth_seq_id 1
-        auth_comp_id ALA
-        auth_asym_id A
-        auth_atom_id CA
-        pdbx_PDB_model_num 1""".splitlines()
-)
-
-
-def mmcif(*rows: dict[str, str], without: tuple[str, ...] = ()) -> str:
-    columns = [column for column in CIF_COLUMNS if column not in without]
-    lines = ["data_test", "#", "loop_", *(f"_atom_site.{column}" for column in columns)]
-    lines += [" ".join((CIF_COLUMNS | row)[column] for column in columns) for row in rows]
-    return "\n".join([*lines, "#", ""])
-
-
-def residue(name: str, number: int, **values: str) -> dict[str, str]:
-    names = {"label_comp_id": name, "auth_comp_id": name}
-    return names | {"label_seq_id": str(number), "auth_seq_id": str(number)} | values
 
 
 def test_mmcif_optional_columns_may_be_missing(structure_of):

@@ -38,9 +38,10 @@ def distance_features(
     as `max_distance`. An end without a known place gives 0.
     """
     source, target = edge_index
-    distance = (ca_positions[source] - ca_positions[target]).norm(dim=1)[:, None]
-    known = distance.isfinite()
-    distance = distance.masked_fill(~known, 0).clamp(max=max_distance)
+    is_known = ca_positions.isfinite().all(dim=1, keepdim=True)
+    places = ca_positions.masked_fill(~is_known, 0)  # NaN would reach gradients of other residues
+    known = is_known[source] & is_known[target]
+    distance = (places[source] - places[target]).norm(dim=1, keepdim=True).clamp(max=max_distance)
     centers = torch.linspace(
         0, max_distance, num_distances, dtype=distance.dtype, device=distance.device
     )

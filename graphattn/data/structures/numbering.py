@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 CA_DISTANCE = 3.8  # Angstrom between C-alpha atoms that a trans peptide bond joins
-LONGEST_CA_DISTANCE = 4.5  # of two joined residues, with room for coordinates of low resolution
+SLACK = 0.7  # Angstrom: coordinates of low resolution; neighbours are at most 4.5 apart
 CHAIN_BREAK = 512  # places between chains: farther than models look along one
 
 
@@ -18,7 +18,7 @@ def places_along_chains(
 ) -> Tensor:
     """One place per residue, increasing: neighbours in a chain as far apart as is known.
 
-    Numbers are believed where they grow. A chain of n steps is at most 3.8 n Angstrom long, so
+    Numbers are believed where they grow. A chain of n steps reaches at most 3.8 n Angstrom, so
     residues that lie farther apart than their numbers say are at least that many steps apart. Where
     numbers fall (a chain numbered anew, as after 9999) the next residue is the next place, if it
     lies near enough; if not, it is as far away as another chain.
@@ -30,9 +30,8 @@ def places_along_chains(
     codes = torch.tensor([code[own] for own in insertion_codes], device=step.device)
     numbered_anew = (step < 0) | (step == 0) & (codes.diff() == 0)
     distance = ca_positions.diff(dim=0).norm(dim=1)
-    far = distance > LONGEST_CA_DISTANCE  # False where a place is not known
-    fewest = torch.where(far, distance / CA_DISTANCE, 1).ceil().long()
+    fewest = ((distance - SLACK) / CA_DISTANCE).ceil().nan_to_num(1.0, posinf=1.0).long()
     step = torch.maximum(step.clamp(min=1), fewest)
-    apart = (chain_index.diff() != 0) | numbered_anew & far
+    apart = (chain_index.diff() != 0) | numbered_anew & (fewest > 1)
     step = step.masked_fill(apart, CHAIN_BREAK)
     return torch.cat([step.new_zeros(1), step.cumsum(0)])

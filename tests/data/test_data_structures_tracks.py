@@ -1,0 +1,182 @@
+"""Secondary structure and solvent accessibility: ideal shapes, files' own records, biotite."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from graphattn.data import Structure, read_structure
+
+pytest.importorskip("biotite", reason="biotite computes these")
+
+PROBE, CARBON = 1.4, 1.88  # Angstrom: water, and a C-alpha with its hydrogen (Tsai et al., 1999)
+
+
+def helix(length: int) -> Tensor:
+    """C-alpha atoms of an ideal alpha helix: 100 degrees and 1.5 Angstrom per residue."""
+    turn = torch.arange(length) * math.radians(100)
+    return torch.stack([2.3 * turn.cos(), 2.3 * turn.sin(), 1.5 * torch.arange(length)], dim=1)
+
+
+def strand(length: int) -> Tensor:
+    """C-alpha atoms of a twisted strand: 3.3 Angstrom per residue, 190 degrees."""
+    turn = torch.arange(length) * math.radians(190)
+    return torch.stack([0.95 * turn.cos(), 0.95 * turn.sin(), 3.3 * torch.arange(length)], dim=1)
+
+
+def test_ideal_helices_and_strands_are_found() -> None:
+    of_helix = Structure("A" * 20, helix(20)).secondary_structure()
+    of_strand = Structure("A" * 20, strand(20)).secondary_structure()
+    assert of_helix.dtype == of_strand.dtype == torch.int64
+    assert of_helix[3:-3].tolist() == [1] * 14
+    assert of_strand[3:-3].tolist() == [2] * 14
+    assert Structure("GWK", helix(3)).secondary_structure().tolist() == [0, 0, 0]
+
+
+def test_no_helix_runs_from_chain_to_chain() -> None:
+    """Two halves of five turns, or twenty pieces of one residue: the same places."""
+    places = helix(20)
+    halves = Structure("A" * 20, places, torch.arange(20) // 10, ("A", "B"))
+    assert halves.secondary_structure()[2:8].tolist() == [1] * 6
+    names = tuple(f"{i}" for i in range(20))
+    pieces = Structure("A" * 20, places, torch.arange(20), names)
+    assert not pieces.secondary_structure().any()
+
+
+def test_a_residue_without_a_place_is_coil() -> None:
+    places = helix(20)
+    places[10] = math.nan
+    found = Structure("A" * 20, places).secondary_structure()
+    assert found[10] == 0
+    assert found[3:7].tolist() == [1] * 4
+
+
+def recorded(path: Path, structure: Structure) -> Tensor:
+    """Alpha helices and strands by the HELIX and SHEET records of a PDB file."""
+    found = torch.zeros(len(structure), dtype=torch.int64)
+    numbers = structure.residue_numbers
+    for line in path.read_text().splitlines():
+        if line.startswith("HELIX") and line[38:40].strip() == "1":
+            chain, first, last, kind = line[19], line[21:25], line[33:37], 1
+        elif line.startswith("SHEET"):
+            chain, first, last, kind = line[21], line[22:26], line[33:37], 2
+        else:
+            continue
+        own = structure.chain_index == structure.chain_ids.index(chain)
+        found[own & (numbers >= int(first)) & (numbers <= int(last))] = kind
+    return found
+
+
+def test_helices_and_strands_are_mostly_those_of_the_entries(
+    real_file: Callable[[str], Path],
+) -> None:
+    """Their records are by hydrogen bonds (DSSP), and longer: P-SEA sees C-alpha atoms alone."""
+    pairs = []
+    for entry in ("1aki", "3o5r", "5l33", "6mrr", "1k6p", "1dix", "1o1z", "5zng"):
+        path = real_file(f"structure/pdb/{entry}.pdb")
+        structure = read_structure(path)
+        pairs.append(torch.stack([recorded(path, structure), structure.secondary_structure()]))
+    true, found = torch.cat(pairs, dim=1)
+    both = [[int(((true == a) & (found == b)).sum()) for b in range(3)] for a in range(3)]
+    assert both[1][1] > 0.7 * sum(both[1])  # of 339 residues in helices
+    assert both[2][2] > 0.5 * sum(both[2])  # of 377 in strands
+    assert both[1][1] > 0.95 * int((found == 1).sum())
+    assert both[2][2] > 0.75 * int((found == 2).sum())
+    assert both[1][2] + both[2][1] <= 1  # they are never taken for each other
+
+
+def test_the_surface_of_one_atom_is_a_sphere() -> None:
+    alone = Structure("G", torch.zeros(1, 3), has_all_atoms=True)
+    expected = 4 * math.pi * (CARBON + PROBE) ** 2
+    assert alone.solvent_accessibility().item() == pytest.approx(expected, rel=1e-5)
+    dry = alone.solvent_accessibility(probe_radius=0.001).item()
+    assert dry == pytest.approx(4 * math.pi * (CARBON + 0.001) ** 2, rel=1e-5)
+
+
+def test_two_spheres_lose_the_caps_that_they_cover() -> None:
+    radius, distance = CARBON + PROBE, 4.0
+    pair = Structure("GG", torch.tensor([[0.0, 0, 0], [distance, 0, 0]]), has_all_atoms=True)
+    # A plane halfway cuts a cap of height r - d / 2 off either sphere.
+    expected = 4 * math.pi * radius**2 - 2 * math.pi * radius * (radius - distance / 2)
+    assert pair.solvent_accessibility().tolist() == pytest.approx([expected] * 2, rel=0.02)
+
+
+def test_accessibility_is_what_biotite_says_of_the_atoms(
+    real_file: Callable[[str], Path],
+) -> None:
+    import numpy
+    from biotite.structure import apply_residue_wise, filter_amino_acids, sasa
+    from biotite.structure.io.pdb import PDBFile
+
+    path = real_file("structure/pdb/1aki.pdb")
+    atoms = PDBFile.read(path).get_structure(model=1)
+    atoms = atoms[filter_amino_acids(atoms)]
+    expected = apply_residue_wise(atoms, sasa(atoms), numpy.nansum)
+    found = read_structure(path, atoms="all").solvent_accessibility()
+    torch.testing.assert_close(
+        found, torch.tensor(expected, dtype=torch.float32), rtol=1e-4, atol=1e-3
+    )
+
+
+def test_an_interface_is_covered(real_file: Callable[[str], Path]) -> None:
+    """Chains of the HIV protease dimer (1K6P) hide surface from water; far apart they do not."""
+    dimer = read_structure(real_file("structure/pdb/1k6p.pdb"), atoms="all")
+    together = dimer.solvent_accessibility()
+    alone = torch.cat([chain.solvent_accessibility() for chain in dimer.split()])
+    assert (alone - together >= -1e-3).all()
+    assert 1000 < float((alone - together).sum()) < 6000
+    far = (dimer.chain_index * 500.0)[:, None]
+    moved = {name: places + far for name, places in dimer.atoms.items()}
+    apart = replace(dimer, ca_positions=moved["CA"], atoms=moved)
+    torch.testing.assert_close(apart.solvent_accessibility(), alone, rtol=0.02, atol=3.0)
+
+
+def test_modified_residues_have_a_surface(real_file: Callable[[str], Path]) -> None:
+    structure = read_structure(real_file("structure/pdb/1a8o.pdb"), atoms="all")
+    odd = replace(structure, residue_names=("ZZZ9",) * len(structure))  # radii of elements
+    for own in (structure, odd):
+        area = own.solvent_accessibility()
+        assert area.isfinite().all()
+        assert 4000 < float(area.sum()) < 6000
+
+
+@pytest.mark.parametrize("atoms", ["ca", "backbone", ["CB"]])
+def test_without_all_atoms_the_error_says_how_to_read_them(
+    real_file: Callable[[str], Path], atoms: str | list[str]
+) -> None:
+    structure = read_structure(real_file("structure/pdb/1aki.pdb"), atoms=atoms)
+    with pytest.raises(ValueError, match=r"read_structure\(path, atoms='all'\)"):
+        structure.solvent_accessibility()
+
+
+def test_a_probe_has_a_size() -> None:
+    alone = Structure("G", torch.zeros(1, 3), has_all_atoms=True)
+    with pytest.raises(ValueError, match="probe_radius must be"):
+        alone.solvent_accessibility(probe_radius=-1.0)
+
+
+def test_a_structure_needs_biotite_for_its_tracks_alone() -> None:
+    code = """
+import sys
+sys.modules["biotite"] = None
+import torch
+from graphattn.data import Structure
+structure = Structure("GWK", torch.eye(3))
+assert structure.window_graph(1).num_edges == 4
+try:
+    structure.secondary_structure()
+except ImportError as error:
+    print(error)
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == (
+        "secondary_structure() needs biotite: pip install 'graphattn[bio]'"
+    )
