@@ -28,9 +28,9 @@ class RecordedCall:
 
     name: str  #: of the module, as in ``model.named_modules()``
     shape: tuple[int, int, int, int]  #: B, H, Q, K
-    sinks: Tensor  #: [B, H]; NaN where no query counts
-    entropy: Tensor  #: [B, H], in nats
-    diversity: Tensor  #: [B]; NaN for one head
+    sinks: Tensor  #: [B, H]; NaN where no query counts, and where weights are negative
+    entropy: Tensor  #: [B, H], in nats; NaN where weights are negative
+    diversity: Tensor  #: [B]; NaN for one head, and where weights are negative
     effective_rank: Tensor  #: [B], of the outputs
     kept: Tensor | None = None
     edges: TokenGraph | None = None
@@ -79,20 +79,25 @@ class RecordedCall:
 def of_edges(
     name: str, weights: Tensor, output: Tensor, graph: TokenGraph, token: int, keep: Keep
 ) -> RecordedCall:
-    """A call of a layer of graphattn.nn: weights [*, E, H], output [*, N, dim]."""
+    """A call of a layer of graphattn.nn: weights [*, E, H], output [*, N, dim].
+
+    Linear attention that rotates its numerator has weights below 0: no shares of anything.
+    """
     weights = weights.detach().reshape(-1, *weights.shape[-2:])
     heads = weights.shape[-1]
     target = graph.edge_index[1]
     total = weights.new_zeros(len(weights), graph.num_targets)
-    real = total.index_add(1, target, weights.sum(dim=-1)) > 0
+    real = total.index_add(1, target, weights.abs().sum(dim=-1)) > 0
     one = weights.new_full((len(weights),), torch.nan)
+    nothing = weights.new_full((len(weights), heads), torch.nan)
+    signed = bool((weights < 0).any())
     kept = {"weights": weights, "mean": weights.mean(dim=-1, keepdim=True), "statistics": None}
     return RecordedCall(
         name,
         (len(weights), heads, graph.num_targets, graph.num_sources),
-        sink_share(weights, graph, token),
-        attention_entropy(weights, graph),
-        head_diversity(weights, graph) if heads > 1 else one,
+        nothing if signed else sink_share(weights, graph, token),
+        nothing if signed else attention_entropy(weights, graph),
+        head_diversity(weights, graph) if heads > 1 and not signed else one,
         ranks(output.detach().reshape(len(weights), graph.num_targets, -1), real),
         kept[keep],
         graph,

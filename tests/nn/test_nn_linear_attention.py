@@ -215,7 +215,7 @@ def test_rotation_turns_the_numerator_alone():
     (x,) = tokens_of(graph)
     _, weights = layer(x, graph, return_attention_weights=True)
     sums = weights.view(7, 7, HEADS).sum(1)
-    assert float((sums - 1).abs().max()) > 1e-3
+    assert float((sums - 1).detach().abs().max()) > 1e-3
     y = layer(x, graph)
     expected = layer.output_proj(sums[..., None].expand(7, HEADS, 4).flatten(1))
     torch.testing.assert_close(y, expected, rtol=1e-11, atol=1e-12)
@@ -580,6 +580,21 @@ def test_an_encoder_of_it_trains_and_generates():
     cache = model.init_cache(2)
     steps = stream(model, tokens, cache, [11, 1, 1, 17], dims=0)
     torch.testing.assert_close(steps, model(tokens, ga.causal_graph(30)), rtol=1e-10, atol=1e-11)
+
+
+@pytest.mark.parametrize("rope", [False, True])
+def test_a_recording_holds_its_weights_and_no_shares_of_negative_ones(rope):
+    torch.manual_seed(0)
+    model = ga.models.SequenceEncoder(9, 16, 2, 4, mixer="linear", rope=rope)
+    with ga.diagnostics.record(model) as recording:
+        model(torch.randint(9, (2, 30)))
+    assert recording.names == ("blocks.0.mixer", "blocks.1.mixer")
+    for call in recording:
+        assert call.weights.shape == (2, 900, 4)
+        assert bool((call.weights < 0).any()) == rope
+        assert bool(call.effective_rank.isfinite().all())
+        for shares in (call.entropy, call.sinks, call.diversity):
+            assert bool(shares.isnan().all() if rope else shares.isfinite().all())
 
 
 @pytest.mark.parametrize(
