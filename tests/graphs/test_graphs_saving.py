@@ -22,6 +22,7 @@ GRAPHS = {
     "longformer": lambda: ga.longformer_graph(12, 2, [0, 5]),
     "bigbird": lambda: ga.bigbird_graph(12, 1, 2, [3], seed=0),
     "union": lambda: ga.union(ga.causal_graph(6), ga.window_path_graph(6, 1)),
+    "blocks of a grid": lambda: ga.grid_block_graph(3, 5, (2, 3), shift=(0, 1)),
     "shifted grid": lambda: ga.neighborhood_graph((3, 4), (2, 3)).transpose(),
     "volume": lambda: ga.volume_window_graph(2, 3, 2, 1, causal=(True, False, False)),
     "batch": lambda: ga.batch([ga.causal_graph(3), ga.grid_window_graph(2, 2, 1)]),

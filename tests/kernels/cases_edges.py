@@ -90,6 +90,7 @@ CASES = {
     "neighbours of equal points": Case(ga.knn_graph(torch.zeros(20, 3), 4)),
     "grid": Case(ga.grid_window_graph(5, 7, 1), score="dot"),
     "grid with a class token": Case(ga.grid_window_graph(6, 6, 2, class_token=True), kv_heads=1),
+    "blocks of a grid": Case(ga.grid_block_graph(6, 5, 4, shift=2), kv_heads=1),
     "diamonds": Case(ga.grid_window_graph(6, 5, 2, metric="manhattan")),
     "neighborhoods": Case(ga.neighborhood_graph((6, 7), 3, dilation=(2, 1)), score="dot"),
     "neighborhoods, from the other side": Case(ga.neighborhood_graph((6, 7), 3).transpose()),
@@ -146,6 +147,7 @@ CASES = {
     "bias of a grid": Case(ga.grid_window_graph(5, 7, 1, class_token=True), per_edge=True),
     "bias of a transposed list": Case(some(30, 20).transpose(), per_edge=True),
     "table of a grid": Case(ga.grid_window_graph(5, 7, 1), score="dot", table=True),
+    "table of blocks": Case(ga.grid_block_graph(5, 7, 3, shift=1), score="dot", table=True),
     "table of neighborhoods": Case(
         ga.neighborhood_graph((5, 6), (3, 4), is_causal=(True, False)), table=True
     ),

@@ -49,6 +49,7 @@ GRAPHS = {
     "grid": lambda: ga.grid_window_graph(3, 4, 1),
     "grid with class token": lambda: ga.grid_window_graph(3, 3, 1, class_token=True),
     "manhattan grid": lambda: ga.grid_window_graph(3, 4, 2, metric="manhattan"),
+    "blocks of a grid": lambda: ga.grid_block_graph(4, 5, (3, 2), shift=(1, 0)),
     "shifted grid": lambda: ga.neighborhood_graph((4, 5), (3, 2), dilation=(1, 2)),
     "causal dilated grid": lambda: ga.grid_window_graph(
         4, 3, 1, dilation=(1, 2), causal=(True, False), class_token=True

@@ -39,6 +39,7 @@ def random_graph(draw, generator: torch.Generator) -> ga.TokenGraph:
         "nearest": nearest,
         "cycle": lambda n: ga.window_cycle_graph(n + 3, 2),
         "grid": lambda n: ga.grid_window_graph(3, n, draw(1, 2), class_token=loops),
+        "grid blocks": lambda n: ga.grid_block_graph(3, n, draw(2, 5), shift=draw(0, 1)),
         "bipartite": lambda n: ga.bipartite_complete_graph(n, 7),
         "bigbird": lambda n: ga.bigbird_graph(n, 1, 2, (0,), seed=n),
     }

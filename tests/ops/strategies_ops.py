@@ -28,6 +28,7 @@ NOT_CAUSAL = {
     "longformer": lambda n, w: ga.longformer_graph(n, w, [n // 2]),
     "bigbird": lambda n, w: ga.bigbird_graph(n, w, 1, [0], seed=n),
     "grid": lambda n, w: ga.grid_window_graph(2, (n + 1) // 2, w, class_token=w == 1),
+    "grid blocks": lambda n, w: ga.grid_block_graph(2, (n + 1) // 2, w + 1, shift=1),
     "union": lambda n, w: ga.union(ga.window_path_graph(n, 1), ga.dilated_window_graph(n, w, 3)),
 }
 CAUSAL = {
