@@ -24,7 +24,10 @@ def flops(model: nn.Module, *inputs: Any, **kwargs: Any) -> int:
     features per head, attention over E edges costs :math:`2 E (D + D_v)` per head, whether it
     weighs products or distances; with `top_k` values are averaged over the kept edges alone. A
     consensus step costs :math:`2 E (\xi (r D + 2) + 2 r D)` per head behind the edge network's
-    first layer (Stabilizing Transformer Training Through Consensus, Table 1, with constants). The
+    first layer (Stabilizing Transformer Training Through Consensus, Table 1, with constants).
+    Linear attention costs :math:`2 (N + M) D (D_v + 1)` per head for N targets and M sources on
+    complete and causal graphs and parts of such, numerator and denominator together, and
+    :math:`2 E (D + D_v + 1)` on windows and all others (with ``rope=True``, 2 E D more). The
     numbers are those of the mathematics, the same on every backend; padding counts like a token.
 
     Under ``torch.utils.flop_counter.FlopCounterMode`` layers count themselves too, by module,

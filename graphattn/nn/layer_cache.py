@@ -302,7 +302,5 @@ class LayerCache:
 
     def __repr__(self) -> str:
         back = f"rollback={self.rollback}, " if self.rollback else ""
-        return (
-            f"{type(self).__name__}({self.owner[0]}, batch={list(self.batch)}, window={self.window}, {back}"
-            f"position={self.position}, {self.num_bytes} bytes)"
-        )
+        facts = f"batch={list(self.batch)}, window={self.window}, {back}position={self.position}"
+        return f"{type(self).__name__}({self.owner[0]}, {facts}, {self.num_bytes} bytes)"

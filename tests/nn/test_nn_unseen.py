@@ -16,6 +16,8 @@ LAYERS = {
     "Gaussian kernel": lambda: ga.nn.GaussianKernelAttention(8, 2, normalize=True, eps=0.1),
     "dot product": lambda: ga.nn.DotProductAttention(8, 2, rope=True),
     "dot product, top-k": lambda: ga.nn.DotProductAttention(8, 2, top_k=2),
+    "linear": lambda: ga.nn.LinearAttention(8, 2),
+    "linear, grouped queries": lambda: ga.nn.LinearAttention(8, 4, kv_heads=2, rope=True),
     "consensus": lambda: ga.nn.SelfConsensus(8, 2, update="target"),
     "consensus, automatic step": lambda: ga.nn.SelfConsensus(
         8, 2, update="target", step_size="auto"
@@ -73,7 +75,7 @@ def test_what_a_token_does_not_see_changes_no_bit_of_a_layer(name, dtype):
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, 1e30])
-@pytest.mark.parametrize("name", ["Krause", "dot product", "dot product, top-k"])
+@pytest.mark.parametrize("name", ["Krause", "dot product", "dot product, top-k", "linear"])
 def test_what_one_text_holds_changes_no_bit_of_another_that_is_generated_beside_it(name, bad):
     torch.manual_seed(0)
     layer = LAYERS[name]()

@@ -24,6 +24,9 @@ def call(op: str, graph: ga.TokenGraph, query: torch.Tensor, backend: str) -> to
         return ga.rbf_attention(query, query, query, graph, 1.0, backend=backend)
     if op == "dot_product_attention":
         return ga.dot_product_attention(query, query, query, graph, backend=backend)
+    if op == "linear_attention":
+        features = ga.elu_features(query)
+        return ga.linear_attention(features, features, query, graph, backend=backend)
     hidden = torch.randn(N, H, 3)
     network = ga.EdgeNetworkParameters(
         torch.randn(H, 3),

@@ -113,10 +113,10 @@ def _rows(x: Tensor, first: int, count: int) -> Tensor:
 
 
 def _add_all(out: Tensor, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
-    """And of sources that all targets see."""
+    """The sums, and those of sources that all targets see."""
     if b.shape[1] == 0:
         return out
-    return torch.baddbmm(out, a, b.transpose(1, 2) @ c)
+    return out + a @ (b.transpose(1, 2) @ c)
 
 
 def running_sums(
@@ -136,15 +136,14 @@ def running_sums(
     pairs = pairs.triu_(inside) if backward else pairs.tril_(-inside)
     if chunks == 1:
         return pairs @ c
-    step = slice(1, None) if backward else slice(None, -1)
-    matrices = (b.transpose(1, 2) @ c).unflatten(0, (G, chunks))[:, step]
+    # What stands behind every chunk, or before it: the sum of the others' matrices up to there.
+    matrices = (b.transpose(1, 2) @ c).unflatten(0, (G, chunks))
+    known = matrices.new_zeros(matrices.shape)
     if backward:
-        matrices = matrices.flip(1).cumsum(1).flip(1)
+        known[:, :-1] = matrices[:, 1:].flip(1).cumsum(1).flip(1)
     else:
-        matrices = matrices.cumsum(1)
-    nothing = matrices.new_zeros(G, 1, *matrices.shape[2:])
-    known = (matrices, nothing) if backward else (nothing, matrices)
-    out = torch.baddbmm(pairs @ c, a, torch.cat(known, dim=1).flatten(0, 1))
+        torch.cumsum(matrices[:, :-1], 1, out=known[:, 1:])
+    out = (pairs @ c).baddbmm_(a, known.flatten(0, 1))
     return out.view(G, chunks * size, c.shape[-1])[:, :N]
 
 
