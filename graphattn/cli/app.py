@@ -92,7 +92,7 @@ def bench(
             "graphs: knn-graph, bipartite, grid, longformer, crossover, or irregular for all five "
             "and knn. Vision transformers: gka-tiny, gka-small, gka-base, or models for all three. "
             "Language models of Hugging Face in a window: llama-2048, llama-4096, llama-8192, "
-            "llama-16384, or transformers for all four. "
+            "llama-16384, or transformers for all four. Texts written token by token: generation. "
             "Other operations: consensus, consensus-layer, knn, edges, fiedler, streaming, "
             "streaming-krause. Growth with the number of tokens: scaling. Default: all of them.",
             show_default=False,

@@ -57,8 +57,8 @@ class CausalLM(TokenModel):
         norm: "layer" or "rms", of the blocks and before the head.
         norm_affine: whether the norms have weights.
         activation: of the perceptrons: "gelu", or "relu2", the square of ReLU.
-        bias: whether the linear maps and the norms have biases, the head included; those of named
-            mixers too, where `mixer_options` says nothing else.
+        bias: whether the perceptrons and norms have biases, and the projections of named mixers,
+            where `mixer_options` says nothing else. The head has none.
         dropout: share of features zeroed after every layer and perceptron, in training.
         drop_path: share of sequences for which a part of the last block is left out in training;
             that of earlier blocks grows evenly from 0 (Huang et al., 2016).
@@ -154,7 +154,7 @@ class CausalLM(TokenModel):
             )
             self.blocks.append(block)
         self.norm = make_norm(norm, dim, affine=norm_affine, bias=bias)
-        self.head = nn.Linear(dim, self.vocab_size, bias=bias)
+        self.head = nn.Linear(dim, self.vocab_size, bias=False)
         nn.init.normal_(self.embedding.weight, std=0.02)
         self.tie_weights = bool(tie_weights)
         self._tie()
@@ -370,6 +370,8 @@ class CausalLM(TokenModel):
             >>> model.generate(prompts, 20, temperature=0.8, top_p=0.9, generator=draws).shape
             torch.Size([2, 30])
         """
+        if draft is not None and not isinstance(draft, CausalLM):
+            raise ValueError(f"draft must be a CausalLM or None, got {type(draft).__name__}")
         return generate(
             self,
             tokens,

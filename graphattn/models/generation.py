@@ -255,11 +255,7 @@ def _is_sequence(value: Any) -> bool:
     )
 
 
-def _check_draft(draft: Any, model: CausalLM) -> None:
-    from graphattn.models.causal_lm import CausalLM
-
-    if not isinstance(draft, CausalLM):
-        raise ValueError(f"draft must be a CausalLM, got {type(draft).__name__}")
+def _check_draft(draft: CausalLM, model: CausalLM) -> None:
     if draft.vocab_size != model.vocab_size:
         raise ValueError(
             f"draft must have the vocabulary of the model, {model.vocab_size} tokens, "

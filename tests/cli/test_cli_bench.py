@@ -72,6 +72,7 @@ TINY = {
         f"llama-{tokens}": {"tokens": 24, "window": 4, "top_k": 2, "dim": 16, "layers": 2}
         for tokens in (2048, 4096, 8192, 16384)
     },
+    "generation": {"prompt": 5, "new_tokens": 6, "dim": 16, "window": 4},
     "scaling-window": {"window": 4, "features": 4},
     "scaling-consensus": {"dim": 8, "edge_hidden": 4},
 }
@@ -832,3 +833,34 @@ def test_what_waits_for_the_gpu_is_launched_one_by_one_and_still_timed():
     assert 0 < replayed.sample() < 1e-3
     assert 0 < launched.sample() < 1e-1
     assert gpu_clock.GpuClock(lambda: x + 1).is_captured  # also after a capture that failed
+
+
+# Texts.
+
+
+def test_written_texts_are_right_where_every_token_is_the_likeliest():
+    x = inputs_of("generation")
+    truth = gate.truth_of(x, backward=False)
+    runs = CASES["generation"].runs()
+    texts = {name: run(x) for name, run in runs.items()}
+    assert all(truth.errors_of(run)[0] < 1e-4 for run in runs.values())
+    assert torch.equal(texts["graphattn"], texts["SDPA with a cache"])
+
+    def changed(place):
+        def run(x):
+            text = texts["graphattn"].clone()
+            text[0, place] = (text[0, place] + 1) % 1000
+            return text
+
+        run.name = "dot"
+        return run
+
+    assert truth.errors_of(changed(7))[0] > 0.1
+    assert math.isnan(truth.errors_of(changed(2))[0])  # of a prompt
+
+
+def test_tables_say_how_many_tokens_are_written_in_a_second():
+    result = run("generation", "--size", "small")
+    assert result.exit_code == 0
+    output = " ".join(result.output.split())
+    assert re.search(r"tokens/s, the prompts' reading included: graphattn [\d,]+, SDPA", output)

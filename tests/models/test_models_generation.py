@@ -56,18 +56,32 @@ def assert_greedy(model, text, start):
 @pytest.mark.long
 @EVERY_MIXER
 def test_512_tokens_with_caches_are_those_without_in_batches_of_unequal_prompts(mixer):
-    model = model_of(mixer)
+    """Drawn texts, so that they do not repeat themselves: the logits of every draw are compared."""
+    model, seen = model_of(mixer), []
     prompts = [tokens_of(n, seed=n) for n in (20, 1, 7)]
     tokens, valid = padded(prompts)
-    text = model.generate(tokens, 512 - 20, valid=valid)
+    hook = model.head.register_forward_hook(lambda _, x, y: seen.append(y[:, -1]))
+    draws = torch.Generator().manual_seed(0)
+    text = model.generate(tokens, 512 - 20, temperature=5.0, generator=draws, valid=valid)
+    hook.remove()
     assert text.shape == (3, 512)
     assert torch.equal(text[:, :20], tokens)  # padding stays as it was
-    assert len(set(text[:, 20:].flatten().tolist())) > 4  # not one token again and again
-    for own, row, real in zip(prompts, text, valid, strict=True):
-        written = row[20 - int(real.sum()) :]
+    assert len(set(text[:, 20:].flatten().tolist())) == V
+    by_steps = torch.stack(seen, 1)
+    for own, row, logits in zip(prompts, text, by_steps, strict=True):
+        written = row[20 - len(own) :]
+        torch.testing.assert_close(logits, model(written)[len(own) - 1 : -1], rtol=1e-9, atol=1e-9)
+
+
+@EVERY_MIXER
+def test_every_prompt_of_a_batch_goes_on_as_it_does_alone(mixer):
+    model, prompts = model_of(mixer), [tokens_of(n, seed=n) for n in (9, 1, 7)]
+    tokens, valid = padded(prompts)
+    text = model.generate(tokens, 20, valid=valid)
+    for own, row in zip(prompts, text, strict=True):
+        written = row[9 - len(own) :]
+        assert torch.equal(model.generate(own, 20), written)
         assert_greedy(model, written, len(own))
-        alone = model.generate(own[None], 20)[0]
-        assert torch.equal(alone, written[: len(alone)])
 
 
 @EVERY_MIXER
@@ -265,7 +279,7 @@ def test_progress_sees_every_token_and_may_end_the_generation():
         ({"valid": torch.tensor([False, False, False])}, "valid must be False on the left"),
         ({"valid": torch.ones(4, dtype=torch.bool)}, r"valid .* must have shape \[2, 3\]"),
         ({"draft_tokens": 0}, "draft_tokens must be >= 1, got 0"),
-        ({"draft": "small"}, "draft must be a CausalLM, got str"),
+        ({"draft": "small"}, "draft must be a CausalLM or None, got str"),
         ({"draft": ga.models.CausalLM(V + 1, 8, 1, 2)}, "draft must have the vocabulary .* 12"),
     ],
 )

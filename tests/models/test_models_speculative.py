@@ -28,7 +28,7 @@ def model_of(mixer="dot", depth=2, seed=1, vocab_size=V, **options):
     return model.eval()
 
 
-def draft_of(model, noise=0.1):
+def draft_of(model, noise=0.04):
     """The same model with weights a little off: it is often right, and often wrong."""
     draft = copy.deepcopy(model)
     generator = torch.Generator().manual_seed(5)
@@ -95,7 +95,6 @@ def test_a_perfect_draft_saves_reads_and_a_hopeless_one_changes_nothing():
     hopeless = copy.deepcopy(model)
     with torch.no_grad():
         hopeless.head.weight.neg_()
-        hopeless.head.bias.neg_()
     assert torch.equal(model.generate(prompt, 25, draft=hopeless), expected)
 
 

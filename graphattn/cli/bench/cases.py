@@ -17,6 +17,14 @@ from graphattn.cli.bench.attention_cases import ATTENTION
 from graphattn.cli.bench.case import BOTH, FORWARD, Case
 from graphattn.cli.bench.consensus_cases import CONSENSUS, SCALING_CONSENSUS
 from graphattn.cli.bench.edge_cases import OVER_EDGES
+from graphattn.cli.bench.generation import (
+    DOT,
+    GKA,
+    PLAIN,
+    WINDOWED,
+    GenerationRun,
+    generation_inputs,
+)
 from graphattn.cli.bench.inputs import (
     NeighborInputs,
     WindowSize,
@@ -230,6 +238,29 @@ CASES = [
         cuda={
             "paper": {"batch": 64, "window": 256, "top_k": 192, **LAYER, "early": 1_000,
                       "late": 5_000},
+        },
+    ),
+    Case(
+        "generation",
+        "Texts written token by token by a language model",
+        {
+            "small": {"texts": 2, "prompt": 32, "new_tokens": 32, "dim": 64, "depth": 2,
+                      "heads": 4, "window": 16},
+            "paper": {"texts": 4, "prompt": 512, "new_tokens": 128, "dim": 512, "depth": 8,
+                      "heads": 8, "window": 128},
+            "long": {"texts": 4, "prompt": 2048, "new_tokens": 512, "dim": 512, "depth": 8,
+                     "heads": 8, "window": 128},
+        },
+        generation_inputs,
+        {OURS: GenerationRun(DOT), "SDPA with a cache": GenerationRun(PLAIN)},
+        yardsticks={
+            f"{OURS}, Gaussian kernel": GenerationRun(GKA),
+            f"{OURS}, in a window": GenerationRun(WINDOWED),
+        },
+        backward=False,
+        cuda={
+            "paper": {"texts": 8, "prompt": 1024, "new_tokens": 256, "dim": 1280, "depth": 20,
+                      "heads": 10, "window": 1024},
         },
     ),
     SCALING_CONSENSUS,

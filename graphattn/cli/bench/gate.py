@@ -17,6 +17,7 @@ from torch import Tensor
 
 import graphattn as ga
 from graphattn.cli.bench.contenders import Run, smallest_eigenpairs
+from graphattn.cli.bench.generation import GenerationInputs, GenerationTruth
 from graphattn.cli.bench.inputs import (
     AttentionInputs,
     ConsensusInputs,
@@ -57,6 +58,8 @@ def truth_of(inputs: Any, *, backward: bool, dot_product: bool = False) -> Truth
             return ModelTruth(inputs)
         case LanguageInputs():
             return LanguageTruth(inputs)
+        case GenerationInputs():
+            return GenerationTruth(inputs)
         case ConsensusLayerInputs():
             return LayerTruth(inputs, backward=backward)
     return OperationTruth(inputs, backward=backward, dot_product=dot_product)

@@ -38,7 +38,7 @@ def case_table(
 
 
 def notes(rows: list[Row]) -> Iterable[str]:
-    """Images per second, where curves cross, and which times on a GPU hold more than its work."""
+    """Images or tokens per second, where curves cross, and which times on a GPU hold more."""
     for passes in dict.fromkeys(row.passes for row in rows if "images" in row.size):
         speeds = (
             f"{row.contender} {row.size['images'] / row.median:,.0f}"
@@ -46,6 +46,12 @@ def notes(rows: list[Row]) -> Iterable[str]:
             if row.passes == passes
         )
         yield f"{passes}, images/s: {', '.join(speeds)}"
+    if written := [row for row in rows if "new_tokens" in row.size]:
+        speeds = (
+            f"{row.contender} {row.size['texts'] * row.size['new_tokens'] / row.median:,.0f}"
+            for row in written
+        )
+        yield f"tokens/s, the prompts' reading included: {', '.join(speeds)}"
     yield from crossings(rows)
     yield from threads_and_speed(rows)
     if slow := dict.fromkeys(row.contender for row in rows if row.captured is False):
