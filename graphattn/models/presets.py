@@ -156,12 +156,12 @@ _PRESETS["digits"] = Preset(
         "channels": 1,
         "num_classes": 10,
         "dim": 64,
-        "depth": 4,
+        "depth": 3,
         "heads": 4,
         "mlp_ratio": 2.0,
     },
     "a laptop's first vision model: the 8 x 8 digits of scikit-learn",
-    _of_vision_mixers(radius=1, krause={"top_k": [2, 3, 3, 4], "init_sigma": 2.5}),
+    _of_vision_mixers(radius=1, krause={"top_k": [2, 3, 4], "init_sigma": 2.5}),
 )
 
 # SwinTransformer: Liu et al. (2021), Section 3.3; stochastic depth as trained on ImageNet-1K

@@ -137,9 +137,10 @@ class VisionTransformer(BlockStack):
             self.reaches.append(reach)
         self._check_reaches(mixer)
         self.norm = nn.LayerNorm(dim)
-        eps = as_float("norm_eps", norm_eps, positive=False)
-        for norm in (self.norm, *(n for b in self.blocks for n in (b.mixer_norm, b.mlp_norm))):
-            norm.eps = eps
+        norms: list[Any] = [self.norm]
+        norms += [norm for block in self.blocks for norm in (block.mixer_norm, block.mlp_norm)]
+        for norm in norms:
+            norm.eps = as_float("norm_eps", norm_eps, positive=False)
         self.head, self.distillation_head = self._make_head(dim), None
         if pooling == "distilled":
             self.distillation_head = self._make_head(dim)
@@ -152,7 +153,9 @@ class VisionTransformer(BlockStack):
     def _check_reaches(self, mixer: Any) -> None:
         """That windows have a radius, a radius a window, and the head something to read."""
         reaches = {*self.reaches}
-        if self.radius is None and "dot-window" in (mixer if isinstance(mixer, list) else [mixer]):
+        if self.radius is None and "dot-window" in (
+            mixer if isinstance(mixer, list | tuple) else [mixer]
+        ):
             raise ValueError(
                 "radius must be given for 'dot-window', got None: without it there is 'dot'"
             )
@@ -188,6 +191,8 @@ class VisionTransformer(BlockStack):
         which this one then has, too; of two heads the mean of the logits is returned. With
         ``mixer="dot"`` logits are theirs. Another mixer starts from those projections that it has:
         queries, keys, values and output of "krause", the output of "gka"; the rest is drawn anew.
+        Bandwidths of "krause" start at D^(1/4), D features per head, where its logits differ from
+        those of dot products by squared lengths alone.
         Biases that a model does not have (``qkv_bias=False``) are 0 here. Nobody's pooler comes
         along.
 
@@ -244,7 +249,7 @@ class VisionTransformer(BlockStack):
             >>> import graphattn as ga
             >>> model = ga.models.VisionTransformer.from_preset("deit-tiny", mixer="krause")
             >>> model.graphs()[0]  # 14 x 14 patches in windows of 5 x 5, and a class token
-            TokenGraph(num_tokens=197, num_edges=4749, structure=Grid)
+            TokenGraph(num_tokens=197, num_edges=4489, structure=Grid)
         """
         embedding = self.embedding
         size = embedding.image_size if image_size is None else as_size("image_size", image_size)

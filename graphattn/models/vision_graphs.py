@@ -26,7 +26,7 @@ def vision_graph(reach: Reach, grid: tuple[int, int], leading: int, radius: Radi
     Example:
         >>> from graphattn.models.vision_graphs import vision_graph
         >>> vision_graph("window", (14, 14), leading=1, radius=2)
-        TokenGraph(num_tokens=197, num_edges=4749, structure=Grid)
+        TokenGraph(num_tokens=197, num_edges=4489, structure=Grid)
     """
     if reach == "all" or (reach == "window" and radius is None):
         return complete_graph(leading + math.prod(grid))

@@ -9,6 +9,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from graphattn.graphs.arguments import as_int
+from graphattn.models.mixers import KINDS, one_per_block
+
 if TYPE_CHECKING:
     from graphattn.models.vision import VisionTransformer
 
@@ -69,6 +72,7 @@ def from_transformers(cls: type[Model], model: Any, changes: Mapping[str, Any]) 
     _check_class(model)
     weights = our_names(model.state_dict())
     arguments = {**_arguments(model.config, weights), **changes}
+    arguments["mixer_options"] = _options(model.config, arguments)
     with torch.random.fork_rng(devices=[], enabled="mixer" not in changes):
         ours = cls(**arguments)
     ours.to(weights["norm.weight"].device, weights["norm.weight"].dtype)
@@ -139,6 +143,19 @@ def _arguments(config: Any, weights: Mapping[str, Tensor]) -> dict[str, Any]:
     if "distillation_head.weight" in weights:
         found["pooling"] = "distilled"
     return found
+
+
+def _options(config: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the mixers: what was given, dropout as in `config`, and Krause's bandwidth."""
+    options = dict(arguments.get("mixer_options") or {})
+    entries = one_per_block(arguments.get("mixer", "dot"), as_int("depth", arguments["depth"], 1))
+    taken = {o for entry in entries if isinstance(entry, str) for o in KINDS[entry].options}
+    if config.attention_probs_dropout_prob > 0 and "attention_dropout" in taken:
+        options.setdefault("attention_dropout", float(config.attention_probs_dropout_prob))
+    if "krause" in entries:  # squared distances are twice the products then, and squared lengths
+        sigma = (config.hidden_size / config.num_attention_heads) ** 0.25
+        options.setdefault("init_sigma", [sigma if e == "krause" else None for e in entries])
+    return options
 
 
 def _size(value: Any) -> int | tuple[int, ...]:

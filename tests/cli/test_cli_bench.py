@@ -738,7 +738,7 @@ def test_the_models_have_as_many_parameters_as_the_papers_say(dim, heads, dot, g
         counts = {
             mixer: sum(
                 parameter.numel()
-                for parameter in vision.VisionTransformer(dim, heads, 12, mixer).parameters()
+                for parameter in vision.vision_model(mixer, dim, heads, 12).parameters()
             )
             for mixer in ("dot", "gka")
         }

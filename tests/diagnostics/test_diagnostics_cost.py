@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import graphattn as ga
-from graphattn.cli.bench.vision import VisionTransformer
+from graphattn.cli.bench.vision import vision_model
 
 GRAPHS = {
     "complete": ga.complete_graph(12),
@@ -73,14 +73,14 @@ def test_an_own_width_of_values_counts():
 def test_vision_transformers_cost_what_the_paper_says(preset, deit, gka):
     # Projection-Free Transformers via Gaussian Kernel Attention, in 10^9 operations per image.
     for mixer, expected in (("dot", deit), ("gka", gka)):
-        model = VisionTransformer(*preset, 12, mixer)
+        model = vision_model(mixer, *preset, 12)
         found = ga.diagnostics.flops(model, torch.randn(1, 3, 224, 224))
         assert found == pytest.approx(expected * 1e9, rel=0.01)
 
 
 def test_meta_tensors_count_without_computing():
     device = torch.device("meta")
-    model = VisionTransformer(768, 12, 12, "gka", device=device)
+    model = vision_model("gka", 768, 12, 12).to(device)
     found = ga.diagnostics.flops(model, torch.empty(1, 3, 224, 224, device=device))
     assert found == pytest.approx(26.76e9, rel=0.01)
 

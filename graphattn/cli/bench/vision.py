@@ -2,7 +2,8 @@
 
 Both have random weights and the shapes of DeiT (Touvron et al., 2021): patches of 16 pixels, a
 class token, learned positions, pre-norm blocks, a linear head of 1,000 classes. The one is plain
-PyTorch with one projection to queries, keys and values and SDPA; in the other that mixer is
+PyTorch with one projection to queries, keys and values and SDPA; the other is
+:class:`graphattn.models.VisionTransformer`, whose mixer is
 :class:`graphattn.nn.GaussianKernelAttention` over the complete graph of all tokens, and nothing
 else is different (Projection-Free Transformers via Gaussian Kernel Attention).
 """
@@ -41,25 +42,12 @@ class FusedAttention(nn.Module):
         )
 
 
-class KernelAttention(nn.Module):
-    """Gaussian kernel attention among all tokens."""
-
-    def __init__(self, dim: int, heads: int, graph: ga.TokenGraph) -> None:
-        super().__init__()
-        self.graph = graph
-        self.layer = ga.nn.GaussianKernelAttention(dim, heads)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[B, N, dim] -> [B, N, dim]."""
-        return self.layer(x, self.graph)
-
-
 class Block(nn.Module):
     """Mix the tokens, then transform each by itself."""
 
-    def __init__(self, dim: int, mixer: nn.Module) -> None:
+    def __init__(self, dim: int, heads: int) -> None:
         super().__init__()
-        self.mixer_norm, self.mixer = nn.LayerNorm(dim), mixer
+        self.mixer_norm, self.mixer = nn.LayerNorm(dim), FusedAttention(dim, heads)
         self.mlp_norm = nn.LayerNorm(dim)
         self.mlp = nn.Sequential(
             nn.Linear(dim, MLP_RATIO * dim), nn.GELU(), nn.Linear(MLP_RATIO * dim, dim)
@@ -71,45 +59,28 @@ class Block(nn.Module):
         return x + self.mlp(self.mlp_norm(x))
 
 
-class VisionTransformer(nn.Module):
-    """Images [B, 3, pixels, pixels] -> logits [B, 1000].
+class PlainVisionTransformer(nn.Module):
+    """Images [B, 3, pixels, pixels] -> logits [B, 1000], in plain PyTorch.
 
     Args:
         dim, heads, depth: 192, 3, 12 in DeiT-Ti; 384, 6 in DeiT-S; 768, 12 in DeiT-B.
-        mixer: "dot", SDPA, or "gka".
         pixels: side of an image, a multiple of 16; 224 gives 197 tokens.
-        device: where the graph of the tokens and the weights are.
 
     Example:
-        >>> from graphattn.cli.bench.vision import VisionTransformer
-        >>> dot, gka = (VisionTransformer(192, 3, 12, mixer) for mixer in ("dot", "gka"))
-        >>> [sum(p.numel() for p in model.parameters()) for model in (dot, gka)]
-        [5717416, 4383436]
+        >>> from graphattn.cli.bench.vision import PlainVisionTransformer
+        >>> sum(p.numel() for p in PlainVisionTransformer(192, 3, 12).parameters())
+        5717416
     """
 
-    def __init__(
-        self,
-        dim: int,
-        heads: int,
-        depth: int,
-        mixer: str,
-        pixels: int = 224,
-        device: torch.device | None = None,
-    ) -> None:
+    def __init__(self, dim: int, heads: int, depth: int, pixels: int = 224) -> None:
         super().__init__()
         tokens = (pixels // PATCH) ** 2 + 1
-        graph = ga.complete_graph(tokens).to(device or torch.device("cpu"))
         self.patches = nn.Conv2d(3, dim, PATCH, PATCH)
         self.class_token = nn.Parameter(nn.init.trunc_normal_(torch.empty(1, 1, dim), std=0.02))
         self.positions = nn.Parameter(nn.init.trunc_normal_(torch.empty(1, tokens, dim), std=0.02))
-        mixers = (
-            FusedAttention(dim, heads) if mixer == "dot" else KernelAttention(dim, heads, graph)
-            for _ in range(depth)
-        )
-        self.blocks = nn.Sequential(*(Block(dim, mixer) for mixer in mixers))
+        self.blocks = nn.Sequential(*(Block(dim, heads) for _ in range(depth)))
         self.norm = nn.LayerNorm(dim)
         self.head = nn.Linear(dim, CLASSES)
-        self.to(device)
 
     def forward(self, images: Tensor) -> Tensor:
         """Logits."""
@@ -118,10 +89,23 @@ class VisionTransformer(nn.Module):
         return self.head(self.norm(self.blocks(x)[:, 0]))
 
 
+def vision_model(mixer: str, dim: int, heads: int, depth: int, pixels: int = 224) -> nn.Module:
+    """The model whose mixer is "dot", in plain PyTorch, or "gka", graphattn's.
+
+    Example:
+        >>> from graphattn.cli.bench.vision import vision_model
+        >>> sum(p.numel() for p in vision_model("gka", 192, 3, 12).parameters())
+        4383436
+    """
+    if mixer == "dot":
+        return PlainVisionTransformer(dim, heads, depth, pixels)
+    return ga.models.VisionTransformer(pixels, PATCH, CLASSES, dim, depth, heads, mixer="gka")
+
+
 class Trained(NamedTuple):
     """A model and what steps it."""
 
-    model: VisionTransformer
+    model: nn.Module
     optimizer: torch.optim.Optimizer
 
 
@@ -144,9 +128,8 @@ def vision_inputs(size: dict[str, int], device: torch.device, dtype: torch.dtype
     def trained(mixer: str) -> Trained:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            model = VisionTransformer(
-                size["dim"], size["heads"], size["depth"], mixer, pixels, device
-            ).to(dtype)
+            model = vision_model(mixer, size["dim"], size["heads"], size["depth"], pixels)
+        model.to(device, dtype)
         # capturable: its step count lives on the GPU, and nothing waits for it.
         capturable = device.type == "cuda"
         parameters = model.parameters()
@@ -177,7 +160,8 @@ class VisionRun:
         """Of some images."""
         refuse_cudnn_on_a_cpu(self.backend, images.device)
         with sdpa_kernel(self.backend):
-            return x.trained[self.mixer].model(images)
+            logits: Tensor = x.trained[self.mixer].model(images)
+            return logits
 
     def loss(self, x: VisionInputs, which: slice) -> Tensor:
         """Cross-entropy of some images."""
