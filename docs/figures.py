@@ -124,6 +124,22 @@ def grid_window_graph() -> Figure:
     return figure
 
 
+def grid_block_graph() -> Figure:
+    """The matrix of shifted blocks, and the block of a pixel in the image plane."""
+    figure, axes = new_figure(4, side=1.95)
+    plain = ga.grid_block_graph(8, 8, block_size=4)
+    shifted = ga.grid_block_graph(8, 8, block_size=4, shift=2)
+    adjacency(axes[0], "block_size=4, shift=2", shifted)
+    for ax, title, graph, pixel in (
+        (axes[1], "block_size=4", plain, (3, 4)),
+        (axes[2], "shift=2", shifted, (3, 4)),
+        (axes[3], "shift=2, at the border", shifted, (4, 1)),
+    ):
+        image_plane(ax, graph, 8, 8, pixel)
+        ax.set_title(title, fontsize=8, color=INK)
+    return figure
+
+
 def volume_window_graph() -> Figure:
     """The frames of a video, and what one pixel of the third sees of them."""
     figure, axes = new_figure(4, side=1.95)
@@ -206,6 +222,7 @@ BUILDERS: dict[str, Callable[[], Figure]] = {
         longformer_graph,
         bigbird_graph,
         grid_window_graph,
+        grid_block_graph,
         volume_window_graph,
         neighborhood_graph,
         knn_graph,

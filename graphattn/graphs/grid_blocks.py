@@ -40,10 +40,6 @@ class GridBlocks(Structure):
         return self.height * self.width
 
     @property
-    def is_causal(self) -> bool:
-        return self.block == (1, 1)
-
-    @property
     def offset_table(self) -> GridOffsets:
         tall, wide = self.block
         return GridOffsets((1 - tall, 1 - wide), (tall - 1, wide - 1), (1, 1))
@@ -100,7 +96,8 @@ def _pairs(axis: Blocks) -> int:
     """How many pairs of one axis stand in one block: a sum of squares."""
     size = axis.block_size
     first = min(axis.shift, axis.num_tokens)
-    full, last = divmod(axis.num_tokens - first, size)
+    rest = axis.num_tokens - first
+    full, last = rest // size, rest % size  # (torch.compile knows no divmod of open sizes)
     return first * first + full * size * size + last * last
 
 

@@ -75,7 +75,7 @@ class Structure:
             case ("image", first, last, _):
                 return (last - first + 1) ** 2
             case GridOffsets(firsts, lasts):
-                return math.prod(b - a + 1 for a, b in zip(firsts, lasts, strict=True))
+                return math.prod([b - a + 1 for a, b in zip(firsts, lasts, strict=True)])
         return None
 
     def offset_index(self, target: Tensor, source: Tensor) -> Tensor:

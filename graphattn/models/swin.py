@@ -125,9 +125,14 @@ class SwinTransformer(BlockStack):
         for place, (layer, _) in enumerate(layers):
             reach = self.windows[stage_of[place]] - 1
             rate = last * place / max(len(stage_of) - 1, 1)
-            options = {"mlp_ratio": mlp_ratio, "dropout": dropout, "drop_path": rate}
-            takes_bias = isinstance(layer, GraphAttention)
-            self.blocks.append(WindowBlock(layer, reach if takes_bias else None, **options))
+            block = WindowBlock(
+                layer,
+                reach if isinstance(layer, GraphAttention) else None,
+                mlp_ratio=mlp_ratio,
+                dropout=dropout,
+                drop_path=rate,
+            )
+            self.blocks.append(block)
         stages = range(len(self.depths) - 1)
         self.merges = nn.ModuleList(PatchMerging(dim * 2**stage) for stage in stages)
         self.dim = dim * 2 ** (len(self.depths) - 1)

@@ -54,7 +54,7 @@ class WindowBlock(PreNormBlock):
         mixer: as :class:`~graphattn.nn.PreNormBlock` takes it.
         max_offset: the farthest offset along an axis that has a number of its own in the table of
             biases, ``window_size - 1``; None for a mixer without them.
-        options: further arguments of :class:`~graphattn.nn.PreNormBlock`.
+        mlp_ratio, dropout, drop_path: as in :class:`~graphattn.nn.PreNormBlock`.
 
     Shapes:
         - **x**: [*, height * width, dim], the tokens of a grid in row-major order
@@ -78,8 +78,16 @@ class WindowBlock(PreNormBlock):
         torch.Size([2, 42, 16])
     """
 
-    def __init__(self, mixer: nn.Module, max_offset: int | None, **options: Any) -> None:
-        super().__init__(mixer, **options)
+    def __init__(
+        self,
+        mixer: nn.Module,
+        max_offset: int | None,
+        *,
+        mlp_ratio: float = 4.0,
+        dropout: float = 0.0,
+        drop_path: float = 0.0,
+    ) -> None:
+        super().__init__(mixer, mlp_ratio=mlp_ratio, dropout=dropout, drop_path=drop_path)
         self.position_bias = None
         if max_offset is not None:
             heads = getattr(mixer, "heads", None)
@@ -107,15 +115,17 @@ class WindowBlock(PreNormBlock):
         **given: Any,
     ) -> Tensor:
         """Mix the tokens of every window, then transform each by itself."""
+        padding = _padding(graph, grid)
         if self.position_bias is not None and given.get("edge_bias") is None:
             given["edge_bias"] = self._biases(graph, grid)
-        padding = _padding(graph, grid)
         if padding is None or grid is None:
             return super().forward(x, graph, context, **given)
+        if context is not None:
+            raise ValueError(f"context must be None on a padded grid, got {type(context).__name__}")
         (below, right), (height, width) = padding, grid
-        to_mix = self.mixer_norm(x).unflatten(-2, (height, width))
-        to_mix = functional.pad(to_mix, (0, 0, 0, right, 0, below)).flatten(-3, -2)
-        mixed = self.mixer(to_mix, graph, **given)
+        cells = self.mixer_norm(x).unflatten(-2, (height, width))
+        cells = functional.pad(cells, (0, 0, 0, right, 0, below))
+        mixed = self.mixer(cells.flatten(-3, -2), graph, **given)
         mixed = mixed.unflatten(-2, (height + below, width + right))[..., :height, :width, :]
         x = x + self._branch(mixed.flatten(-3, -2), graph)
         return x + self._branch(self.mlp(self.mlp_norm(x)), graph)
