@@ -268,25 +268,14 @@ def test_a_block_takes_a_second_track():
         ga.nn.PreNormBlock(torch.nn.Linear(2, 2))
 
 
-@pytest.mark.parametrize(
-    ("layers", "heads", "dim", "millions", "table_10"),
-    [(6, 6, 384, 49, 54), (12, 12, 768, 162, 193), (32, 16, 1024, 506, 385)],
-)
-def test_parameter_counts_are_those_the_docstring_sets_beside_table_10(
-    layers, heads, dim, millions, table_10
-):
+@pytest.mark.parametrize(("layers", "heads", "dim"), [(6, 6, 384), (12, 12, 768), (32, 16, 1024)])
+def test_a_plain_encoder_has_the_parameters_of_a_pre_norm_transformer(layers, heads, dim):
     """Counted by hand: embedding and head, and per block 12 dim^2 + 13 dim; a last norm."""
     with torch.device("meta"):
         model = ga.models.SequenceEncoder(50_258, dim, layers, heads)
     block = 4 * (dim * dim + dim) + 8 * dim * dim + 5 * dim + 4 * dim
     by_hand = 2 * 50_258 * dim + 50_258 + layers * block + 2 * dim
-    count = sum(p.numel() for p in model.parameters())
-    assert count == by_hand
-    assert round(count / 1e6) == millions
-    says = " ".join(ga.models.SequenceEncoder.__doc__.split())
-    assert (
-        f"{millions} M where it says {table_10} M" in says or f"{millions} for {table_10}" in says
-    )
+    assert model.num_parameters() == by_hand
 
 
 # Features of edges.

@@ -90,7 +90,7 @@ def ddit(model: Any, tokens: Tensor, sigma: Tensor) -> Tensor:
         )
         weights = (rotated(q) @ rotated(k).transpose(-1, -2) / math.sqrt(D // H)).softmax(-1)
         y = (weights @ v).transpose(1, 2).reshape(batch, n, D)
-        x = x + gate_1 * (y @ own["out_proj.weight"].T + own["out_proj.bias"])
+        x = x + gate_1 * (y @ own["output_proj.weight"].T + own["output_proj.bias"])
         m = layer_norm(x, block.mlp_norm) * (1 + scale_2) + shift_2
         m = block.mlp[0](m)
         m = m * 0.5 * (1 + torch.erf(m / math.sqrt(2)))
@@ -302,8 +302,8 @@ def test_checkpointing_changes_no_gradient(mixer):
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
-@pytest.mark.parametrize("per_token", [False, True])
-@pytest.mark.parametrize("mixer", ["dot", "mix"])
+@pytest.mark.long
+@pytest.mark.parametrize(("mixer", "per_token"), [("dot", False), ("mix", True)])
 def test_two_compilations_serve_all_lengths(mixer, per_token):
     torch._dynamo.reset()
     model = encoder(mixer).float()
