@@ -77,7 +77,7 @@ def test_parts_load_on_first_use():
 import sys
 import graphattn as ga
 for part in (
-    "nn", "models", "spectral", "dynamics", "diagnostics", "data", "train", "plot"
+    "nn", "data", "models", "spectral", "dynamics", "diagnostics", "train", "plot"
 ):
     name = "graphattn." + part
     assert name not in sys.modules, name

@@ -1049,9 +1049,9 @@ MUTATIONS = [
     Mutation(
         "the demo trains on a structure without its graph",
         "graphattn/cli/demo/training.py",
-        "pieces = cut(sample.sequences, sample.trace)",
+        "pieces = cut(sample.sequences, sample.structures)",
         "pieces = cut(sample.sequences)",
-        (f"{DEMO}::test_models_see_the_nearest_atoms_and_nothing_else",),
+        (f"{DEMO}::test_models_see_the_nearest_atoms_of_all_chains_and_nothing_else",),
     ),
     Mutation(
         "the demo's error takes every guess for independent",

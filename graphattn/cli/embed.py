@@ -209,7 +209,8 @@ def write_file(path: Path, proteins: list[Protein], residues: list[Tensor]) -> N
         return
     import numpy
 
-    numpy.savez(path, **{name: numpy.asarray(value) for name, value in arrays.items()})
+    named: dict[str, Any] = {name: numpy.asarray(value) for name, value in arrays.items()}
+    numpy.savez(path, **named)
 
 
 def write_folder(folder: Path, proteins: list[Protein], residues: list[Tensor]) -> None:

@@ -72,7 +72,10 @@ def laid_out(structures: list[Structure], tokens: Any, device: torch.device) -> 
     sizes = [len(own.sequence) for own in structures]
     padding, valid = [0] * len(sizes), None
     rows: tuple[int, ...] = ()
-    structures = [own.to(device) for own in structures]
+    # (A copy would count the places along its chains anew.)
+    structures = [
+        own if own.ca_positions.device == device else own.to(device) for own in structures
+    ]
     if isinstance(tokens, Tensor) and tokens.dim() > 0:
         N = tokens.shape[-1]
         if tokens.dim() == 2 and len(structures) == len(tokens) and (len(tokens) > 1):

@@ -17,7 +17,7 @@ from graphattn.cli.demo import pieces, training
 from graphattn.cli.demo.sample import Sample, load_sample
 from graphattn.cli.demo.split import families, split, word_length
 from graphattn.cli.demo.verdict import training_table, verdict
-from graphattn.data import ProteinTokenizer
+from graphattn.data import ProteinTokenizer, Structure
 
 LETTERS = "ACDEFGHIKLMNPQRSTVWY"
 
@@ -132,17 +132,19 @@ def test_pieces_hold_every_token_once_and_batches_mark_their_padding():
     assert torch.equal(batch.place[batch.valid], batch.tokens[batch.valid])
 
 
-def test_pieces_of_a_chain_bring_the_graph_of_their_own_atoms():
-    positions = torch.randn(1100, 3)
-    (cut,) = pieces.cut([torch.arange(1100)], [positions])
+def test_pieces_of_a_structure_bring_their_own_atoms_and_chains():
+    index = torch.arange(2).repeat_interleave(550)
+    whole = Structure("A" * 1100, torch.randn(1100, 3), index, ("A", "B"))
+    (cut,) = pieces.cut([torch.arange(1100)], [whole])
     assert [len(piece.tokens) for piece in cut] == [367, 367, 366]
-    distance = torch.cdist(positions.double(), positions.double())
-    batch = pieces.batch_of(cut)
     for piece in cut:
         own = slice(piece.first, piece.first + len(piece.tokens))
-        nearest = distance[own, own].argsort(dim=1)[:, : pieces.NEAREST].sort(dim=1).values
-        assert torch.equal(piece.graph.edge_index[0].view(-1, pieces.NEAREST), nearest)
-    assert batch.graph.sizes == ((367, 367), (367, 367), (366, 366))
+        assert torch.equal(piece.structure.ca_positions, whole.ca_positions[own])
+        assert torch.equal(piece.structure.chain_index, whole.chain_index[own])
+        assert torch.equal(piece.structure.residue_numbers, whole.residue_numbers[own])
+    batch = pieces.batch_of(cut)
+    assert torch.equal(batch.tokens, torch.arange(1100))
+    assert batch.structures == [piece.structure for piece in cut]
 
 
 def test_an_evaluation_is_spread_over_all_pieces_and_hides_few_ones_several_times():
@@ -220,7 +222,7 @@ def folder_of(tmp_path: Path, *chains: str) -> Path:
     return tmp_path
 
 
-def test_a_folder_of_structures_holds_out_chains_and_never_a_copy(tmp_path):
+def test_a_folder_of_structures_holds_some_out_and_never_a_copy(tmp_path):
     own = [protein(40, seed) for seed in range(8)]
     folder = folder_of(tmp_path, *own, *own)
     sample = load_sample(folder, 64)
@@ -237,29 +239,45 @@ def test_a_folder_of_structures_holds_out_chains_and_never_a_copy(tmp_path):
     assert "(8 families)" in material.how
 
 
-def test_models_see_the_nearest_atoms_and_nothing_else(tmp_path, monkeypatch):
-    sample = load_sample(folder_of(tmp_path, *(protein(40, seed) for seed in range(6))), 64)
-    graphs = []
+def test_models_see_the_nearest_atoms_of_all_chains_and_nothing_else(tmp_path, monkeypatch):
+    """Files of two chains that lie in each other: the model's graphs are of whole files."""
+    for n in range(5):
+        chains = [
+            pdb_of(protein(20, 2 * n + side), "AB"[side], seed=2 * n + side) for side in (0, 1)
+        ]
+        (tmp_path / f"s{n}.pdb").write_text("".join(chains))
+    sample = load_sample(tmp_path, 64)
+    assert [own.chain_ids for own in sample.structures] == [("A", "B")] * 5
+    seen = []
     original = training._logits
 
     def spy(model, batch):
-        graphs.append((batch.batch.place, batch.batch.graph))
+        assert isinstance(model, ga.models.ProteinModel)
+        seen.append((model, batch.batch))
         return original(model, batch)
 
     monkeypatch.setattr(training, "_logits", spy)
     quiet(sample)
-    atoms = torch.cat(sample.trace).double()
-    assert graphs
-    for place, graph in graphs:
-        own = atoms[place]
-        chain = place // 40
-        distance = torch.cdist(own, own).masked_fill(chain[:, None] != chain, math.inf)
-        near = torch.zeros_like(distance, dtype=torch.bool)
-        near.scatter_(1, distance.argsort(dim=1)[:, : pieces.NEAREST], True)
-        several = len(place) > len(place.unique())  # a chain that was drawn twice
-        assert graph.num_edges == pieces.NEAREST * len(place)
-        if not several:
-            assert torch.equal(graph.to_mask(), near)
+    assert seen
+    atoms = torch.cat([own.ca_positions for own in sample.structures]).double()
+    across = 0
+    for model, batch in seen[:4]:
+        graph = model.graphs(structure=batch.structures)[0]
+        expected = torch.zeros(len(batch.tokens), len(batch.tokens), dtype=torch.bool)
+        begin = 0
+        for place in batch.place.split([len(own) for own in batch.structures]):
+            assert torch.equal(place, place[0] + torch.arange(40))  # one file, whole
+            distance = torch.cdist(atoms[place], atoms[place]).fill_diagonal_(math.inf)
+            near = torch.zeros(40, 40, dtype=torch.bool)
+            near.scatter_(1, distance.argsort(dim=1)[:, : pieces.NEAREST], True)
+            across += int(near[:20, 20:].sum())
+            chain, along = torch.arange(40) // 20, torch.arange(40)
+            beside = (along[:, None] - along).abs() <= training.BESIDE
+            near |= beside & (chain[:, None] == chain)
+            expected[begin : begin + 40, begin : begin + 40] = near
+            begin += 40
+        assert torch.equal(graph.to_mask(), expected)
+    assert across > 100
 
 
 def test_one_chain_makes_no_claim_about_held_out_residues(tmp_path):
@@ -269,7 +287,7 @@ def test_one_chain_makes_no_claim_about_held_out_residues(tmp_path):
     assert not result.material.is_held_out
     said = str(training_table(result).caption)
     assert "On the tokens they learnt from" in said
-    assert "Nothing is held out: there is only this chain" in said
+    assert "Nothing is held out: there is only this structure" in said
     assert "eld-out" not in said
     assert "guesses on the same" in str(training_table(result).title)
 
@@ -278,7 +296,7 @@ def test_copies_of_one_chain_are_one_chain(tmp_path):
     same = protein(60, 0)
     material = training.material_of(load_sample(folder_of(tmp_path, same, same), 64), 0)
     assert not material.is_held_out
-    assert "only these chains, all relatives" in material.how
+    assert "only these structures, all relatives" in material.how
 
 
 def test_a_folder_reads_every_chain_below_it_and_names_what_it_leaves_out(tmp_path):
@@ -288,8 +306,11 @@ def test_a_folder_reads_every_chain_below_it_and_names_what_it_leaves_out(tmp_pa
     (tmp_path / "broken.pdb").write_text("ATOM  nonsense")
     (tmp_path / "notes.txt").write_text("no structure")
     sample = load_sample(tmp_path, 64)
-    assert [len(sequence) for sequence in sample.sequences] == [20, 30]
-    assert [tuple(trace.shape) for trace in sample.trace] == [(20, 3), (30, 3)]
+    assert [len(sequence) for sequence in sample.sequences] == [50]
+    (structure,) = sample.structures
+    assert structure.chain_ids == ("A", "B")
+    assert structure.chain_index.bincount().tolist() == [20, 30]
+    assert f"{tmp_path.name}: 2 chains of 1 files; shown: two.pdb, chains A, B" in sample.title
     assert len(sample.notes) == 2
     assert "broken.pdb: line 1" in sample.notes[0]
     assert sample.notes[1] == "left out: 1 chains of fewer than 8 residues"

@@ -153,8 +153,8 @@ def test_a_structure_is_trained_on_its_neighbours_in_space_and_claims_nothing_he
     assert result.exit_code == 0, result.output
     said = " ".join(result.output.split())
     assert "attention, consensus (MIX)" in said
-    assert "Both see the 16 nearest C-alpha atoms" in said
-    assert "Nothing is held out: there is only this chain" in said
+    assert "a residue sees the 16 whose C-alpha atoms are nearest, of whatever chain" in said
+    assert "Nothing is held out: there is only this structure" in said
     assert "Attention weights among neighbours in space" in (tmp_path / "report.html").read_text()
     page = " ".join(Page((tmp_path / "report.html").read_text(encoding="utf-8")).text.split())
     assert not re.search(r"[Hh]eld[- ]out", page.replace("Nothing is held out", ""))

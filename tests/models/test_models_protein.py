@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional
 
 import graphattn as ga
@@ -610,3 +611,24 @@ def test_a_call_names_what_is_wrong():
         model.init_cache(1)
     with pytest.raises(ValueError, match="at least one residue"):
         model.embed("--")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("options", [{"structure": False}, {}, {"context": TRACKS}], ids=str)
+def test_two_compilations_serve_sequences_of_all_lengths(options):
+    torch._dynamo.reset()
+    model = model_of("mix", **options)
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(model, fullgraph=True, backend=counter)
+    for n in (17, 12, 40, 25):
+        tokens, given = torch.randint(21, (2, n)), {}
+        if "context" in options:
+            given["context"] = {
+                "secondary": torch.randint(3, (2, n)),
+                "exposed": torch.rand(2, n, 1).double(),
+                "partner": torch.randint(20, (2, n + 3)),
+            }
+        torch.testing.assert_close(
+            compiled(tokens, **given), model(tokens, **given), rtol=0, atol=1e-9
+        )
+    assert counter.frame_count <= 2

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 import graphattn as ga
 from graphattn.cli.demo.graphs import graphs_that_fit
 from graphattn.cli.demo.pieces import NEAREST as NEAREST_IN_SPACE
-from graphattn.cli.demo.pieces import neighbors_in_space
 from graphattn.cli.demo.sample import Sample
-from graphattn.cli.demo.training import Training
+from graphattn.cli.demo.training import BESIDE, Training
 from graphattn.cli.demo.verdict import verdict
 
 if TYPE_CHECKING:
@@ -91,7 +91,11 @@ def _attention(sample: Sample, training: Training | None, path: Path, seed: int)
     """The weights that the same queries and keys get from three mechanisms."""
     tokens = sample.tokens[:SHOWN_WINDOW]
     if training is not None:
-        over = f"the {NEAREST_IN_SPACE} nearest residues" if training.in_space else "all tokens"
+        over = (
+            f"the {NEAREST_IN_SPACE} nearest residues and {BESIDE} on each side along the chain"
+            if training.in_space
+            else "all tokens"
+        )
         model, origin = (
             training.runs[0].model,
             f"the attention model's first layer (trained with dot products over {over}; the head "
@@ -105,9 +109,12 @@ def _attention(sample: Sample, training: Training | None, path: Path, seed: int)
         graph = ga.window_path_graph(len(tokens), WINDOW, self_loops=True)
         where, sees = "in one window", f"every token looking {WINDOW} to each side"
     else:
-        graph = neighbors_in_space(sample.ca_positions[: len(tokens)])
+        graph = _neighbors_in_space(sample.ca_positions[: len(tokens)])
         where = "among neighbours in space"
-        sees = f"each of {len(tokens)} residues looking at its {NEAREST_IN_SPACE} nearest of them"
+        sees = (
+            f"each of {len(tokens)} residues looking at the {NEAREST_IN_SPACE} nearest of them, "
+            "itself counted"
+        )
     x = block.mixer_norm(model.embedding(tokens))
     query, key, _ = block.mixer.project(x, x, graph, None)
     sigma = query.shape[-1] ** 0.5
@@ -141,6 +148,14 @@ def _attention(sample: Sample, training: Training | None, path: Path, seed: int)
         f"Head {head} of {origin}: the same queries and keys under three mechanisms, {sees}. "
         "Row i is how token i divides its attention; grey is no edge, white an edge of weight 0.",
     )
+
+
+def _neighbors_in_space(ca_positions: Tensor) -> ga.TokenGraph:
+    """Every residue sees the nearest C-alpha atoms and itself."""
+    near = min(NEAREST_IN_SPACE - 1, len(ca_positions) - 1)
+    if near < 1:
+        return ga.complete_graph(len(ca_positions))
+    return ga.knn_graph(ca_positions.double(), k=near + 1, self_loops=True)
 
 
 def shown(letter: str) -> str:

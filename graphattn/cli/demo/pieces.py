@@ -1,4 +1,4 @@
-"""Pieces of sequences and of protein chains, batches of them, and what is hidden in a batch."""
+"""Pieces of sequences and of structures, batches of them, and what is hidden in a batch."""
 
 from __future__ import annotations
 
@@ -9,32 +9,34 @@ import torch
 from torch import Tensor, nn
 
 import graphattn as ga
+from graphattn.data import Structure
+from graphattn.data.structures.structure import residues_of
 
-LONGEST_PIECE, LONGEST_PART = 128, 512  # tokens of a sequence, residues of a chain
-BATCH, BATCH_TOKENS, BATCH_RESIDUES = 16, 2048, 512  # residues of chains: their edges cost more
+LONGEST_PIECE, LONGEST_PART = 128, 512  # tokens of a sequence, residues of a structure
+BATCH, BATCH_TOKENS, BATCH_RESIDUES = 16, 2048, 512  # residues: their edges cost more
 MASK_RATIO = 0.15
-NEAREST = 16  # C-alpha atoms that a residue sees, itself counted
+NEAREST = 16  # C-alpha atoms that a residue sees
 MOST_MASKINGS = 16  # of one piece in an evaluation
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of a sequence; of a chain, with the graph of its residues in space."""
+    """A part of a sequence, or of a structure."""
 
     tokens: Tensor  # [L]
     first: int  # its place among all tokens
-    graph: ga.TokenGraph | None = None
+    structure: Structure | None = None
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Pieces padded to the longest [B, L], or chains one after another [N] with their graph."""
+    """Pieces padded to the longest [B, L], or structures one after another [N]."""
 
     tokens: Tensor
     valid: Tensor
     place: Tensor  # of every token among all: one number per position of the file
     piece: Tensor  # the first place of its piece
-    graph: ga.TokenGraph | None
+    structures: list[Structure]  # none of sequences
 
 
 @dataclass(frozen=True)
@@ -52,10 +54,10 @@ class MaskedBatch:
 
 
 def cut(
-    sequences: Sequence[Tensor], ca_positions: Sequence[Tensor] | None = None
+    sequences: Sequence[Tensor], structures: Sequence[Structure] | None = None
 ) -> list[list[Piece]]:
     """The pieces of every sequence, of about equal length."""
-    if ca_positions is None:
+    if structures is None:
         longest = max(1, min(LONGEST_PIECE, sum(map(len, sequences)) // 8))
     else:
         longest = LONGEST_PART
@@ -66,21 +68,15 @@ def cut(
         found.append([])
         begin = 0
         for tokens in sequence.tensor_split(parts) if parts else ():
-            graph = None
-            if ca_positions is not None:
-                graph = neighbors_in_space(ca_positions[n][begin : begin + len(tokens)])
-            found[-1].append(Piece(tokens, first + begin, graph))
-            begin += len(tokens)
+            end = begin + len(tokens)
+            own = None if structures is None else structures[n]
+            if own is not None and parts > 1:
+                chains = own.chain_index[begin:end]
+                own = residues_of(own, torch.arange(begin, end), chains, own.chain_ids)
+            found[-1].append(Piece(tokens, first + begin, own))
+            begin = end
         first += len(sequence)
     return found
-
-
-def neighbors_in_space(ca_positions: Tensor) -> ga.TokenGraph:
-    """Every residue sees the nearest C-alpha atoms and itself."""
-    near = min(NEAREST - 1, len(ca_positions) - 1)
-    if near < 1:
-        return ga.complete_graph(len(ca_positions))
-    return ga.knn_graph(ca_positions.double(), k=near + 1, self_loops=True)
 
 
 def batch_of(pieces: Sequence[Piece]) -> Batch:
@@ -89,19 +85,18 @@ def batch_of(pieces: Sequence[Piece]) -> Batch:
     valid = [torch.ones(len(own), dtype=torch.bool) for own in tokens]
     place = [piece.first + torch.arange(len(piece.tokens)) for piece in pieces]
     first = [torch.full((len(piece.tokens),), piece.first) for piece in pieces]
-    graphs = [piece.graph for piece in pieces if piece.graph is not None]
+    structures = [piece.structure for piece in pieces if piece.structure is not None]
 
     def joined(column: list[Tensor]) -> Tensor:
-        if graphs:
+        if structures:
             return torch.cat(column)
         return nn.utils.rnn.pad_sequence(column, batch_first=True)
 
-    graph = ga.batch(graphs) if graphs else None
-    return Batch(joined(tokens), joined(valid), joined(place), joined(first), graph)
+    return Batch(joined(tokens), joined(valid), joined(place), joined(first), structures)
 
 
 def drawn(pieces: Sequence[Piece], generator: torch.Generator) -> Batch:
-    """Some pieces at random, to learn from: 16, or a few chains."""
+    """Some pieces at random, to learn from: 16, or a few structures."""
     index = torch.randint(len(pieces), (BATCH,), generator=generator).tolist()
     return next(batches([pieces[n] for n in index]))
 
@@ -110,7 +105,7 @@ def batches(pieces: Sequence[Piece]) -> Iterator[Batch]:
     """All of them, in batches of limited size."""
     some: list[Piece] = []
     for piece in pieces:
-        room = BATCH_TOKENS if piece.graph is None else BATCH_RESIDUES
+        room = BATCH_TOKENS if piece.structure is None else BATCH_RESIDUES
         too_much = sum(len(own.tokens) for own in (*some, piece)) > room
         if some and (too_much or len(some) == BATCH):
             yield batch_of(some)

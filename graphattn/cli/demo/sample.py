@@ -37,7 +37,7 @@ class Sample:
     sequences: tuple[Tensor, ...]  # all of the file's, to train on
     packed: tuple[int, ...] = ()  # lengths of the first sequences of a FASTA file
     ca_positions: Tensor | None = None  # [N, 3], in Angstrom
-    trace: tuple[Tensor, ...] | None = None  # the C-alpha positions of all `sequences`
+    structures: tuple[Structure, ...] | None = None  # whose residues all `sequences` are
     sequence_name: str = "text"  # what one of the sequences is
     notes: tuple[str, ...] = ()  # what was left out, and why
 
@@ -45,7 +45,7 @@ class Sample:
 def load_sample(file: Path | None, num_tokens: int, max_bytes: int | None = MAX_BYTES) -> Sample:
     """The first `num_tokens` tokens of a file, or of the text that every Python ships.
 
-    Of a folder of structures: those of its first chain, with all chains to train on.
+    Of a folder of structures: those of its first structure, with all of them to train on.
     """
     if file is None:
         text = "\n".join(topics[name] for name in sorted(topics))
@@ -59,8 +59,8 @@ def load_sample(file: Path | None, num_tokens: int, max_bytes: int | None = MAX_
     if kind == "fasta":
         return _fasta_sample(file, num_tokens, max_bytes)
     if kind in ("pdb", "mmcif"):
-        chain = read_structure(file, max_bytes=max_bytes).split()[0]
-        return _structure_sample(f"{printable(file.name)}, chain", [chain], num_tokens)
+        structure = read_structure(file, max_bytes=max_bytes)
+        return _structure_sample(printable(file.name), [structure], num_tokens)
     return _text_sample(printable(file.name), text, num_tokens)
 
 
@@ -78,49 +78,56 @@ def _text_sample(name: str, text: str, num_tokens: int) -> Sample:
     )
 
 
-def _structure_sample(name: str, chains: list[Structure], num_tokens: int) -> Sample:
-    first = chains[0]
+def _structure_sample(name: str, structures: list[Structure], num_tokens: int) -> Sample:
+    first = structures[0]
     tokenizer = ProteinTokenizer()
-    sequences = tuple(tokenizer.encode(chain.sequence) for chain in chains)
+    sequences = tuple(tokenizer.encode(own.sequence) for own in structures)
+    chains = f"chain{'s' * (len(first.chain_ids) > 1)} {', '.join(first.chain_ids)}"
     tokens = sequences[0][:num_tokens]
     used = _part(len(tokens), len(sequences[0]))
     return Sample(
-        f"{name} {printable(first.chain_ids[0])}: {used} residues",
+        f"{name}, {printable(chains)}: {used} residues",
         tokens,
         tokenizer.decode(tokens),
         tokenizer.vocab_size,
         sequences=sequences,
         ca_positions=first.ca_positions[:num_tokens].double(),
-        trace=tuple(chain.ca_positions for chain in chains),
-        sequence_name="chain",
+        structures=tuple(structures),
+        sequence_name="structure",
     )
 
 
 def _folder_sample(folder: Path, num_tokens: int, max_bytes: int | None) -> Sample:
-    """All chains of all structures in a folder and below, as far as a demonstration can use them.
+    """All structures in a folder and below, as far as a demonstration can use them.
 
     A file that cannot be read does not stop the others: it becomes a note.
     """
     files = [file for file in sorted(folder.rglob("*")) if _is_structure(file)]
-    chains: list[Structure] = []
+    structures: list[Structure] = []
     notes: list[str] = []
-    first_file, total, read, too_short = None, 0, 0, 0
+    first_file, total, read, too_short, chains = None, 0, 0, 0, 0
     for file in files:
         if total >= MOST_TRAINING_TOKENS:
             notes.append(f"left out: {len(files) - read - len(notes):,} more files")
             break
         try:
-            own = read_structure(file, max_bytes=max_bytes).split()
+            own = read_structure(file, max_bytes=max_bytes)
         except FileFormatError as error:
             notes.append(f"left out: {error}")
             continue
-        long = [chain for chain in own if len(chain.sequence) >= SHORTEST_CHAIN]
-        too_short += len(own) - len(long)
-        if long and first_file is None:
-            first_file = file
-        chains += long
-        total += sum(len(chain.sequence) for chain in long)
+        sizes = own.chain_index.bincount(minlength=len(own.chain_ids)).tolist()
+        long = [
+            name for name, size in zip(own.chain_ids, sizes, strict=True) if size >= SHORTEST_CHAIN
+        ]
+        too_short += len(sizes) - len(long)
         read += 1
+        if not long:
+            continue
+        if first_file is None:
+            first_file = file
+        structures.append(own if len(long) == len(sizes) else own.select(chains=long))
+        total += len(structures[-1])
+        chains += len(long)
     if first_file is None:
         found = f"of {len(files):,} files none can be used" if files else "holds none"
         raise FileFormatError(
@@ -128,8 +135,8 @@ def _folder_sample(folder: Path, num_tokens: int, max_bytes: int | None) -> Samp
         )
     if too_short:
         notes.append(f"left out: {too_short:,} chains of fewer than {SHORTEST_CHAIN} residues")
-    title = f"{printable(folder.resolve().name)}: {len(chains):,} chains of {read:,} files; shown: "
-    sample = _structure_sample(f"{title}{printable(first_file.name)}, chain", chains, num_tokens)
+    title = f"{printable(folder.resolve().name)}: {chains:,} chains of {read:,} files; shown: "
+    sample = _structure_sample(f"{title}{printable(first_file.name)}", structures, num_tokens)
     return replace(sample, notes=tuple(notes))
 
 

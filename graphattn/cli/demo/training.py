@@ -19,17 +19,19 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor, nn
 
 import graphattn as ga
-from graphattn.cli.demo.pieces import MaskedBatch, Piece, cut, drawn, evaluation, hide
+from graphattn.cli.demo.pieces import NEAREST, MaskedBatch, Piece, cut, drawn, evaluation, hide
 from graphattn.cli.demo.sample import Sample
 from graphattn.cli.demo.split import SHARE, families, split
-from graphattn.models.encoder import Mixer
+from graphattn.models.mixers import Mixer
 
 DIM, DEPTH, HEADS, EDGE_HIDDEN = 64, 2, 4, 32
 MODELS: dict[str, Mixer] = {"attention (SA)": "dot", "attention, consensus (MIX)": "mix"}
+Model = ga.models.SequenceEncoder | ga.models.ProteinModel
 LEARNING_RATE, WARM_UP = 3e-3, 20  # its peak, and the steps until then
 FEWEST_TOKENS = 32
 CHOOSING_TOKENS, JUDGING_TOKENS = 12_288, 32_768  # of an evaluation
-CHOOSING_RESIDUES, JUDGING_RESIDUES = 3_072, 8_192  # of chains: their edges cost more
+CHOOSING_RESIDUES, JUDGING_RESIDUES = 3_072, 8_192  # their edges cost more
+BESIDE = 2  # residues on each side along its chain that a residue sees
 EVALUATIONS, PATIENCE, RISE = 12, 4, 0.05  # a rise that is more than noise, in nats per guess
 NEVER = -20.0  # the bias of the mask token, which is never the answer
 FEWEST_PIECES = 10  # from which on their number says how sure a mean is
@@ -51,7 +53,7 @@ class Trained:
     """A model, its loss on the way, and what it loses on the tokens that it is judged on."""
 
     name: str
-    model: ga.models.SequenceEncoder
+    model: Model
     losses: list[tuple[int, float]]  # on the tokens that choose the weights
     before: float
     after: float
@@ -80,7 +82,7 @@ def train_models(sample: Sample, steps: int, seed: int, console: Console) -> Tra
     if material is None:
         return None
     mask_token = sample.vocab_size
-    in_space = sample.trace is not None
+    in_space = sample.structures is not None
     judged = JUDGING_RESIDUES if in_space else JUDGING_TOKENS
     chosen = CHOOSING_RESIDUES if in_space else CHOOSING_TOKENS
     judging = evaluation(material.judging, mask_token, judged)
@@ -102,7 +104,7 @@ def train_models(sample: Sample, steps: int, seed: int, console: Console) -> Tra
                 progress.update(task, completed=step, loss=f"{loss:.3f}")  # type: ignore[arg-type]
 
             torch.manual_seed(seed)
-            model = start(mixer, log_share)
+            model = start(mixer, log_share, in_space)
             run = _train(name, model, material, choosing, judging, log_share, steps, seed, report)
             runs.append(run)
             progress.update(task, total=run.losses[-1][0])  # less if it stopped early
@@ -132,7 +134,7 @@ def material_of(sample: Sample, seed: int) -> Material | None:
     """What to learn from and what to judge by; None where there are too few tokens."""
     if sum(map(len, sample.sequences)) < FEWEST_TOKENS:
         return None
-    pieces = cut(sample.sequences, sample.trace)
+    pieces = cut(sample.sequences, sample.structures)
     if len(pieces) > 1:
         groups = families(sample.sequences, sample.vocab_size)
         parts = split(list(map(len, sample.sequences)), groups, seed)
@@ -147,9 +149,13 @@ def material_of(sample: Sample, seed: int) -> Material | None:
                 f"are equal or share 5 % of their words stay on one side ({len(groups):,} families)"
             )
             return Material(training, choosing, held_out, True, how)
-    if sample.trace is not None:
+    if sample.structures is not None:
         everything = [piece for own in pieces for piece in own]
-        what = f"this {sample.sequence_name}" if len(pieces) == 1 else "these chains, all relatives"
+        what = (
+            f"this {sample.sequence_name}"
+            if len(pieces) == 1
+            else "these structures, all relatives"
+        )
         how = (
             f"nothing is held out: there is only {what}. These losses say how well "
             "it was learnt by heart, and nothing about any other"
@@ -169,8 +175,16 @@ def log_frequency(pieces: Sequence[Piece], vocab_size: int) -> Tensor:
     return (counts / counts.sum()).log()
 
 
-def start(mixer: Mixer, log_share: Tensor) -> ga.models.SequenceEncoder:
+def start(mixer: Mixer, log_share: Tensor, in_space: bool) -> Model:
     """A model whose guesses start near the tokens' frequencies: it only has to learn the rest."""
+    if in_space:
+        options = {"edge_hidden": EDGE_HIDDEN} if mixer == "mix" else None
+        protein = ga.models.ProteinModel(
+            DIM, DEPTH, HEADS, mixer=mixer, mixer_options=options, neighbors=NEAREST, window=BESIDE
+        )
+        with torch.no_grad():
+            protein.head.bias.copy_(log_share)
+        return protein
     model = ga.models.SequenceEncoder(
         len(log_share) + 1, DIM, DEPTH, HEADS, mixer=mixer, edge_hidden=EDGE_HIDDEN
     )
@@ -187,9 +201,9 @@ def masked_loss(model: nn.Module, batch: MaskedBatch) -> Tensor:
 
 def _logits(model: nn.Module, batch: MaskedBatch) -> Tensor:
     own = batch.batch
-    if own.graph is None:
-        return model(batch.inputs, valid=own.valid)
-    return model(batch.inputs, own.graph)
+    if own.structures:
+        return model(batch.inputs, structure=own.structures)
+    return model(batch.inputs, valid=own.valid)
 
 
 @torch.no_grad()
@@ -252,7 +266,7 @@ def _rises(losses: list[float]) -> bool:
 
 def _train(
     name: str,
-    model: ga.models.SequenceEncoder,
+    model: Model,
     material: Material,
     choosing: Sequence[MaskedBatch],
     judging: Sequence[MaskedBatch],

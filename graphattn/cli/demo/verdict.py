@@ -7,7 +7,7 @@ import math
 from rich.table import Table
 
 from graphattn.cli.demo.pieces import MASK_RATIO, NEAREST
-from graphattn.cli.demo.training import Trained, Training
+from graphattn.cli.demo.training import BESIDE, Trained, Training
 from graphattn.cli.tables import plain_table
 
 CERTAIN = 2.0  # standard errors from 0
@@ -66,7 +66,8 @@ def _judgement(run: Trained) -> str:
 def _how(training: Training) -> str:
     material = training.material
     graphs = (
-        f"Both see the {NEAREST} nearest C-alpha atoms of every residue, itself counted. "
+        f"In both, a residue sees the {NEAREST} whose C-alpha atoms are nearest, of whatever "
+        f"chain, and {BESIDE} on each side along its own, with their distances. "
         if training.in_space
         else "Attention sees a whole piece, consensus 2 tokens on each side. "
     )
