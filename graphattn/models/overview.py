@@ -53,13 +53,20 @@ def layer_rows(
     for place, (block, graph) in enumerate(zip(blocks, graphs, strict=True)):
         mixer = mixer_name(block.mixer)
         for number, row in enumerate(rows):
-            alike = row.mixer == mixer and (row.graph is graph or row.graph == graph)
+            alike = row.mixer == mixer and _are_alike(row.graph, graph)
             if alike and not each:
                 rows[number] = row._replace(layers=(*row.layers, place))
                 break
         else:
             rows.append(LayerRow((place,), mixer, graph))
     return rows
+
+
+def _are_alike(graph: TokenGraph, other: TokenGraph) -> bool:
+    """Whether two graphs have the same edges, of which none is listed where structures tell."""
+    if graph.structure is not None and other.structure is not None:
+        return graph.structure == other.structure
+    return graph is other or graph == other
 
 
 def mixer_name(layer: nn.Module) -> str:
