@@ -32,6 +32,7 @@ from graphattn.diagnostics.record import AttentionRecord, record_attention, sink
 from graphattn.diagnostics.recording import Recording, record
 from graphattn.diagnostics.rollout import rollout
 from graphattn.diagnostics.stable_learning_rate import StableLearningRate, max_stable_lr
+from graphattn.diagnostics.training_operations import TrainingOperations, training_operations
 
 __all__ = [
     "AttentionRecord",
@@ -39,6 +40,7 @@ __all__ = [
     "PerLayer",
     "Recording",
     "StableLearningRate",
+    "TrainingOperations",
     "activation_memory",
     "attention_entropy",
     "bandwidths",
@@ -54,4 +56,5 @@ __all__ = [
     "sink_share",
     "sinks_per_layer",
     "spectra_without_attention",
+    "training_operations",
 ]

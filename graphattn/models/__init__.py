@@ -3,7 +3,6 @@
 from graphattn.models.causal_lm import CausalLM
 from graphattn.models.encoder import SequenceEncoder
 from graphattn.models.mixers import top_k_schedule
-from graphattn.models.operations import TrainingOperations, training_operations
 from graphattn.models.presets import Preset, presets
 from graphattn.models.protein import ProteinModel
 from graphattn.models.swin import SwinTransformer
@@ -15,9 +14,7 @@ __all__ = [
     "ProteinModel",
     "SequenceEncoder",
     "SwinTransformer",
-    "TrainingOperations",
     "VisionTransformer",
     "presets",
     "top_k_schedule",
-    "training_operations",
 ]

@@ -17,6 +17,12 @@ class Preset:
         arguments: of its constructor.
         about: one line: what it is for, and where the shapes are from.
         of_mixer: further arguments that a mixer comes with, by its name.
+
+    Example:
+        >>> import graphattn as ga
+        >>> found = ga.models.presets()["deit-tiny"]
+        >>> found.model, found.arguments["dim"]
+        ('VisionTransformer', 192)
     """
 
     model: str

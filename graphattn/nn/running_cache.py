@@ -36,6 +36,9 @@ class RunningCache(LayerCache):
         sums: "state" [batch * heads, D, Dv] and "total" [batch * heads, D], of the first
             `min_length` tokens.
 
+    Shapes:
+        - **buffers**: a field each, [batch * heads, rollback, width], of the newest tokens
+
     Example:
         >>> import torch, graphattn as ga
         >>> layer = ga.nn.LinearAttention(16, heads=4)

@@ -371,7 +371,7 @@ def test_the_language_models_of_the_gka_paper_have_its_parameters():
     ],
 )
 def test_training_operations_are_those_of_the_gka_paper(name, weights, formula, paper, exact):
-    counted = ga.models.training_operations(preset(name), 2048)
+    counted = ga.diagnostics.training_operations(preset(name), 2048)
     assert counted.by_formula == pytest.approx(formula, rel=1e-5)
     assert counted.by_formula == pytest.approx(paper, rel=1e-4)
     assert counted.exact == pytest.approx(exact, rel=1e-3)
@@ -384,13 +384,13 @@ def test_training_operations_are_those_of_the_gka_paper(name, weights, formula, 
 
 def test_operations_of_texts_shorter_than_a_window():
     model = preset("gka-d20")
-    assert ga.models.training_operations(model, 1).exact == pytest.approx(
-        ga.models.training_operations(model, 1).by_formula
+    assert ga.diagnostics.training_operations(model, 1).exact == pytest.approx(
+        ga.diagnostics.training_operations(model, 1).by_formula
     )
     with pytest.raises(ValueError, match="model must have no consensus layers"):
-        ga.models.training_operations(model_of("mix"), 5)
+        ga.diagnostics.training_operations(model_of("mix"), 5)
     with pytest.raises(ValueError, match="model must be a CausalLM, got Linear"):
-        ga.models.training_operations(torch.nn.Linear(2, 2), 5)
+        ga.diagnostics.training_operations(torch.nn.Linear(2, 2), 5)
 
 
 @pytest.mark.parametrize(

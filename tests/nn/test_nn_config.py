@@ -62,6 +62,12 @@ def test_the_config_is_what_was_said_and_the_defaults():
         "mixer": {"class": "KrauseAttention", **layer.config},
         "mlp_ratio": 4.0,
         "dropout": 0.5,
+        "drop_path": 0.0,
+        "norm": "layer",
+        "norm_affine": True,
+        "activation": "gelu",
+        "bias": True,
+        "condition_dim": None,
     }
 
 

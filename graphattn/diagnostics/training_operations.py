@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from graphattn.diagnostics.arguments import as_model
+from graphattn.diagnostics.cost import flops
 from graphattn.graphs.arguments import as_int
-from graphattn.models.causal_lm import CausalLM
-from graphattn.nn import SelfConsensus
 
 
 class TrainingOperations(NamedTuple):
@@ -18,13 +18,20 @@ class TrainingOperations(NamedTuple):
     Attributes:
         by_formula: every window is taken for full.
         exact: every edge of the graphs counts, and no other.
+
+    Example:
+        >>> import graphattn as ga
+        >>> model = ga.models.CausalLM(50, dim=16, depth=2, heads=2, window=4)
+        >>> counted = ga.diagnostics.training_operations(model, 100)
+        >>> counted.by_formula > counted.exact  # the first tokens have fewer keys
+        True
     """
 
     by_formula: float
     exact: float
 
 
-def training_operations(model: CausalLM, num_tokens: int) -> TrainingOperations:
+def training_operations(model: Any, num_tokens: int) -> TrainingOperations:
     r"""Operations of training a language model, per token of texts of that length.
 
     The formula is nanochat's, with which the GKA paper (Table 8) counts: six per weight of the
@@ -34,7 +41,8 @@ def training_operations(model: CausalLM, num_tokens: int) -> TrainingOperations:
     graphs whose edges are counted.
 
     Args:
-        model: on the device "meta" nothing is computed, and nothing is held in memory.
+        model: a :class:`~graphattn.models.CausalLM`; on the device "meta" nothing is computed, and
+            nothing is held in memory.
         num_tokens: N, the length of a text; windows that are longer, or None, count N keys.
 
     Raises:
@@ -48,15 +56,14 @@ def training_operations(model: CausalLM, num_tokens: int) -> TrainingOperations:
         >>> import torch, graphattn as ga
         >>> with torch.device("meta"):
         ...     model = ga.models.CausalLM.from_preset("gka-d20")
-        >>> counted = ga.models.training_operations(model, 2048)
+        >>> counted = ga.diagnostics.training_operations(model, 2048)
         >>> print(f"{counted.by_formula:.5e} {counted.exact:.3e}")
         2.41435e+09 2.277e+09
     """
-    from graphattn.diagnostics import flops  # which knows of models, too
-
-    if not isinstance(model, CausalLM):
+    model = as_model(model)
+    if not isinstance(getattr(model, "windows", None), list):
         raise ValueError(f"model must be a CausalLM, got {type(model).__name__}")
-    if any(isinstance(part, SelfConsensus) for part in model.modules()):
+    if any(hasattr(part, "edge_net") for part in model.modules()):
         raise ValueError("model must have no consensus layers, for which the formula has no term")
     num_tokens = as_int("num_tokens", num_tokens, 1)
     device = model.embedding.weight.device
