@@ -32,7 +32,7 @@ from graphattn.diagnostics.record import AttentionRecord, record_attention, sink
 from graphattn.diagnostics.recording import Recording, record
 from graphattn.diagnostics.rollout import rollout
 from graphattn.diagnostics.stable_learning_rate import StableLearningRate, max_stable_lr
-from graphattn.diagnostics.training_operations import TrainingOperations, training_operations
+from graphattn.diagnostics.training_cost import TrainingOperations, training_operations
 
 __all__ = [
     "AttentionRecord",
