@@ -17,6 +17,12 @@ class Preset:
         arguments: of its constructor.
         about: one line: what it is for, and where the shapes are from.
         of_mixer: further arguments that a mixer comes with, by its name.
+
+    Example:
+        >>> import graphattn as ga
+        >>> preset = ga.models.presets()["swin-tiny"]
+        >>> preset.model, preset.arguments["window_size"]
+        ('SwinTransformer', 7)
     """
 
     model: str
