@@ -170,7 +170,9 @@ def test_two_compilations_serve_every_model_at_all_lengths_and_batch_sizes(name:
     model, inputs = zoo.made(name).eval(), []
     for tokens, examples in zip(LENGTHS, (3, 2, 4, 5), strict=True):
         batch = zoo.batch_of(name, tokens, examples, tokens)
-        inputs.append((batch.inputs, batch.keywords))
+        # Neighbours in space are as many as there are: found outside of what is compiled.
+        keywords = {key: given for key, given in batch.keywords.items() if key != "structure"}
+        inputs.append((batch.inputs, keywords))
     assert compilations(model, model, inputs) <= 2
 
 
