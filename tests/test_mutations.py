@@ -1400,7 +1400,7 @@ MUTATIONS = [
     ),
     Mutation(
         "positions are checked by the first layer that turns features, after others went on",
-        "graphattn/models/encoder.py",
+        "graphattn/models/token_model.py",
         "            check_positions(positions, tokens.shape)\n",
         "            pass\n",
         (f"{MODEL_STEPS}::test_what_does_not_fit_is_refused_before_any_layer_goes_on",),

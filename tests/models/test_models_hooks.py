@@ -119,7 +119,7 @@ def test_records_change_no_bit_of_training_and_hold_every_attention_layer(
         assert bool(((rows - 1).abs().lt(1e-4) | rows.eq(0)).all())
 
 
-def test_weights_below_0_are_no_record_and_break_no_call() -> None:
+def test_weights_below_0_are_recorded_without_shares_and_break_no_call() -> None:
     """Linear attention with rotary positions beside softmax attention."""
     model = zoo.encoder(mixer=["linear", "dot"], dim=32).eval()
     tokens = torch.randint(zoo.VOCABULARY, (2, 60), generator=torch.Generator().manual_seed(0))
@@ -131,13 +131,13 @@ def test_weights_below_0_are_no_record_and_break_no_call() -> None:
         normed = model.blocks[0].mixer_norm(x)
         _, weights = layer(normed, ga.complete_graph(60), return_attention_weights=True)
         assert (weights < 0).any()
-        with (
-            pytest.warns(UserWarning, match=r"blocks\.0\.mixer: some of its weights are below 0"),
-            ga.diagnostics.record(model) as recording,
-        ):
+        with ga.diagnostics.record(model) as recording:
             assert torch.equal(model(tokens), expected)
-    assert recording.names == ("blocks.1.mixer",)
-    assert list(recording.missed) == ["blocks.0.mixer"]
+    assert recording.names == ("blocks.0.mixer", "blocks.1.mixer")
+    assert recording.missed == {}
+    torch.testing.assert_close(recording[0].weights, weights)
+    assert recording[0].entropy.isnan().all()
+    assert recording[1].entropy.isfinite().all()
 
 
 def blocks_of_one_width(model: Any) -> list[str]:
