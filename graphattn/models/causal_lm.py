@@ -36,15 +36,16 @@ class CausalLM(TokenModel):
         dim: width.
         depth: number of blocks.
         heads: heads per layer, divides `dim`.
-        mixer: a name ("dot", "dot-window", "vlt", "gka", "krause", "consensus", "mix",
-            "gka-consensus", "krause-consensus"), or one entry per block: a name, or a layer of
-            width `dim` of :mod:`graphattn.nn` or your own.
+        mixer: a name ("dot", "dot-window", "vlt", "linear", "gka", "krause", "consensus",
+            "mix", "gka-consensus", "krause-consensus"), or one entry per block: a name, or a layer
+            of width `dim` of :mod:`graphattn.nn` or your own.
         mixer_options: further options of the named layers, such as ``{"top_k": 8}``: every layer
             takes those that it has, and one that no layer has is refused. A list holds one value
             per block.
         window: keys that the attention layers see, the token itself included: one number for all,
             None for all tokens before; a pair (short, long) with `window_pattern`; or one per
-            block, None at blocks of consensus. "dot-window" and "krause" need a number.
+            block, None at blocks of consensus. "dot-window" needs a number; "krause" without one
+            chooses its `top_k` among all tokens before.
         window_pattern: "S" for the short and "L" for the long window of a block, repeated over the
             blocks: "SSSL" is every fourth block long, as in the language model of
             *Projection-Free Transformers via Gaussian Kernel Attention*, Section 5.2. There 1,024
@@ -436,7 +437,7 @@ def _window(
                 f"consensus_window={near}, got {window}"
             )
         return near
-    if reach == "window" and window is None:
+    if entry == "dot-window" and window is None:
         raise ValueError(
             f"window must be a number of keys for the mixer {entry!r} (block {place}), got None"
         )

@@ -45,10 +45,11 @@ class SequenceEncoder(TokenModel):
         dim: width.
         depth: number of blocks.
         heads: heads per layer, divides `dim`.
-        mixer: "dot", "dot-window", "vlt" (no value projection), "gka", "krause" or "consensus"; or
-            "mix" ("dot" in the first half, "consensus" in the second), "gka-consensus" or
-            "krause-consensus"; or one entry per block: one of the first six, or a layer of width
-            `dim`, of :mod:`graphattn.nn` or your own (see :class:`~graphattn.nn.PreNormBlock`).
+        mixer: "dot", "dot-window", "vlt" (no value projection), "linear", "gka", "krause" or
+            "consensus"; or "mix" ("dot" in the first half, "consensus" in the second),
+            "gka-consensus" or "krause-consensus"; or one entry per block: one of the first seven,
+            or a layer of width `dim`, of :mod:`graphattn.nn` or your own (see
+            :class:`~graphattn.nn.PreNormBlock`).
         window: reach of the layers' own graphs that have one (paper: 2).
         rank: of the consensus layers (paper: 4).
         edge_hidden: of the consensus layers (paper: 256).

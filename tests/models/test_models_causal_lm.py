@@ -439,7 +439,6 @@ def test_every_preset_takes_every_mixer(mixer):
         ({"window": (3, 9), "window_pattern": "SX"}, "window_pattern must be a word of S .* 'SX'"),
         ({"window": (3, 9), "window_pattern": ""}, "window_pattern must be a word"),
         ({"mixer": "dot-window"}, r"window must be a number of keys .*'dot-window' \(block 0\)"),
-        ({"mixer": "krause"}, "window must be a number of keys for the mixer 'krause'"),
         ({"mixer": "mix", "window": [3, 3, 3, 3]}, "window must be None at block 2, a consensus"),
         ({"consensus_window": 0}, "consensus_window must be >= 1"),
         ({"mixer": "consensus", "mixer_options": {"update": "energy"}}, "update must be 'target'"),
@@ -479,3 +478,15 @@ def test_layers_of_all_kinds_in_one_model_by_module():
     torch.testing.assert_close(
         model.step(tokens, other), model(tokens, ga.causal_window_graph(20, 2)), **CLOSE
     )
+
+
+def test_krause_without_a_window_chooses_among_all_tokens_before():
+    torch.manual_seed(0)
+    model = ga.models.CausalLM(11, 16, 2, 2, mixer="krause", mixer_options={"top_k": 3}).double()
+    tokens = torch.randint(11, (1, 20))
+    everything = ga.causal_graph(20)
+    assert model.graphs(20) == [everything] * 2
+    whole = model(tokens)
+    torch.testing.assert_close(whole[:, :12], model(tokens[:, :12]), rtol=0, atol=1e-12)
+    text = model.generate(tokens[:, :5], 15)
+    assert torch.equal(model(text)[:, 4:-1].argmax(-1), text[:, 5:])

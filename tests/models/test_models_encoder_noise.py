@@ -16,7 +16,7 @@ import graphattn as ga
 
 V, D, H, C = 11, 16, 4, 6
 CLOSE = {"rtol": 0.0, "atol": 1e-11}
-ROW = ("dot", "dot-window", "vlt", "gka", "krause", "consensus")
+ROW = ("dot", "dot-window", "vlt", "linear", "gka", "krause", "consensus")
 MIXERS: dict[str, Any] = {
     **{name: lambda name=name: name for name in ROW},
     "mix": lambda: "mix",

@@ -177,19 +177,24 @@ def test_checkpoints_reach_what_blocks_are_given_and_blocks_behind_frozen_embedd
 
 @pytest.mark.parametrize("name", zoo.ZOO)
 def test_autocast_to_bfloat16_is_near(name: str) -> None:
-    """Forward and backward; the weights stay what they are."""
+    """Forward and backward; the weights stay what they are.
+
+    All sources are kept: half precision would find other nearest neighbours (15 % apart).
+    """
     model, batch = zoo.made(name).eval(), zoo.batch_of(name, 2)
+    for part in model.modules():
+        if getattr(part, "top_k", None) is not None:
+            part.top_k = 10**6
     expected, exact = zoo.call(model, batch), gradients(model, batch)
     with torch.autocast("cpu", torch.bfloat16):
         out, found = zoo.call(model, batch), gradients(model, batch)
     valid = batch.keywords.get("valid", torch.ones(1, 1, dtype=torch.bool))
     shown = valid.expand(expected.shape[:-1]) if expected.dim() > 2 else slice(None)
     error = (out.float() - expected)[shown].norm() / expected[shown].norm()
-    chooses = "krause" in name  # half precision finds other nearest neighbours
-    assert error < (0.3 if chooses else 0.03)
+    assert error < 0.03
     assert all(gradient.dtype == torch.float32 for gradient in found.values())
     whole = [torch.cat([g[key].flatten() for key in exact]) for g in (found, exact)]
-    assert (whole[0] - whole[1]).norm() / whole[1].norm() < (0.5 if chooses else 0.1)
+    assert (whole[0] - whole[1]).norm() / whole[1].norm() < 0.1
 
 
 @pytest.mark.parametrize("way", ["deepcopy", "pickle"])
