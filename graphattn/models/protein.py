@@ -74,7 +74,7 @@ class ProteinModel(ProteinScores):
         - **tokens**: integers [*, N], from 0 to 21
         - **graph**: one TokenGraph for all blocks, or one per block (a sequence of `depth`), in
           place of those above; packed proteins come as a :func:`~graphattn.batch`
-        - **structure**: a Structure of N residues, the same for all of *; or a list, whose
+        - **structure**: a Structure of N residues, the same for every sequence; or a list, whose
           residues stand one after the other in tokens [N], or are the rows of tokens [B, N], padded
           at the end (keyword)
         - **valid**: bool [N] or [*, N], True where a token is real (keyword)

@@ -239,7 +239,10 @@ class SwinTransformer(BlockStack):
     # The call.
 
     def encode(self, images: Tensor, graph: Graphs = None) -> Tensor:
-        """The features of the last stage's tokens before they are averaged, [*, N, self.dim]."""
+        """The features of the last stage's tokens before they are averaged, [*, N, width].
+
+        N is the number of tokens of the last stage, and the width is ``self.dim``.
+        """
         if (
             not isinstance(images, Tensor)
             or images.dim() < 3

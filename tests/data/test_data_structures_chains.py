@@ -68,7 +68,6 @@ def test_every_residue_knows_its_chain_number_and_name(structure_of: ReadText) -
     assert structure.ca_positions[:, 2].tolist() == [0, 0, 0, 0, 5, 5]
     assert len(structure) == 6
     assert repr(structure) == "Structure(num_residues=6, chains={'H': 3, 'L': 1, 'a': 2})"
-    assert structure.batch.tolist() == [0] * 6
 
 
 def test_chains_are_chosen_by_name_in_the_order_asked_for(structure_of: ReadText) -> None:

@@ -180,14 +180,6 @@ class Structure:
             )
         return self.atoms[name].isfinite().all(dim=1)
 
-    @property
-    def batch(self) -> Tensor:
-        """LongTensor [N] of zeros: all chains are one item, of ``ga.knn_graph(..., batch=)``, say.
-
-        With :attr:`chain_index` in its place every chain is an item by itself.
-        """
-        return torch.zeros_like(self.chain_index)
-
     @cached_property
     def positions(self) -> Tensor:
         """LongTensor [N]: places along the chains from 0 on, increasing, for rotary embeddings.
@@ -288,8 +280,8 @@ class Structure:
         Raises:
             ValueError: if `k` is not at least 1.
         """
-        batch = self.batch
-        return knn_graph(self.ca_positions, k, self_loops=self_loops, batch=batch)
+        one = torch.zeros_like(self.chain_index)  # one item, which may have fewer than k others
+        return knn_graph(self.ca_positions, k, self_loops=self_loops, batch=one)
 
     def radius_graph(
         self, radius: float, *, max_neighbors: int | None = None, self_loops: bool = False
