@@ -17,20 +17,24 @@ import graphattn as ga
 LR = 1e-2
 
 
-def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+def optimizer_of(model: nn.Module, lr: float = LR) -> torch.optim.Optimizer:
     """AdamW with the groups that the package makes."""
-    return torch.optim.AdamW(ga.train.parameter_groups(model), lr=LR)
+    return torch.optim.AdamW(ga.train.parameter_groups(model), lr=lr)
 
 
 def train(
-    name: str, model: nn.Module, optimizer: torch.optim.Optimizer, steps: range
+    name: str,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    steps: range,
+    examples: int = 4,
 ) -> list[float]:
     """So many steps of a model of the zoo, and their losses."""
     losses = []
     model.train()
     for step in steps:
         optimizer.zero_grad()
-        loss = zoo.loss_of(model, zoo.batch_of(name, step))
+        loss = zoo.loss_of(model, zoo.batch_of(name, step, examples))
         loss.backward()
         optimizer.step()
         losses.append(loss.item())

@@ -126,6 +126,16 @@ def test_two_processes_with_half_the_examples_each_are_one_with_all(
 # In one process.
 
 
+@pytest.mark.parametrize("name", [name for name in zoo.ZOO if zoo.ZOO[name].has_lengths])
+def test_tokens_learn_what_only_other_tokens_know(name: str) -> None:
+    """Below the entropy of hidden letters, where all models stay whose tokens see themselves."""
+    model = zoo.made(name)
+    optimizer = continued_run.optimizer_of(model, lr=3e-2)
+    losses = continued_run.train(name, model, optimizer, range(30), examples=16)
+    assert losses[0] > 2
+    assert sum(losses[-5:]) / 5 < 0.75 * zoo.ALONE
+
+
 def gradients(model: torch.nn.Module, batch: zoo.Batch) -> dict[str, torch.Tensor]:
     model.zero_grad()
     torch.manual_seed(5)  # of dropout
