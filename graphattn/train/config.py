@@ -1,0 +1,195 @@
+"""All that a training run depends on, as a file: the same names as the options of the command."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import hashlib
+import json
+import os
+import typing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from graphattn.graphs.arguments import as_float, as_int
+
+
+@dataclass
+class RunConfig:
+    """What a training run depends on.
+
+    Every name is an option of ``graphattn train`` (``batch_tokens`` is ``--batch-tokens``) and a
+    key of its YAML file. "auto" is resolved from the data before training starts, and the resolved
+    config lies beside the results as ``config.yaml``.
+
+    Args:
+        data: a file or a folder: text, FASTA, GenBank, PDB/mmCIF, idx images or a folder of images.
+        kind: what `data` holds: "text", "protein", "nucleotide", "structures" or "images".
+        tokenizer: of text: "bytes", "characters", or the file of a `tokenizers` tokenizer.
+        length: the longest window of tokens; longer records are cut.
+        validation, test: shares that are set aside.
+        split: "position" (the end of a text), "record" or "group" (whole groups stay together).
+        group: a regular expression whose first group names a record's group in its header.
+        model: a preset (:func:`graphattn.models.presets`) or the folder of a saved model.
+        model_options: further arguments of the model.
+        mixer, mixer_options, window: as all models take them; None as the preset has it.
+        objective: "masked", "diffusion", "causal", "classification" or "regression".
+        objective_options: further arguments of the objective.
+        steps: of the optimizer.
+        batch_tokens: tokens of a batch (images: a batch of ``batch_tokens // tokens`` images).
+        accumulate: batches per step.
+        lr, warmup_steps, schedule, weight_decay, clip_norm: of AdamW; the rate rises for
+            `warmup_steps`, then stays or falls to 0 along a cosine or a line.
+        precision: "float32", "bfloat16" or "float16" (autocast).
+        gradient_checkpointing: recompute activations in the backward pass.
+        compile: run the model through torch.compile.
+        seed: of weights, order, masks and dropout.
+        evaluate_every, save_every, log_every: in steps.
+        keep: how many checkpoints are kept beside the best.
+        record_every: steps between records of the layers' state (stability, sinks, rank); 0: never.
+        workers: processes that load data.
+        log_to: what transformers' Trainer can report to ("none", "tensorboard", "wandb", ...).
+        out: the folder of the run.
+
+    Raises:
+        ValueError: names the argument, its value and what is allowed.
+
+    Example:
+        >>> from graphattn.train import RunConfig
+        >>> config = RunConfig(data="proteins.fasta", model="protein-6m", steps=100)
+        >>> config.lr, config.replace(lr=1e-2).lr
+        (0.0003, 0.01)
+    """
+
+    data: str = ""
+    kind: str = "auto"
+    tokenizer: str = "auto"
+    length: int = 0
+    validation: float = 0.05
+    test: float = 0.05
+    split: Literal["auto", "position", "record", "group"] = "auto"
+    group: str = ""
+    model: str = "auto"
+    model_options: dict[str, Any] = field(default_factory=dict)
+    mixer: Any = None
+    mixer_options: dict[str, Any] = field(default_factory=dict)
+    window: Any = None
+    objective: str = "auto"
+    objective_options: dict[str, Any] = field(default_factory=dict)
+    steps: int = 1000
+    batch_tokens: int = 8192
+    accumulate: int = 1
+    lr: float = 3e-4
+    warmup_steps: int = 100
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    weight_decay: float = 0.01
+    clip_norm: float = 1.0
+    precision: Literal["float32", "bfloat16", "float16"] = "float32"
+    gradient_checkpointing: bool = False
+    compile: bool = False
+    seed: int = 0
+    evaluate_every: int = 200
+    save_every: int = 200
+    log_every: int = 10
+    keep: int = 2
+    record_every: int = 0
+    workers: int = 0
+    log_to: str = "none"
+    out: str = ""
+
+    def __post_init__(self) -> None:
+        for name, least in _INTEGERS.items():
+            setattr(self, name, as_int(name, getattr(self, name), least))
+        for name, is_positive in _NUMBERS.items():
+            setattr(self, name, as_float(name, getattr(self, name), positive=is_positive))
+        hints = typing.get_type_hints(type(self))
+        for name, hint in hints.items():
+            value = getattr(self, name)
+            if typing.get_origin(hint) is Literal and value not in typing.get_args(hint):
+                allowed = ", ".join(repr(own) for own in typing.get_args(hint))
+                raise ValueError(f"{name} must be one of {allowed}, got {value!r}")
+            plain = typing.get_origin(hint) or hint
+            if plain in (str, bool, dict) and not isinstance(value, plain):
+                raise ValueError(f"{name} must be a {plain.__name__}, got {value!r}")
+        if self.validation + self.test >= 1:
+            raise ValueError(
+                "validation and test must leave something to learn from: their sum must be below "
+                f"1, got {self.validation} + {self.test}"
+            )
+
+    def replace(self, **changes: Any) -> RunConfig:
+        """A config with some values changed."""
+        _check_keys(changes, "replace")
+        return dataclasses.replace(self, **changes)
+
+    def as_dict(self) -> dict[str, Any]:
+        """All values by name."""
+        return dataclasses.asdict(self)
+
+    def digest(self) -> str:
+        """A short hash of all values but `out` and `workers`: equal where runs are to be equal."""
+        values = {k: v for k, v in self.as_dict().items() if k not in ("out", "workers", "log_to")}
+        text = json.dumps(values, sort_keys=True, default=str)
+        return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write a YAML file."""
+        import yaml
+
+        text = yaml.safe_dump(self.as_dict(), sort_keys=False, allow_unicode=True)
+        Path(path).write_text(text, encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], **changes: Any) -> RunConfig:
+        """Read a YAML file.
+
+        Args:
+            path: the file; what it does not name has its default.
+            changes: take the place of what the file says.
+
+        Raises:
+            ValueError: it is no YAML, or names what is not known; the message has the file.
+        """
+        import yaml
+
+        try:
+            found = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            raise ValueError(
+                f"{os.fspath(path)}: is not YAML: {' '.join(str(error).split())}"
+            ) from None
+        if not isinstance(found, dict):
+            raise ValueError(
+                f"{os.fspath(path)}: must hold names and values, got a {type(found).__name__}"
+            )
+        _check_keys(found, os.fspath(path))
+        _check_keys(changes, "changes")
+        try:
+            return cls(**{**found, **changes})
+        except ValueError as error:
+            raise ValueError(f"{os.fspath(path)}: {error}") from None
+
+
+_INTEGERS = {
+    "length": 0, "steps": 0, "batch_tokens": 1, "accumulate": 1, "warmup_steps": 0, "seed": 0,
+    "evaluate_every": 1, "save_every": 1, "log_every": 1, "keep": 1, "record_every": 0,
+    "workers": 0,
+}
+_NUMBERS = {
+    "validation": False,
+    "test": False,
+    "lr": True,
+    "weight_decay": False,
+    "clip_norm": False,
+}
+
+
+def _check_keys(found: dict[Any, Any], where: str) -> None:
+    """ValueError for a name that is not known, with the one that is meant."""
+    known = [own.name for own in dataclasses.fields(RunConfig)]
+    for key in found:
+        if key not in known:
+            near = difflib.get_close_matches(str(key), known, 1)
+            hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
+            raise ValueError(f"{where}: unknown name {key!r}; {hint}")
