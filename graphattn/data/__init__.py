@@ -4,11 +4,14 @@ Text becomes characters, FASTA becomes residues or bases, a PDB or mmCIF file be
 in space. A file that cannot be read raises :class:`FileFormatError`, whose text is one line
 naming the file, the line where one is to blame, and the reason. Every reader refuses a file of more
 than ``max_bytes`` bytes, decompressed: a gzip file can unpack to a thousand times its size.
+:func:`load_corpus` has no such limit: it goes through files piece by piece, and keeps what it read
+on disk.
 
-FASTA and structures are parsed by biotite, an optional dependency:
-``pip install 'graphattn[bio]'``.
+FASTA, GenBank and structures are parsed by biotite, an optional dependency:
+``pip install 'graphattn[bio]'``; corpora need `datasets`: ``pip install 'graphattn[train]'``.
 """
 
+from graphattn.data.corpus import Corpus, load_corpus
 from graphattn.data.fasta import (
     FastaRecord,
     NucleotideTokenizer,
@@ -24,22 +27,41 @@ from graphattn.data.files import (
     read_text,
     sniff_format,
 )
+from graphattn.data.genbank import GenBankRecord, read_genbank
+from graphattn.data.images import read_idx
 from graphattn.data.structures import Structure, read_structure
 from graphattn.data.text import CharacterTokenizer
+from graphattn.data.tokenizers import (
+    ByteTokenizer,
+    FileTokenizer,
+    Tokenizer,
+    load_tokenizer,
+    save_tokenizer,
+)
 
 __all__ = [
     "MAX_BYTES",
+    "ByteTokenizer",
     "CharacterTokenizer",
+    "Corpus",
     "FastaRecord",
     "FileFormat",
     "FileFormatError",
+    "FileTokenizer",
+    "GenBankRecord",
     "NucleotideTokenizer",
     "ProteinTokenizer",
     "Structure",
+    "Tokenizer",
+    "load_corpus",
+    "load_tokenizer",
     "read_bytes",
     "read_fasta",
+    "read_genbank",
+    "read_idx",
     "read_structure",
     "read_text",
+    "save_tokenizer",
     "sniff_format",
     "tokenizer_for_sequence",
 ]

@@ -1,0 +1,138 @@
+"""Tokens of long texts, piece by piece, as small integers."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import numpy
+
+from graphattn.data.fasta import NucleotideTokenizer, ProteinTokenizer
+from graphattn.data.files import FileFormatError
+from graphattn.data.text import CharacterTokenizer
+from graphattn.data.tokenizers import ByteTokenizer, FileTokenizer
+
+_UNKNOWN, _DROPPED = -1, -2
+
+
+def token_dtype(vocab_size: int) -> Any:
+    """The smallest type of unsigned integers that holds every token."""
+    return numpy.min_scalar_type(max(vocab_size - 1, 0))
+
+
+class LetterTable:
+    """Which token every letter is: a table by code point, for tokenizers that go letter by letter.
+
+    It does what the tokenizer's ``encode`` does, many times faster.
+    """
+
+    def __init__(self, tokenizer: CharacterTokenizer | ProteinTokenizer | NucleotideTokenizer):
+        known = getattr(tokenizer, "_token_of", None) or map(chr, range(128))
+        table = numpy.full(max(128, *map(ord, known)) + 1, _UNKNOWN, dtype=numpy.int32)
+        for letter in getattr(tokenizer, "_token_of", None) or map(chr, range(128)):
+            try:
+                tokens = tokenizer.encode(letter)
+            except ValueError:
+                continue
+            table[ord(letter)] = int(tokens[0]) if len(tokens) else _DROPPED
+        self._table = table  # its last entry stands for all code points beyond
+        self._drops = bool((table == _DROPPED).any())
+        self._dtype = token_dtype(tokenizer.vocab_size)
+
+    def encode(self, text: str) -> Any:
+        """The tokens of `text`; None where it holds an unknown letter."""
+        tokens = self._lookup(text)
+        if self._drops:
+            tokens = tokens[tokens != _DROPPED]
+        if len(tokens) and int(tokens.min()) == _UNKNOWN:
+            return None
+        return tokens.astype(self._dtype)
+
+    def first_unknown(self, text: str) -> int:
+        """The place of the first letter that is not known."""
+        return int((self._lookup(text) == _UNKNOWN).argmax())
+
+    def _lookup(self, text: str) -> Any:
+        if text.isascii():
+            return self._table[numpy.frombuffer(text.encode("ascii"), numpy.uint8)]
+        points = numpy.frombuffer(text.encode("utf-32-le"), numpy.uint32)
+        return self._table[numpy.minimum(points, len(self._table) - 1)]
+
+
+def text_tokens(
+    path: str | os.PathLike[str], pieces: Iterable[str], tokenizer: Any
+) -> Iterator[Any]:
+    """The tokens of a text that comes in pieces.
+
+    Raises:
+        FileFormatError: for a letter that the tokenizer does not know; it names the line.
+    """
+    if isinstance(tokenizer, ByteTokenizer):
+        for piece in pieces:
+            yield numpy.frombuffer(piece.encode("utf-8"), numpy.uint8)
+    elif isinstance(tokenizer, FileTokenizer):
+        yield from _file_tokens(pieces, tokenizer)
+    else:
+        yield from _letter_tokens(path, pieces, tokenizer)
+
+
+def _letter_tokens(
+    path: str | os.PathLike[str], pieces: Iterable[str], tokenizer: Any
+) -> Iterator[Any]:
+    table, line = LetterTable(tokenizer), 1
+    for piece in pieces:
+        tokens = table.encode(piece)
+        if tokens is None:
+            place = table.first_unknown(piece)
+            line += piece[:place].count("\n")
+            raise FileFormatError(path, unknown_letter(piece[place], tokenizer), line=line)
+        line += piece.count("\n")
+        yield tokens
+
+
+def unknown_letter(letter: str, tokenizer: Any) -> str:
+    """What is wrong with a letter."""
+    name = f"{letter!a} (U+{ord(letter):04X})"
+    if isinstance(tokenizer, CharacterTokenizer):
+        return f"{name} is not in the tokenizer's vocabulary of {tokenizer.vocab_size} characters"
+    return f"{letter!a} in a sequence is no {tokenizer._kind} letter"
+
+
+# One blank between other characters: most rules for words end one on one of its sides.
+_BETWEEN_WORDS = re.compile(r"(?<=\S)\s(?=\S)")
+_AROUND = 256  # characters on each side that are looked at
+_TRIES = 50
+
+
+def _file_tokens(pieces: Iterable[str], tokenizer: FileTokenizer) -> Iterator[Any]:
+    """Tokens of a text that is cut where cutting changes none of them.
+
+    A place is good if the text around it has the same tokens whole and in two. Where the last 50
+    blanks of a piece are none (rules that put a blank before every text), it is cut at the last.
+    """
+
+    def encode(text: str) -> list[int]:
+        found = tokenizer._tokenizer.encode_batch_fast([text], add_special_tokens=False)
+        return list(found[0].ids)
+
+    dtype, rest = token_dtype(tokenizer.vocab_size), ""
+    for piece in pieces:
+        rest += piece
+        place = _place_to_cut(rest, encode)
+        yield numpy.array(encode(rest[:place]), dtype)
+        rest = rest[place:]
+    if rest:
+        yield numpy.array(encode(rest), dtype)
+
+
+def _place_to_cut(text: str, encode: Callable[[str], list[int]]) -> int:
+    blanks = [m.start() for m in _BETWEEN_WORDS.finditer(text, max(0, len(text) - 2**14))]
+    for blank in reversed(blanks[-_TRIES:]):
+        for place in (blank, blank + 1):
+            before = text[max(0, place - _AROUND) : place]
+            after = text[place : place + _AROUND]
+            if encode(before + after) == encode(before) + encode(after):
+                return place
+    return blanks[-1] if blanks else len(text)

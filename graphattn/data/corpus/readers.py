@@ -1,0 +1,265 @@
+"""Every format's way into a corpus: files become records of a writer, piece by piece."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy
+
+from graphattn.data.corpus.encoding import LetterTable, text_tokens, unknown_letter
+from graphattn.data.corpus.sources import Source
+from graphattn.data.corpus.streams import PIECE, line_pieces, open_bytes, text_pieces
+from graphattn.data.corpus.structures import structure_as_bytes
+from graphattn.data.corpus.writer import CorpusWriter
+from graphattn.data.fasta import NucleotideTokenizer, ProteinTokenizer, tokenizer_for_sequence
+from graphattn.data.files import FileFormatError
+from graphattn.data.genbank import read_genbank
+from graphattn.data.images import idx_images, labels_beside, read_idx, read_image
+from graphattn.data.structures import read_structure
+from graphattn.data.text import CharacterTokenizer
+from graphattn.data.tokenizers import FileTokenizer
+
+Facts = dict[str, Any]
+
+# "... [Mycoplasma agalactiae]" at the end is NCBI's, "OS=Homo sapiens OX=9606" UniProt's.
+_ORGANISMS = (
+    re.compile(r"\[((?:[^\[\]]|\[[^\[\]]*\])+)\]\s*$"),
+    re.compile(r"(?:^|\s)OS=(.+?)(?=\s+[A-Z]{2}=|\s*$)"),
+)
+
+
+def organism(header: str) -> str:
+    """The organism that a FASTA header names; "" where it names none."""
+    found = (pattern.search(header) for pattern in _ORGANISMS)
+    return next((match[1].strip() for match in found if match), "")
+
+
+# Text.
+
+
+def characters_of(source: Source) -> CharacterTokenizer:
+    """The tokenizer of all characters that texts hold: they are read once for it."""
+    letters: set[str] = set()
+    for path, _ in source.files:
+        for piece in text_pieces(path):
+            letters.update(piece)
+    return CharacterTokenizer("".join(sorted(letters)))
+
+
+def read_texts(source: Source, writer: CorpusWriter, tokenizer: Any) -> Facts:
+    """Every file is a record."""
+    size, num_bytes = PIECE, 0
+    if isinstance(tokenizer, FileTokenizer):
+        size = PIECE // 4  # the library keeps some hundred bytes per token
+
+    def counted(pieces: Iterator[str]) -> Iterator[str]:
+        nonlocal num_bytes
+        for piece in pieces:
+            num_bytes += len(piece) if piece.isascii() else len(piece.encode("utf-8"))
+            yield piece
+
+    for path, name in source.files:
+        for tokens in text_tokens(path, counted(text_pieces(path, size)), tokenizer):
+            writer.extend(tokens)
+        writer.end(name)
+    return {"num_bytes": num_bytes}
+
+
+# FASTA.
+
+_LETTERS_TO_TELL = 10_000
+
+
+def tokenizer_of_fasta(source: Source) -> ProteinTokenizer | NucleotideTokenizer:
+    """By the first letters of the first file."""
+    letters: list[str] = []
+    for _, begins, line in line_pieces(source.files[0][0]):
+        if not (begins and line.lstrip().startswith((">", ";"))):
+            letters.append(line.strip())
+        if sum(map(len, letters)) >= _LETTERS_TO_TELL:
+            break
+    try:
+        return tokenizer_for_sequence("".join(letters))
+    except ValueError:
+        return ProteinTokenizer()  # reading says what is wrong, and in which line
+
+
+def read_fastas(source: Source, writer: CorpusWriter, tokenizer: Any) -> Facts:
+    """The records of all files; without an organism, those of several files have their file's."""
+    table, letters = LetterTable(tokenizer), 0
+    for path, name in source.files:
+        stem = Path(name.removesuffix(".gz")).stem
+        group = stem if len(source.files) > 1 else ""
+        letters += _read_fasta(path, writer, table, tokenizer, group)
+    return {"num_bytes": letters}
+
+
+def _read_fasta(
+    path: Path, writer: CorpusWriter, table: LetterTable, tokenizer: Any, group: str
+) -> int:
+    header, header_line, letters = "", 0, 0
+    waiting: list[tuple[int, str]] = []  # lines, with their numbers, that are no tokens yet
+    num_waiting = 0
+
+    def write() -> None:
+        nonlocal num_waiting
+        tokens = table.encode("".join(line for _, line in waiting))
+        if tokens is None:
+            number, line = next(own for own in waiting if table.encode(own[1]) is None)
+            letter = line[table.first_unknown(line)]
+            raise FileFormatError(path, unknown_letter(letter, tokenizer), line=number)
+        writer.extend(tokens)
+        waiting.clear()
+        num_waiting = 0
+
+    def end() -> None:
+        write()
+        if writer.size == 0:
+            raise FileFormatError(path, "no sequence after this header", line=header_line)
+        writer.end(header, group=organism(header) or group)
+
+    what = ""  # the first character of the line; one that is very long comes in pieces
+    for number, begins, piece in line_pieces(path):
+        line = piece.strip()
+        what = line[:1] if begins else what
+        if not line or what == ";":
+            continue
+        if what == ">" and not begins:
+            header += piece
+        elif what == ">":
+            if header_line:
+                end()
+            header, header_line = line[1:].strip(), number
+            if not header:
+                raise FileFormatError(path, "empty header: nothing after '>'", line=number)
+        elif not header_line:
+            raise FileFormatError(path, "not FASTA: text before the first '>'", line=number)
+        else:
+            waiting.append((number, line))
+            num_waiting += len(line)
+            letters += len(line)
+            if num_waiting >= PIECE:
+                write()
+    if not header_line:
+        raise FileFormatError(path, "not FASTA: no line starts with '>'")
+    end()
+    return letters
+
+
+# GenBank.
+
+
+def read_genbanks(source: Source, writer: CorpusWriter, tokenizer: Any) -> Facts:
+    """The records of all files, with a label per base: whether it is coding."""
+    table, letters = LetterTable(tokenizer), 0
+    for path, _ in source.files:
+        for record in read_genbank(path, feature="CDS", max_bytes=None):
+            tokens = table.encode(record.sequence)
+            if tokens is None:
+                letter = record.sequence[table.first_unknown(record.sequence)]
+                reason = f"{unknown_letter(letter, tokenizer)} ({record.name})"
+                raise FileFormatError(path, reason, line=_line_of(path, record.name, letter))
+            writer.extend(tokens, None if record.labels is None else record.labels.numpy())
+            writer.end(record.name, group=record.organism)
+            letters += len(record.sequence)
+    return {"num_bytes": letters}
+
+
+def _line_of(path: Path, name: str, letter: str) -> int | None:
+    """The first line of sequence with that letter."""
+    is_sequence = False
+    for number, _, line in line_pieces(path):
+        is_sequence = (is_sequence or line.startswith("ORIGIN")) and not line.startswith("//")
+        if is_sequence and not line.startswith("ORIGIN") and letter in line.upper():
+            return number
+    return None
+
+
+# Structures.
+
+
+def read_structures(source: Source, writer: CorpusWriter, tokenizer: Any) -> Facts:
+    """Every file is a record: its first model, all chains."""
+    table, letters = LetterTable(tokenizer), 0
+    for path, name in source.files:
+        structure = read_structure(path, max_bytes=None)
+        tokens = table.encode(structure.sequence)
+        if tokens is None:
+            letter = structure.sequence[table.first_unknown(structure.sequence)]
+            raise FileFormatError(path, unknown_letter(letter, tokenizer))
+        writer.extend(tokens)
+        writer.end(name, structure=structure_as_bytes(structure))
+        letters += len(structure)
+    return {"num_bytes": letters}
+
+
+# Images.
+
+
+def read_images(source: Source, writer: CorpusWriter) -> Facts:
+    """Every file is a record; the folders that files lie in are their classes."""
+    folders = [name.rpartition("/")[0] for _, name in source.files]
+    classes = sorted(set(folders)) if any(folders) else []
+    if "" in classes:
+        stray = source.files[folders.index("")][0]
+        raise FileFormatError(stray, "lies in no class: other images are in folders beside it")
+    shape: tuple[int, ...] = ()
+    for (path, name), folder in zip(source.files, folders, strict=True):
+        shape = _write_image(path, writer, read_image(path), shape, source.files[0][0])
+        writer.end(name, label=classes.index(folder) if classes else None)
+    return {"num_bytes": writer.num_values, "image_shape": shape, "classes": classes}
+
+
+def read_idxs(source: Source, writer: CorpusWriter) -> Facts:
+    """The images of idx files, with their labels where a file with them lies beside."""
+    shape: tuple[int, ...] = ()
+    largest = -1
+    labelled: list[bool] = []
+    for path, name in source.files:
+        beside = labels_beside(path)
+        labels = None if beside is None else _idx_labels(beside)
+        labelled.append(labels is not None)
+        count = 0
+        with open_bytes(path) as stream:
+            for count, image in enumerate(idx_images(path, stream), 1):
+                shape = _write_image(path, writer, image, shape, source.files[0][0])
+                label = None
+                if labels is not None:
+                    if count > len(labels):
+                        break
+                    label = int(labels[count - 1])
+                    largest = max(largest, label)
+                writer.end(f"{name}[{count - 1}]", label=label)
+        if labels is not None and count != len(labels):
+            raise FileFormatError(
+                beside or path, f"holds {len(labels):,} labels, and {path} another number of images"
+            )
+    if len(set(labelled)) > 1:
+        missing = source.files[labelled.index(False)][0]
+        raise FileFormatError(missing, "has no file with labels beside it, and others have")
+    classes = [str(number) for number in range(largest + 1)]
+    return {"num_bytes": writer.num_values, "image_shape": shape, "classes": classes}
+
+
+def _idx_labels(path: Path) -> list[int]:
+    labels = read_idx(path, max_bytes=None)
+    if labels.dim() != 1 or labels.is_floating_point() or (len(labels) and int(labels.min()) < 0):
+        reason = f"holds no labels: they are integers >= 0 [N], and these are {list(labels.shape)}"
+        raise FileFormatError(path, reason)
+    return labels.tolist()
+
+
+def _write_image(
+    path: Path, writer: CorpusWriter, image: Any, shape: tuple[int, ...], first: Path
+) -> tuple[int, ...]:
+    if shape and image.shape != shape:
+        raise FileFormatError(
+            path,
+            f"is an image of (channels, height, width) = {image.shape}, and {first} of {shape}: "
+            "images of a corpus must be of one size",
+        )
+    writer.extend(numpy.ascontiguousarray(image))
+    return tuple(image.shape)

@@ -1,0 +1,133 @@
+"""What a path holds: which files, and of what format."""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from graphattn.data.corpus.streams import open_bytes
+from graphattn.data.files import FileFormatError, sniff_format
+from graphattn.data.images import labels_beside
+
+KINDS = ("auto", "text", "protein", "nucleotide", "structures", "images")
+
+_FORMATS = {  # by kind; the first is taken for files that look like text
+    "text": ("text",),
+    "protein": ("fasta",),
+    "nucleotide": ("fasta", "genbank"),
+    "structures": ("structure",),
+    "images": ("image", "idx"),
+}
+_BY_EXTENSION = {
+    **dict.fromkeys((".gb", ".gbk", ".gbff", ".genbank"), "genbank"),
+    **dict.fromkeys((".png", ".jpg", ".jpeg"), "image"),
+    **dict.fromkeys((".fa", ".fasta", ".faa", ".fna"), "fasta"),
+    **dict.fromkeys((".pdb", ".ent", ".cif", ".mmcif"), "structure"),
+    **dict.fromkeys((".idx",), "idx"),
+    **dict.fromkeys((".txt", ".text", ".md"), "text"),
+}
+_HEAD = 2**16  # bytes that are looked at where the name says nothing
+
+
+@dataclass(frozen=True)
+class Source:
+    """Files of one format.
+
+    Attributes:
+        files: in the order in which they are read, with what each is called.
+        format: "text", "fasta", "genbank", "structure", "image" or "idx".
+        root: the path that was asked for.
+        beside: further files that are read, such as labels.
+    """
+
+    files: tuple[tuple[Path, str], ...]
+    format: str
+    root: Path
+    beside: tuple[Path, ...] = ()
+
+    def state(self) -> list[Any]:
+        """Where the files are, their sizes and times of change."""
+        found = []
+        for path in [*(path for path, _ in self.files), *self.beside]:
+            try:
+                status = path.stat()
+            except OSError as error:
+                raise FileFormatError(path, f"cannot be read: {error.strerror}") from error
+            found.append([str(path.resolve()), status.st_size, status.st_mtime_ns])
+        return found
+
+
+def find_source(path: str | os.PathLike[str], kind: str) -> Source:
+    """The files that a path names: one, those of a folder, or those that match a pattern.
+
+    Raises:
+        FileFormatError: there is none, or they are of several formats, or not of `kind`.
+    """
+    root = Path(path)
+    if root.is_dir():
+        found = [own for own in sorted(root.rglob("*")) if own.is_file() and not _hidden(own, root)]
+        files = [(own, own.relative_to(root).as_posix()) for own in found]
+    elif root.exists():
+        files = [(root, root.name)]
+    else:
+        matches = (Path(own) for own in sorted(glob.glob(os.fspath(path), recursive=True)))
+        files = [(own, own.name) for own in matches if own.is_file()]
+        if not files:
+            raise FileFormatError(path, "no such file")
+    if not files:
+        raise FileFormatError(path, "is an empty folder")
+
+    formats = {own: format_of(own) for own, _ in files}
+    idx_files = [own for own, _ in files if formats[own] == "idx"]
+    labels = {labels_beside(own) for own in idx_files}
+    files = [(own, name) for own, name in files if own not in labels]
+    wanted = _wanted(path, kind, [formats[own] for own, _ in files], single=len(files) == 1)
+    chosen = tuple((own, name) for own, name in files if len(files) == 1 or formats[own] == wanted)
+    beside = [labels_beside(own) for own, _ in chosen if wanted == "idx"]
+    return Source(chosen, wanted, root, tuple(own for own in beside if own is not None))
+
+
+def _hidden(path: Path, root: Path) -> bool:
+    return any(part.startswith(".") for part in path.relative_to(root).parts)
+
+
+def _wanted(path: str | os.PathLike[str], kind: str, formats: Iterable[str], single: bool) -> str:
+    """The format that is read, of those that are there."""
+    there = list(dict.fromkeys(formats))
+    if kind != "auto":
+        allowed = _FORMATS[kind]
+        if single and there[0] == "text":
+            return allowed[0]  # its reader says what is wrong, and in which line
+        if single and kind == "text":
+            return "text"
+        there = [own for own in there if own in allowed]
+        if not there:
+            raise FileFormatError(path, f"holds no {' or '.join(allowed)} files, as kind={kind!r}")
+    if len(there) > 1:
+        raise FileFormatError(
+            path, f"holds files of several formats ({', '.join(there)}): kind= says which are meant"
+        )
+    return there[0]
+
+
+def format_of(path: Path) -> str:
+    """By the name, with or without ``.gz``, else by what a file begins with."""
+    name = path.name.lower().removesuffix(".gz")
+    known = _BY_EXTENSION.get(os.path.splitext(name)[1])
+    if known is not None:
+        return known
+    with open_bytes(path) as file:
+        head = file.read(_HEAD)
+    if head[:2] == b"\0\0" and head[2:3] in (b"\x08", b"\x09", b"\x0b", b"\x0c", b"\x0d", b"\x0e"):
+        return "idx"
+    if head.startswith((b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff")):
+        return "image"
+    text = head.decode("utf-8", errors="replace")
+    if text.startswith("LOCUS  "):
+        return "genbank"
+    found = sniff_format(path, text)
+    return "structure" if found in ("pdb", "mmcif") else found

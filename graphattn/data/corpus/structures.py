@@ -1,0 +1,49 @@
+"""Structures as bytes that are quick to read again: safetensors, with the strings as JSON."""
+
+from __future__ import annotations
+
+import json
+
+import torch
+
+from graphattn.data.structures import Structure
+from graphattn.data.structures.structure import residues_of
+
+_TENSORS = ("chain_index", "residue_numbers", "b_factors")
+_STRINGS = ("sequence", "chain_ids", "insertion_codes", "residue_names")
+
+
+def structure_as_bytes(structure: Structure) -> bytes:
+    """All that a structure holds."""
+    from safetensors.torch import save
+
+    strings = {name: getattr(structure, name) for name in _STRINGS}
+    text = json.dumps(strings | {"has_all_atoms": structure.has_all_atoms})
+    tensors = {name: getattr(structure, name) for name in _TENSORS}
+    tensors |= {f"atoms.{name}": places for name, places in structure.atoms.items()}
+    tensors["strings"] = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+    return save({name: value.contiguous() for name, value in tensors.items()})
+
+
+def structure_from_bytes(data: bytes) -> Structure:
+    """The structure that :func:`structure_as_bytes` took apart."""
+    from safetensors.torch import load
+
+    tensors = load(data)
+    strings = json.loads(tensors.pop("strings").numpy().tobytes())
+    atoms = {
+        name.removeprefix("atoms."): tensors.pop(name)
+        for name in list(tensors)
+        if name.startswith("atoms.")
+    }
+    return Structure(**strings, **tensors, ca_positions=atoms["CA"], atoms=atoms)
+
+
+def part_of_structure(structure: Structure, start: int, stop: int) -> Structure:
+    """The residues from `start` to before `stop`, with the chains that they are of."""
+    if start == 0 and stop == len(structure):
+        return structure
+    rows = torch.arange(start, stop)
+    own, index = structure.chain_index[rows].unique(return_inverse=True)
+    names = tuple(structure.chain_ids[chain] for chain in own.tolist())
+    return residues_of(structure, rows, index, names)

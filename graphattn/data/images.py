@@ -1,0 +1,136 @@
+"""Images as tensors: idx files, as MNIST has them, and PNG."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy
+import torch
+from torch import Tensor
+
+from graphattn.data.files import MAX_BYTES, FileFormatError, read_bytes
+
+_IDX_TYPES = {
+    0x08: numpy.dtype(">u1"),
+    0x09: numpy.dtype(">i1"),
+    0x0B: numpy.dtype(">i2"),
+    0x0C: numpy.dtype(">i4"),
+    0x0D: numpy.dtype(">f4"),
+    0x0E: numpy.dtype(">f8"),
+}
+
+
+def read_idx(path: str | os.PathLike[str], *, max_bytes: int | None = MAX_BYTES) -> Tensor:
+    """The array of an idx file (gzipped or not): MNIST's images [N, 28, 28] or labels [N].
+
+    Args:
+        path: the file.
+        max_bytes: as in :func:`~graphattn.data.read_bytes`.
+
+    Raises:
+        FileFormatError: the file cannot be read, is no idx file, or holds more or less than its
+            header says.
+
+    Example:
+        >>> import pathlib, tempfile, graphattn as ga
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = pathlib.Path(folder, "labels-idx1-ubyte")
+        ...     _ = path.write_bytes(bytes([0, 0, 8, 1, 0, 0, 0, 3, 7, 2, 1]))
+        ...     ga.data.read_idx(path)
+        tensor([7, 2, 1], dtype=torch.uint8)
+    """
+    data = read_bytes(path, max_bytes=max_bytes)
+    dtype, shape, header = idx_header(path, data[: 4 + 4 * 255])
+    wanted, got = math.prod(shape) * dtype.itemsize, len(data) - header
+    if got != wanted:
+        raise _wrong_size(path, shape, wanted, got)
+    values = numpy.frombuffer(data, dtype, offset=header).reshape(shape)
+    return torch.from_numpy(values.astype(dtype.newbyteorder("=")))
+
+
+def idx_header(path: str | os.PathLike[str], head: bytes) -> tuple[Any, tuple[int, ...], int]:
+    """Type, shape and size in bytes of an idx file's header."""
+    if len(head) < 4 or head[:2] != b"\0\0" or head[2] not in _IDX_TYPES or head[3] == 0:
+        raise FileFormatError(path, "is no idx file: it begins with another magic number")
+    header = 4 + 4 * head[3]
+    if len(head) < header:
+        raise FileFormatError(path, f"is cut off: an idx header of {header} bytes is not whole")
+    shape = numpy.frombuffer(head[4:header], ">u4").tolist()
+    return _IDX_TYPES[head[2]], tuple(shape), header
+
+
+def idx_images(path: str | os.PathLike[str], stream: BinaryIO) -> Iterator[Any]:
+    """The images of an open idx file, one after another: uint8 [C, H, W]."""
+    head = stream.read(4)
+    head += stream.read(4 * head[3]) if len(head) == 4 else b""
+    dtype, shape, _ = idx_header(path, head)
+    if len(shape) not in (3, 4) or dtype.itemsize != 1 or dtype.kind != "u":
+        raise FileFormatError(
+            path,
+            "holds no images: they are unsigned bytes [N, H, W] or [N, H, W, C], and these are "
+            f"{dtype.newbyteorder('=')} {list(shape)}",
+        )
+    size = math.prod(shape[1:])
+    if 0 in shape:
+        raise FileFormatError(path, f"is empty: its shape is {list(shape)}")
+    for number in range(shape[0]):
+        data = stream.read(size)
+        if len(data) != size:
+            raise _wrong_size(path, shape, math.prod(shape), number * size + len(data))
+        image = numpy.frombuffer(data, numpy.uint8).reshape(shape[1:])
+        yield image[None] if len(shape) == 3 else image.transpose(2, 0, 1)
+    if stream.read(1):
+        reason = f"holds more than its header says: {list(shape)}"
+        raise FileFormatError(path, reason)
+
+
+def _wrong_size(
+    path: str | os.PathLike[str], shape: tuple[int, ...], wanted: int, got: int
+) -> FileFormatError:
+    state = "is cut off" if got < wanted else "holds more than its header says"
+    return FileFormatError(path, f"{state}: {list(shape)} are {wanted:,} bytes, got {got:,}")
+
+
+def labels_beside(path: Path) -> Path | None:
+    """The idx file with the labels of one with images: ``images-idx3`` named ``labels-idx1``."""
+    name = path.name.removesuffix(".gz")
+    beside = name.replace("images", "labels").replace("idx3", "idx1").replace("idx4", "idx1")
+    if beside == name:
+        return None
+    found = (path.with_name(beside), path.with_name(beside + ".gz"))
+    return next((own for own in found if own.is_file()), None)
+
+
+# What a picture's pixels are here, by the mode that Pillow names: channels follow from it.
+_MODES = {"1": "L", "L": "L", "LA": "LA", "RGB": "RGB", "RGBA": "RGBA"}
+
+
+def read_image(path: str | os.PathLike[str]) -> Any:
+    """The pixels of a picture: uint8 [C, H, W] with its own channels; palettes become RGB(A)."""
+    try:
+        from PIL import Image, UnidentifiedImageError
+    except ImportError as error:
+        raise ImportError("reading images needs pillow: pip install 'graphattn[train]'") from error
+
+    try:
+        with Image.open(path) as picture:
+            mode = _MODES.get(picture.mode)
+            if picture.mode in ("P", "PA"):
+                mode = "RGBA" if picture.has_transparency_data else "RGB"
+            if mode is None:
+                reason = f"has pixels of mode {picture.mode}; 8-bit gray and colour are read"
+                raise FileFormatError(path, reason)
+            pixels = numpy.asarray(picture.convert(mode), dtype=numpy.uint8)
+    except FileFormatError:
+        raise
+    except FileNotFoundError as error:
+        raise FileFormatError(path, "no such file") from error
+    except UnidentifiedImageError as error:
+        raise FileFormatError(path, "is no image that Pillow reads") from error
+    except Exception as error:  # a decoder fed with a broken file raises anything
+        raise FileFormatError(path, f"is a damaged image: {error}") from error
+    return pixels[None] if pixels.ndim == 2 else pixels.transpose(2, 0, 1)
