@@ -1,15 +1,47 @@
-"""What training needs beside an engine: objectives and parameter groups."""
+"""Training: objectives, the engine that runs them, and the folders that runs leave behind.
+
+::
+
+    config = ga.train.RunConfig(steps=2000, lr=1e-3, out="runs/a")
+    run = ga.train.fit(model, objective, config, train, validation)
+    ga.train.resume("runs/a", steps=4000)
+    ga.train.read_run("runs/a").evaluations
+"""
+
+from typing import TYPE_CHECKING, Any
 
 from graphattn.train.config import RunConfig
+from graphattn.train.engine import fit, resume
+from graphattn.train.layer_records import layer_state
 from graphattn.train.masking import mask_tokens, masked_token_loss
 from graphattn.train.objective import Loss, Objective
 from graphattn.train.parameters import parameter_groups
+from graphattn.train.run_folder import Run, read_run
+
+if TYPE_CHECKING:
+    from graphattn.train.trainer import GraphTrainer as GraphTrainer
 
 __all__ = [
+    "GraphTrainer",
     "Loss",
     "Objective",
+    "Run",
     "RunConfig",
+    "fit",
+    "layer_state",
     "mask_tokens",
     "masked_token_loss",
     "parameter_groups",
+    "read_run",
+    "resume",
 ]
+
+
+if not TYPE_CHECKING:  # a type checker would believe that every name is there
+
+    def __getattr__(name: str) -> Any:
+        if name == "GraphTrainer":  # a subclass of transformers' Trainer, which costs seconds
+            from graphattn.train.trainer import GraphTrainer
+
+            return GraphTrainer
+        raise AttributeError(f"module 'graphattn.train' has no attribute {name!r}")

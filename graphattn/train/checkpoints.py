@@ -1,0 +1,138 @@
+"""Checkpoints of a run: each complete or absent, the newest and the best kept."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from graphattn.nn import pretrained
+from graphattn.nn.config import Configured
+from graphattn.train.records import sync
+
+UNFINISHED = "."  # what folders being written or removed are called begins so
+NAME = re.compile(r"step-(\d{8,})")
+
+
+def checkpoint_path(folder: Path, step: int) -> Path:
+    """Where the checkpoint of a step lies in the folder of a run."""
+    return folder / "checkpoints" / f"step-{step:08d}"
+
+
+def complete_checkpoints(folder: Path) -> list[int]:
+    """The steps of all checkpoints, ascending: what has its name is complete."""
+    found = folder / "checkpoints"
+    names = [path.name for path in found.iterdir() if path.is_dir()] if found.is_dir() else []
+    return sorted(int(match[1]) for match in map(NAME.fullmatch, names) if match)
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Remove what a killed process left behind: files and folders under their other name."""
+    for place in (folder, folder / "checkpoints"):
+        for path in place.glob(f"{UNFINISHED}*") if place.is_dir() else ():
+            if not path.is_dir():
+                if path.name.startswith((".log.jsonl.", ".run.json.", ".config.yaml.")):
+                    path.unlink(missing_ok=True)
+            elif path.name.startswith((".step-", ".model")):
+                shutil.rmtree(path)
+
+
+def unfinished_path(folder: Path, step: int) -> Path:
+    """Where the checkpoint of a step is written before it is complete."""
+    return folder / "checkpoints" / f"{UNFINISHED}step-{step:08d}.unfinished"
+
+
+def publish(aside: Path, path: Path) -> None:
+    """Give a folder that is written in full its name, everything in it being on the disk.
+
+    What had that name before is gone only after the new one has taken it over; a process killed in
+    between leaves the old one or none.
+    """
+    for parent, _, names in os.walk(aside):
+        sync(*(Path(parent) / name for name in names), Path(parent))
+    before = path.with_name(f"{UNFINISHED}{path.name}.removed")
+    shutil.rmtree(before, ignore_errors=True)
+    if path.exists():
+        path.rename(before)
+    aside.rename(path)
+    sync(path.parent)
+    shutil.rmtree(before, ignore_errors=True)
+
+
+def keep_checkpoints(folder: Path, newest: int, best: int | None) -> None:
+    """Remove all checkpoints but the `newest` last ones and the one of step `best`."""
+    steps = complete_checkpoints(folder)
+    for step in steps[:-newest]:
+        if step != best:
+            _remove(checkpoint_path(folder, step))
+
+
+def _remove(path: Path) -> None:
+    """Remove a folder, which has another name before the first of its files is gone."""
+    aside = path.with_name(f"{UNFINISHED}{path.name}.removed")
+    shutil.rmtree(aside, ignore_errors=True)
+    path.rename(aside)
+    sync(path.parent)
+    shutil.rmtree(aside)
+
+
+# Models.
+
+
+def save_model(model: nn.Module, folder: Path) -> None:
+    """Write a model as :func:`graphattn.save` does; what files cannot make again, as numbers."""
+    from safetensors.torch import save_model as save_numbers
+
+    if isinstance(model, Configured):
+        try:
+            pretrained.save(model, folder)
+            return
+        except ValueError:  # it holds parts of other classes, or is not as it was made
+            pass
+    folder.mkdir(parents=True, exist_ok=True)
+    save_numbers(model, str(folder / pretrained.WEIGHTS))
+
+
+def load_weights(model: nn.Module, folder: Path) -> None:
+    """Read the numbers of :func:`save_model` into a model of the same shapes.
+
+    Raises:
+        ValueError: the file is broken, or does not fit the model.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import load_model
+
+    path = folder / pretrained.WEIGHTS
+    try:
+        load_model(model, path, strict=True)
+    except (SafetensorError, RuntimeError) as error:
+        raise ValueError(f"{path} does not fit the model: {error}") from error
+
+
+def copy_model(source: Path, target: Path) -> None:
+    """Put the model of a checkpoint into a folder of its own."""
+
+    def write(aside: Path) -> None:
+        for name in (pretrained.WEIGHTS, pretrained.CONFIG):
+            if (source / name).is_file():
+                shutil.copyfile(source / name, aside / name)
+
+    write_folder(target, write)
+
+
+def write_folder(path: Path, write: Callable[[Path], Any]) -> None:
+    """Write a folder aside and give it its name when it is complete."""
+    aside = path.with_name(f"{UNFINISHED}{path.name}.unfinished")
+    shutil.rmtree(aside, ignore_errors=True)
+    try:
+        aside.mkdir(parents=True)
+        write(aside)
+        publish(aside, path)
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise

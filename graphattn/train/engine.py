@@ -1,0 +1,341 @@
+"""Training runs: begun, gone on with, and brought to an end, with transformers' Trainer."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from graphattn.train import checkpoints, run_folder
+from graphattn.train.config import RunConfig
+from graphattn.train.objective import Example, Objective
+from graphattn.train.records import keep_rows
+from graphattn.train.run_folder import Run, read_run
+
+if TYPE_CHECKING:
+    from graphattn.train.trainer import GraphTrainer
+
+
+def fit(
+    model: nn.Module,
+    objective: Objective,
+    config: RunConfig,
+    train: Sequence[Example],
+    validation: Sequence[Example] | None = None,
+    *,
+    tokenizer: Any = None,
+    callbacks: Sequence[Any] = (),
+) -> Run:
+    """Train a model, or go on with the training that the folder ``config.out`` holds.
+
+    transformers' Trainer does the work, in as many processes as ``torchrun`` started. The folder
+    gets ``config.yaml``, ``run.json`` (commit, versions, status), ``log.jsonl``, checkpoints, and
+    at the end ``model/``: the model with the lowest validation loss, or the last one where there
+    is no validation, for :func:`graphattn.load`.
+
+    A run whose folder is there goes on from its newest checkpoint, and on a CPU every number comes
+    out as if it had never stopped. Checkpoints are complete or absent, so a process can be killed
+    at any moment. Control-C finishes the step, saves, and returns. A run whose loss is no longer
+    finite, or stays above ten times its first for a hundred steps, ends as "diverged", which is a
+    result; one that is over is returned as it is.
+
+    Args:
+        model: made with ``config.seed``; it is trained in place. A model of graphattn is saved as
+            :func:`graphattn.save` does, another module as its numbers alone.
+        objective: what it learns from.
+        config: resolved: nothing in it is "auto" that training depends on; ``out`` is needed.
+        train: examples by index; with an attribute ``lengths`` they are not read to be measured.
+        validation: examples that the model is judged on every ``evaluate_every`` steps.
+        tokenizer: written beside the model, by :func:`graphattn.data.save_tokenizer`.
+        callbacks: of transformers (``TrainerCallback``).
+
+    Returns:
+        The :class:`Run`: status, config, and all rows of the log.
+
+    Raises:
+        ValueError: names the argument, its value and what is allowed: the folder holds a run of
+            another config, or another process trains in it.
+        OSError: a checkpoint could not be written, as on a full disk; the last one is still there.
+        ImportError: transformers or accelerate is missing.
+
+    Example:
+        >>> import tempfile, torch, graphattn as ga
+        >>> class Parity(ga.train.Objective):
+        ...     name = "parity"
+        ...     def collate(self, examples):
+        ...         return {"tokens": torch.stack([e["tokens"] for e in examples])}
+        ...     def loss(self, model, batch, generator=None):
+        ...         logits = model(batch["tokens"]).mean(dim=1)
+        ...         labels = batch["tokens"].sum(dim=1) % 2
+        ...         total = torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
+        ...         return ga.train.Loss(total, len(labels))
+        >>> data = [{"tokens": torch.randint(2, (8,))} for _ in range(20)]
+        >>> model = ga.models.SequenceEncoder(2, 8, depth=1, heads=2)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     config = ga.train.RunConfig(steps=3, batch_tokens=64, log_every=1, out=folder)
+        ...     run = ga.train.fit(model, Parity(), config, data)
+        ...     again = ga.load(run.path / "model")
+        >>> run.status, [row["step"] for row in run.training]
+        ('finished', [1, 2, 3])
+    """
+    _check(model, objective, config, train, validation)
+    args = _arguments(config, evaluates=validation is not None)
+    path = Path(config.out)
+    with contextlib.ExitStack() as stack:
+        with _first_alone(args):
+            if args.process_index == 0:
+                path.mkdir(parents=True, exist_ok=True)
+                stack.enter_context(run_folder.locked(path))
+        run_folder.check_config(path, config, args.world_size)
+        over = run_folder.read_state(path).get("status") in run_folder.OVER
+        if over and RunConfig.load(path / run_folder.CONFIG).steps == config.steps:
+            return read_run(path)
+        with _first_alone(args):
+            if args.process_index == 0:
+                _open(path, config, tokenizer, args)
+        steps = checkpoints.complete_checkpoints(path)
+        return _train(model, objective, config, args, train, validation, callbacks, steps)
+
+
+def resume(
+    folder: str | os.PathLike[str], *, steps: int | None = None, callbacks: Sequence[Any] = ()
+) -> Run:
+    """Go on with the training run in a folder, from its config alone.
+
+    Args:
+        folder: that of the run. It may have been moved.
+        steps: a new, larger number of steps; as before if None.
+        callbacks: of transformers (``TrainerCallback``).
+
+    Raises:
+        FileNotFoundError: it is no folder of a run, or its data is gone.
+        ValueError: `steps` is smaller than before.
+
+    Example:
+        >>> import graphattn as ga
+        >>> ga.train.resume("runs/a").status  # doctest: +SKIP
+        'finished'
+    """
+    from importlib import import_module
+
+    config = read_run(folder).config.replace(out=os.fspath(folder))
+    if steps is not None:
+        if steps < config.steps:
+            raise ValueError(f"steps must be at least those of the run, {config.steps}, got {steps}")
+        config = config.replace(steps=steps)
+    found = import_module("graphattn.train.setup").prepare(config)
+    return fit(
+        found.model,
+        found.objective,
+        found.config,
+        found.train,
+        found.validation,
+        tokenizer=found.tokenizer,
+        callbacks=callbacks,
+    )
+
+
+# Before a run.
+
+
+def _check(
+    model: Any, objective: Any, config: Any, train: Any, validation: Any
+) -> None:
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    if not isinstance(objective, Objective):
+        raise ValueError(f"objective must be an Objective, got {type(objective).__name__}")
+    if not isinstance(config, RunConfig):
+        raise ValueError(f"config must be a RunConfig, got {type(config).__name__}")
+    if not config.out:
+        raise ValueError("out must be the folder of the run, got ''")
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ValueError("model must have parameters that require gradients, got none")
+    for name, examples in (("train", train), ("validation", validation)):
+        if examples is not None and len(examples) == 0:
+            raise ValueError(f"{name} must hold examples, got none")
+    if config.precision == "float16" and not torch.cuda.is_available():
+        raise ValueError("precision must be 'float32' or 'bfloat16' on a CPU, got 'float16'")
+    if config.gradient_checkpointing and not hasattr(model, "gradient_checkpointing_enable"):
+        raise ValueError(
+            f"gradient_checkpointing must be False for a {type(model).__name__}, which has no "
+            "gradient_checkpointing_enable, got True"
+        )
+
+
+def _arguments(config: RunConfig, *, evaluates: bool) -> Any:
+    try:
+        from graphattn.train.trainer import training_arguments
+    except ImportError as error:
+        raise ImportError(
+            "training needs transformers and accelerate: pip install 'graphattn[train]'"
+        ) from error
+    args = training_arguments(config, evaluates=evaluates)
+    if args.n_gpu > 1:
+        args._n_gpu = 1  # several GPUs are for torchrun: one process would split our batches
+    return args
+
+
+@contextmanager
+def _first_alone(args: Any) -> Iterator[None]:
+    """The first process goes through, and the others wait for it; if it fails, all do."""
+    failure: BaseException | None = None
+    try:
+        yield
+    except BaseException as error:
+        failure = error
+        raise
+    finally:
+        if args.world_size > 1:
+            told = torch.tensor([float(failure is not None)], device=args.device)
+            torch.distributed.all_reduce(told)
+            if bool(told) and failure is None:
+                raise ValueError("out: the first process could not open the folder of the run")
+
+
+def _open(path: Path, config: RunConfig, tokenizer: Any, args: Any) -> None:
+    """Make the folder ready: nothing half-written, no row after the newest checkpoint."""
+    checkpoints.remove_unfinished(path)
+    (path / "checkpoints").mkdir(exist_ok=True)
+    newest = max(checkpoints.complete_checkpoints(path), default=0)
+    keep_rows(path / run_folder.LOG, newest)
+    if tokenizer is not None and not (path / "tokenizer.json").is_file():
+        import graphattn.data
+
+        save_tokenizer: Callable[..., None] = graphattn.data.save_tokenizer
+        save_tokenizer(tokenizer, path / "tokenizer.json")
+    before = run_folder.read_state(path)
+    run_folder.write_state(
+        path,
+        **run_folder.provenance(config, str(args.device), args.world_size),
+        status="running",
+        started=before.get("started", run_folder.now()),
+        continued=[*before.get("continued", []), newest] if before else [],
+        seconds=before.get("seconds", 0.0),
+        error=None,
+    )
+    run_folder.write_config(path, config)
+
+
+# The run.
+
+
+def _train(
+    model: nn.Module,
+    objective: Objective,
+    config: RunConfig,
+    args: Any,
+    train: Sequence[Example],
+    validation: Sequence[Example] | None,
+    callbacks: Sequence[Any],
+    steps: list[int],
+) -> Run:
+    from transformers.trainer_callback import PrinterCallback
+
+    from graphattn.train.progress import ProgressLine
+    from graphattn.train.trainer import GraphTrainer
+
+    path, start = Path(config.out), max(steps, default=0)
+    if config.gradient_checkpointing:
+        model.gradient_checkpointing_enable()  # type: ignore[operator]
+    if config.compile:
+        model.compile()
+    line = ProgressLine()
+    trainer = GraphTrainer(
+        model,
+        objective,
+        config,
+        args,
+        train,
+        validation,
+        start=start,
+        callbacks=[line, *_recorders(objective, config, train, validation), *callbacks],
+    )
+    trainer.remove_callback(PrinterCallback)
+    torch.manual_seed(config.seed + args.process_index)  # masks differ between processes
+    newest = str(checkpoints.checkpoint_path(path, start)) if steps else None
+    began = time.monotonic()
+    status, error = "failed", None
+    try:
+        with _stopping_on_signals(trainer):
+            if start < config.steps:
+                trainer.train(resume_from_checkpoint=newest)
+            else:
+                trainer._load_from_checkpoint(str(newest))
+        status = _status(trainer, config)
+        if args.process_index == 0:
+            _write_model(trainer, path)
+    except BaseException as failure:
+        error = f"{type(failure).__name__}: {failure}"
+        if isinstance(failure, KeyboardInterrupt):
+            status = "interrupted"
+        raise
+    finally:
+        line.close()
+        if args.process_index == 0:
+            with contextlib.suppress(OSError):  # on a full disk, what failed is told by its error
+                spent = run_folder.read_state(path)["seconds"] + time.monotonic() - began
+                run_folder.write_state(
+                    path, status=status, error=error, ended=run_folder.now(), seconds=spent
+                )
+    with _first_alone(args):
+        return read_run(path)
+
+
+def _recorders(
+    objective: Objective, config: RunConfig, train: Any, validation: Any
+) -> list[Any]:
+    if not config.record_every:
+        return []
+    from graphattn.train.layer_callback import LayerRecords
+
+    return [LayerRecords(objective, config, train if validation is None else validation)]
+
+
+def _status(trainer: GraphTrainer, config: RunConfig) -> str:
+    if trainer.running.diverged:
+        return "diverged"
+    step = max(trainer.state.global_step, trainer.start)
+    return "finished" if step >= config.steps else "interrupted"
+
+
+def _write_model(trainer: GraphTrainer, path: Path) -> None:
+    """The best model, or the last, in a folder of its own."""
+    steps = checkpoints.complete_checkpoints(path)
+    best = trainer.state.best_global_step
+    chosen = best if best in steps else max(steps, default=None)
+    if chosen is None:
+        checkpoints.write_folder(
+            path / "model", lambda aside: checkpoints.save_model(trainer.learned, aside)
+        )
+    else:
+        checkpoints.copy_model(checkpoints.checkpoint_path(path, chosen), path / "model")
+
+
+@contextmanager
+def _stopping_on_signals(trainer: GraphTrainer) -> Iterator[None]:
+    """Control-C, and what schedulers send, ask for the end of the step; a second one insists."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread hears signals
+        return
+
+    def ask(number: int, _: Any) -> None:
+        if trainer.running.asked:
+            raise KeyboardInterrupt
+        trainer.running.asked = True
+
+    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

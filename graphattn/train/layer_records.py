@@ -1,0 +1,306 @@
+"""The state of every layer of a model in training: stability, sinks, rank."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import math
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from scipy.sparse.linalg import ArpackNoConvergence, eigsh
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from graphattn.diagnostics import record
+from graphattn.diagnostics.call_statistics import ranks
+from graphattn.diagnostics.curvature import Loss as LossOfBatch
+from graphattn.diagnostics.curvature import _curvature_by_differences, _dot
+from graphattn.diagnostics.evaluating import dropout_off
+from graphattn.diagnostics.restore import left_as_found, random_state
+from graphattn.diagnostics.twin_optimizer import TwinOptimizer
+from graphattn.nn import SelfConsensus
+from graphattn.ops.inputs import check_graph
+from graphattn.spectral.frozen_steps import FrozenStep
+from graphattn.spectral.module_certificates import _sequences
+from graphattn.train.objective import Batch, Objective
+from graphattn.train.records import Row
+
+LOWEST = "1 - 2 eta lambda_max"
+WITHIN = 1e-3  # relative, of eigenvalues: a curve needs no more
+EPSILON = 1e-3  # of differences of gradients, where a loss cannot be differentiated twice
+
+
+def layer_state(
+    model: nn.Module,
+    objective: Objective,
+    batches: Sequence[Batch],
+    *,
+    optimizer: Optimizer | None = None,
+    max_norm: float | None = None,
+    seed: int = 0,
+) -> Row:
+    r"""How stable a model in training is, and what its layers do, on a few batches.
+
+    The model runs in evaluation mode, and is left as it was found: parameters, gradients, buffers
+    and random numbers, so that a run with records equals one without.
+
+    Args:
+        model: any module; its layers are the attention and consensus layers that run.
+        objective: what it learns from.
+        batches: small ones; the first alone for what is no learning rate.
+        optimizer: in the midst of training; without one (or where its rate is 0), no `alpha_max`.
+        max_norm: gradients are clipped to it before the optimizer sees them; None or 0: not at all.
+        seed: of the objective's masks and noise.
+
+    Returns:
+        A dict with
+
+        - ``alpha_max``: the median over `batches` of the largest learning rate at which the
+          optimizer's own next step still lowers the loss up to second order (Stabilizing
+          Transformer Training Through Consensus, Eq. 17-19, as
+          :func:`graphattn.diagnostics.max_stable_lr`); infinite where steps meet no curvature
+        - ``share_stable``: of `batches`, the share whose alpha_max is above the learning rate
+        - ``layers``: by name, a dict with
+
+          - ``alpha_max``, ``share_stable``: the same where this layer alone takes its step; None
+            where it is frozen
+          - ``sink_share``: the share of attention on the first token, over sequences and heads;
+            None without attention weights
+          - ``effective_rank``: the participation ratio of its output, over sequences
+          - ``max_step_size``: of a consensus layer whose step is a gradient step, the largest step
+            size that makes no mode oscillate, 1 / (2 lambda_max), over heads
+          - ``1 - 2 eta lambda_max``: likewise, of the roughest mode; 0 or more is a low-pass
+            filter. None where no theorem speaks (``update="target"``, rope=True)
+
+    Example:
+        >>> import torch, graphattn as ga
+        >>> class Zero(ga.train.Objective):  # all logits should be 0
+        ...     name = "zero"
+        ...     def collate(self, examples): ...
+        ...     def loss(self, model, batch, generator=None):
+        ...         logits = model(batch["tokens"])
+        ...         return ga.train.Loss(logits.square().sum(), logits.numel())
+        >>> model = ga.models.SequenceEncoder(9, 8, depth=2, heads=2, mixer="mix", edge_hidden=4)
+        >>> batch = {"tokens": torch.randint(9, (2, 12))}
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+        >>> state = ga.train.layer_state(model, Zero(), [batch], optimizer=optimizer)
+        >>> list(state["layers"]), state["share_stable"]
+        (['blocks.0.mixer', 'blocks.1.mixer'], 1.0)
+    """
+    if not batches:
+        raise ValueError("batches must hold at least one batch, got none")
+    with left_as_found(model, list(model.parameters())), dropout_off(model):
+        layers = _seen(model, objective, batches[0], seed)
+        found: Row = {"alpha_max": None, "share_stable": None, "layers": layers}
+        if optimizer is not None and optimizer.param_groups[0].get("lr", 0.0) > 0:
+            _add_learning_rates(found, model, objective, batches, optimizer, max_norm, seed)
+    return found
+
+
+def _loss(objective: Objective, model: nn.Module, batch: Batch, seed: int) -> Tensor:
+    device = next((x.device for x in batch.values() if isinstance(x, Tensor)), torch.device("cpu"))
+    return objective.loss(model, batch, torch.Generator(device).manual_seed(seed)).mean
+
+
+# What a forward pass shows.
+
+
+def _seen(model: nn.Module, objective: Objective, batch: Batch, seed: int) -> dict[str, Row]:
+    found: dict[str, Row] = {}
+    ran = False
+    try:
+        with torch.no_grad(), _consensus_layers(model, found), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of attention that could not be recorded
+            with record(model, keep="statistics") as recording:
+                _loss(objective, model, batch, seed)
+                ran = True
+                for call in recording:
+                    row = found.setdefault(call.name, _empty())
+                    row["sink_share"] = _number(call.sinks)
+                    row["effective_rank"] = _number(call.effective_rank)
+    except ValueError:  # no attention at all
+        if not ran:
+            raise
+    order = [name for name, _ in model.named_modules()]
+    return dict(sorted(found.items(), key=lambda item: _place(order, item[0])))
+
+
+def _place(order: list[str], name: str) -> int:
+    return order.index(name) if name in order else len(order)
+
+
+def _empty() -> Row:
+    names = ("alpha_max", "share_stable", "sink_share", "effective_rank", "max_step_size", LOWEST)
+    return dict.fromkeys(names)
+
+
+def _number(values: Tensor) -> float | None:
+    mean = float(values.float().nanmean())
+    return None if math.isnan(mean) else mean
+
+
+@contextmanager
+def _consensus_layers(model: nn.Module, found: dict[str, Row]) -> Iterator[None]:
+    """Add every consensus layer that runs."""
+
+    def listen(name: str, layer: SelfConsensus) -> Callable[..., None]:
+        parameters = inspect.signature(type(layer).forward)
+
+        def look(_: nn.Module, args: Any, keywords: dict[str, Any], output: Tensor) -> None:
+            given = dict(parameters.bind(layer, *args, **keywords).arguments)
+            row = found.setdefault(name, _empty())
+            real = given.get("valid")
+            if not isinstance(real, Tensor):
+                real = torch.ones(output.shape[:-1], dtype=torch.bool, device=output.device)
+            tokens = output.detach().float().reshape(-1, *output.shape[-2:])
+            real = real.expand(output.shape[:-1]).reshape(tokens.shape[:-1])
+            row["effective_rank"] = _number(ranks(tokens, real))
+            if given.get("context") is None:
+                row["max_step_size"], row[LOWEST] = _step_sizes(layer, given)
+
+        return look
+
+    handles = [
+        layer.register_forward_hook(listen(name or "model", layer), with_kwargs=True)
+        for name, layer in model.named_modules()
+        if isinstance(layer, SelfConsensus)
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _step_sizes(layer: SelfConsensus, given: dict[str, Any]) -> tuple[float | None, float | None]:
+    """1 / (2 lambda_max) and 1 - 2 eta lambda_max over the heads, on the first sequence."""
+    if layer.update_rule == "target" or (layer.rotary is not None and not layer.isometric):
+        return None, None
+    x = given["x"].detach().cpu().double()
+    rows = x.reshape(-1, *x.shape[-2:])[:1]
+    graph = given["graph"]
+    graph = graph.to("cpu")
+    layer = copy.deepcopy(layer).cpu().double().eval()
+    graph = check_graph(graph, rows, rows.shape[-2], rows.shape[-2])
+    first = {
+        name: None if given.get(name) is None else _first(given[name], x.dim())
+        for name in ("valid", "positions", "edge_features")
+    }
+    sequence = next(iter(_sequences(rows, graph, *first.values())))[1]
+    if not bool(sequence[0].isfinite().all()):
+        return None, None
+    step = FrozenStep(layer, *sequence)
+    largest, lowest = math.inf, 1.0
+    for head, sizes in zip(step.heads(), step.step_size, strict=True):
+        if head.size == 0:
+            continue
+        top = _largest_eigenvalue(head)  # of 2 eta L
+        if top > 0:
+            largest = min(largest, float(sizes.max()) / top)
+        lowest = min(lowest, 1 - top)
+    return largest, lowest
+
+
+def _first(value: Any, dims: int) -> Tensor:
+    """What belongs to the first sequence of a batch."""
+    value = (value[0] if isinstance(value, tuple) else value).detach().cpu()
+    value = value.double() if value.is_floating_point() else value
+    return value[:1] if dims > 2 and value.dim() >= dims - 1 and value.dim() > 1 else value
+
+
+def _largest_eigenvalue(head: Any) -> float:
+    start = np.random.default_rng(0).standard_normal(head.size)
+    if head.size < 64:
+        return float(head.dense_eigenvalues()[-1])
+    try:
+        values = eigsh(
+            head.operator, k=1, which="LA", tol=WITHIN, v0=start, return_eigenvectors=False
+        )
+    except ArpackNoConvergence:
+        return math.nan
+    return float(values[0])
+
+
+# Learning rates.
+
+
+def _add_learning_rates(
+    found: Row,
+    model: nn.Module,
+    objective: Objective,
+    batches: Sequence[Batch],
+    optimizer: Optimizer,
+    max_norm: float | None,
+    seed: int,
+) -> None:
+    """alpha_max and the share of stable steps, of the model and of every layer that learns."""
+    twin = TwinOptimizer(optimizer, max_norm or None)
+    loss = LossOfBatch(model, lambda m, b: _loss(objective, m, b, seed), twin.parameters)
+    parts: list[tuple[Row, list[bool]]] = [(found, [True] * len(twin.parameters))]
+    for name, row in found["layers"].items():
+        try:
+            own = {id(parameter) for parameter in model.get_submodule(name).parameters()}
+        except AttributeError:
+            continue
+        chosen = [id(parameter) in own for parameter in twin.parameters]
+        if any(chosen):
+            parts.append((row, chosen))
+    values: list[list[float]] = [[] for _ in parts]
+    for batch in batches:
+        pairs = _slopes_and_curvatures(loss, batch, twin, [chosen for _, chosen in parts])
+        for own_values, pair in zip(values, pairs, strict=True):
+            own_values.append(_alpha_max(*pair))
+    for (row, _), own_values in zip(parts, values, strict=True):
+        known = sorted(value for value in own_values if not math.isnan(value))
+        row["alpha_max"] = known[len(known) // 2] if known else None
+        row["share_stable"] = sum(value > twin.lr for value in own_values) / len(own_values)
+
+
+def _slopes_and_curvatures(
+    loss: LossOfBatch, batch: Batch, twin: TwinOptimizer, parts: list[list[bool]]
+) -> list[tuple[float, float]]:
+    """<g, u> and <u, H u> for u restricted to some parameters, of every part."""
+    start = random_state(loss.parameters)
+    found = []
+    try:
+        gradients = loss.gradient(batch, create_graph=True)
+        u = twin.step([None if g is None else g.detach() for g in gradients])
+        twin.stay()
+        known = [i for i, g in enumerate(gradients) if g is not None and g.requires_grad]
+        for chosen in parts:
+            own = [v if kept else torch.zeros_like(v) for v, kept in zip(u, chosen, strict=True)]
+            moved = [i for i in known if chosen[i]]
+            product: Sequence[Tensor | None] = [None] * len(own)
+            if moved:
+                product = torch.autograd.grad(
+                    [gradients[i] for i in moved],  # type: ignore[misc]
+                    loss.parameters,
+                    grad_outputs=[own[i].to(gradients[i].dtype) for i in moved],  # type: ignore[union-attr]
+                    allow_unused=True,
+                    retain_graph=True,
+                )
+            found.append((_dot(gradients, own), _dot(list(product), own)))
+    except RuntimeError:  # kernels and fused attention cannot be differentiated twice
+        gradients = loss.gradient(batch)
+        u = twin.step(gradients)
+        twin.stay()
+        found = []
+        for chosen in parts:
+            own = [v if kept else torch.zeros_like(v) for v, kept in zip(u, chosen, strict=True)]
+            curvature = _curvature_by_differences(loss, batch, own, EPSILON, start)
+            found.append((_dot(gradients, own), curvature))
+    return found
+
+
+def _alpha_max(slope: float, curvature: float) -> float:
+    """Eq. 18 of the paper and its cases."""
+    if not (math.isfinite(slope) and math.isfinite(curvature)):
+        return math.nan
+    if slope >= 0:
+        return 0.0 if slope > 0 else math.inf
+    return math.inf if curvature <= 0 else -2 * slope / curvature

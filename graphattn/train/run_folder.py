@@ -1,0 +1,250 @@
+"""The folder of a run: its config, how it stands, its log, and who is writing there."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import graphattn
+from graphattn.train.config import RunConfig
+from graphattn.train.records import Row, read_rows, replace_file, replace_text
+
+CONFIG, STATE, LOG, LOCK = "config.yaml", "run.json", "log.jsonl", ".lock"
+FREE = ("out", "workers", "log_to")  # what a run does not depend on
+OVER = ("finished", "diverged")  # a run that is a result already
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a training run has left in its folder.
+
+    Attributes:
+        path: the folder.
+        config: the resolved :class:`~graphattn.train.RunConfig`.
+        status: "running", "finished", "diverged" (the loss ran away: a result like others),
+            "interrupted" (to be continued; so is one whose process was killed) or "failed".
+        info: what ``run.json`` holds: commit, digest of the config, seed, versions, times.
+        rows: all of ``log.jsonl``.
+
+    Example:
+        >>> import graphattn as ga
+        >>> run = ga.train.read_run("runs/a")  # doctest: +SKIP
+        >>> run.status, run.evaluations[-1]["loss"]  # doctest: +SKIP
+        ('finished', 2.31)
+    """
+
+    path: Path
+    config: RunConfig
+    status: str
+    info: dict[str, Any]
+    rows: list[Row]
+
+    @property
+    def training(self) -> list[Row]:
+        """The rows of training: "step", "loss" (the mean per answer since the row before), "lr"."""
+        return [row for row in self.rows if row.get("split") == "train"]
+
+    @property
+    def evaluations(self) -> list[Row]:
+        """The rows of evaluations on the validation split, with what the objective reports."""
+        return [row for row in self.rows if row.get("split") == "validation"]
+
+    @property
+    def layers(self) -> list[Row]:
+        """The rows of the layers' state, see :func:`graphattn.train.layer_state`."""
+        return [row for row in self.rows if row.get("split") == "layers"]
+
+    @property
+    def step(self) -> int:
+        """The last step that was logged."""
+        return max((row["step"] for row in self.rows), default=0)
+
+    def __repr__(self) -> str:
+        return f"Run({str(self.path)!r}, {self.status}, step {self.step} of {self.config.steps})"
+
+
+def read_run(folder: str | os.PathLike[str]) -> Run:
+    """Read what a training run has left in its folder, while it goes on or afterwards.
+
+    Args:
+        folder: that of the run, ``config.out``.
+
+    Raises:
+        FileNotFoundError: it is no folder of a run.
+        ValueError: a file in it is broken; the message names it.
+
+    Example:
+        >>> import graphattn as ga
+        >>> ga.train.read_run("runs/a")  # doctest: +SKIP
+        Run('runs/a', finished, step 2000 of 2000)
+    """
+    path = Path(folder)
+    if not (path / CONFIG).is_file():
+        raise FileNotFoundError(f"folder must be that of a run, got {str(path)!r}: no {CONFIG}")
+    info = read_state(path)
+    status = str(info.get("status", "interrupted"))
+    if status == "running" and not _is_locked(path):
+        status = "interrupted"  # killed: nobody is there who could have said so
+    return Run(path, RunConfig.load(path / CONFIG), status, info, read_rows(path / LOG))
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """What run.json holds; nothing where there is none yet."""
+    file = path / STATE
+    if not file.is_file():
+        return {}
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file} is no JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{file} must hold a JSON object, got a {type(found).__name__}")
+    return found
+
+
+def write_state(path: Path, **changes: Any) -> None:
+    """Change some of what run.json holds."""
+    text = json.dumps({**read_state(path), **changes}, indent=2, default=str)
+    replace_text(path / STATE, text + "\n")
+
+
+def write_config(path: Path, config: RunConfig) -> None:
+    """Write config.yaml, whole or not at all."""
+    replace_file(path / CONFIG, config.save)
+
+
+def check_config(path: Path, config: RunConfig, processes: int) -> None:
+    """Refuse to go on with a run that another config began.
+
+    Raises:
+        ValueError: names what differs, there and here. Steps may grow, and what a run does not
+            depend on may change.
+    """
+    if not (path / CONFIG).is_file():
+        return
+    there, here = RunConfig.load(path / CONFIG).as_dict(), config.as_dict()
+    names = [name for name in here if name not in FREE and there[name] != here[name]]
+    if "steps" in names and here["steps"] > there["steps"]:
+        names.remove("steps")
+    if names:
+        told = "; ".join(f"{name} is {there[name]!r} there, {here[name]!r} here" for name in names)
+        raise ValueError(
+            f"out: {str(path)!r} holds a run of another config: {told}. Choose another folder, or "
+            "go on with that config (only steps may grow)"
+        )
+    before = read_state(path).get("processes", processes)
+    if before != processes:
+        raise ValueError(
+            f"out: {str(path)!r} holds a run of {before} processes, which sets the size of its "
+            f"batches: it goes on with as many, got {processes}"
+        )
+
+
+# Who is writing.
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Keep other processes from writing into a run; the lock ends with the process that holds it.
+
+    Raises:
+        ValueError: another process holds it.
+    """
+    handle = os.open(path / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+    holding = [handle]
+    # Processes that load data must not hold the lock of one that was killed.
+    os.register_at_fork(after_in_child=lambda: [os.close(holding.pop()) for _ in holding[:]])
+    try:
+        if not _lock(handle):
+            raise ValueError(
+                f"out: another process is training in {str(path)!r}: wait for it, or choose "
+                "another folder"
+            )
+        yield
+    finally:
+        holding.clear()
+        os.close(handle)
+
+
+def _is_locked(path: Path) -> bool:
+    if not (path / LOCK).is_file():
+        return False
+    handle = os.open(path / LOCK, os.O_RDWR)
+    try:
+        return not _lock(handle)
+    finally:
+        os.close(handle)
+
+
+def _lock(handle: int) -> bool:
+    """Whether a file could be locked; True where the system has no such locks."""
+    try:
+        import fcntl
+    except ImportError:
+        return True
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+# Where results come from.
+
+
+def provenance(config: RunConfig, device: str, processes: int) -> dict[str, Any]:
+    """What a result depends on beside its config: commit, versions, machine."""
+    names = ("torch", "transformers", "accelerate", "datasets", "numpy")
+    return {
+        "commit": commit(),
+        "config": config.digest(),
+        "seed": config.seed,
+        "versions": {
+            "graphattn": graphattn.__version__,
+            "python": platform.python_version(),
+            **{name: _version(name) for name in names},
+        },
+        "device": device,
+        "processes": processes,
+    }
+
+
+def commit() -> str | None:
+    """The commit of graphattn's own checkout, with "-dirty" where files differ; None elsewhere."""
+    own = Path(graphattn.__file__)
+    git = ["git", "-C", str(own.parent)]
+    try:
+        known = subprocess.run(
+            [*git, "ls-files", "--error-unmatch", own.name], capture_output=True, timeout=10
+        )
+        told = subprocess.run(
+            [*git, "describe", "--always", "--dirty", "--abbrev=40", "--exclude", "*"],
+            capture_output=True,
+            text=True,
+            timeout=10,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    # Installed beside somebody else's files, it is none of that repository's.
+    return told.stdout.strip() or None if known.returncode == told.returncode == 0 else None
+
+
+def now() -> str:
+    """The time in UTC, to the second."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,314 @@
+"""transformers' Trainer with our objectives, parameter groups, order and checkpoints.
+
+Importing this imports transformers; :func:`graphattn.train.fit` does so when it is called.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+from graphattn.train import checkpoints, run_folder
+from graphattn.train.config import RunConfig
+from graphattn.train.objective import Batch, Example, Objective
+from graphattn.train.order import Batches, EndlessBatches, TrainingLoader, lengths_of, token_batches
+from graphattn.train.parameters import parameter_groups
+from graphattn.train.records import append_row, replace_text, sync
+from graphattn.train.running_loss import RunningLoss
+
+SCHEDULES = {"cosine": "cosine", "linear": "linear", "constant": "constant_with_warmup"}
+
+
+def training_arguments(
+    config: RunConfig, *, evaluates: bool, use_cpu: bool = False
+) -> TrainingArguments:
+    """What transformers is told of a run."""
+    return TrainingArguments(
+        output_dir=config.out,
+        max_steps=config.steps,
+        gradient_accumulation_steps=config.accumulate,
+        learning_rate=config.lr,
+        lr_scheduler_type=SCHEDULES[config.schedule],
+        warmup_steps=config.warmup_steps,
+        weight_decay=config.weight_decay,
+        max_grad_norm=config.clip_norm,
+        bf16=config.precision == "bfloat16",
+        fp16=config.precision == "float16",
+        seed=config.seed,
+        logging_strategy="steps",
+        logging_steps=config.log_every,
+        logging_nan_inf_filter=False,
+        eval_strategy="steps" if evaluates else "no",
+        eval_steps=config.evaluate_every,
+        save_strategy="steps",
+        save_steps=config.save_every,
+        metric_for_best_model="loss" if evaluates else None,
+        greater_is_better=False if evaluates else None,
+        report_to=[name.strip() for name in config.log_to.split(",")],
+        dataloader_num_workers=config.workers,
+        dataloader_pin_memory=torch.cuda.is_available() and not use_cpu,
+        remove_unused_columns=False,
+        ignore_data_skip=True,  # our order starts where it is told to
+        disable_tqdm=True,
+        use_cpu=use_cpu,
+    )
+
+
+class Learner(nn.Module):
+    """A model and its objective as one module, whose call gives the loss.
+
+    What transformers and torch put around a module (processes, half precision) is so around all
+    that happens in a step, and the objective is free to call the model as it likes.
+    """
+
+    def __init__(self, model: nn.Module, objective: Objective) -> None:
+        super().__init__()
+        self.model, self.objective = model, objective
+
+    def forward(self, batch: Batch) -> tuple[Tensor, int]:
+        found = self.objective.loss(self.model, batch)
+        return found.total, found.count
+
+
+class GraphTrainer(Trainer):
+    """transformers' Trainer, with an objective in the place of a loss.
+
+    The loss of a step is the mean over all its answers: of all batches that are accumulated and of
+    all processes. Everything else is the Trainer's: precision, clipping, schedule, processes,
+    logging services, callbacks.
+
+    Args:
+        model: a module that the objective can call.
+        objective: what it learns from.
+        config: resolved.
+        args: from :func:`training_arguments`.
+        train, validation: sequences of examples.
+        start: the step of the checkpoint that the run goes on from.
+        callbacks: transformers' TrainerCallback.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        objective: Objective,
+        config: RunConfig,
+        args: TrainingArguments,
+        train: Sequence[Example],
+        validation: Sequence[Example] | None = None,
+        *,
+        start: int = 0,
+        callbacks: Sequence[TrainerCallback] = (),
+    ) -> None:
+        self.objective, self.config, self.start = objective, config, start
+        self.folder = Path(config.out)
+        self.running = RunningLoss()
+        self.batches = token_batches(
+            lengths_of(train, model), config.batch_tokens, seed=config.seed, shuffle=True
+        )
+        self.learned = model
+        super().__init__(
+            model=Learner(model, objective),
+            args=args,
+            train_dataset=train,
+            eval_dataset=validation,
+            data_collator=objective.collate,
+            callbacks=[_Flow(self), *callbacks],
+        )
+
+    # Batches.
+
+    def get_train_dataloader(self) -> TrainingLoader:
+        processes = self.args.world_size
+        done = self.start * self.config.accumulate * processes
+        order = EndlessBatches(
+            self.batches, start=done, rank=self.args.process_index, processes=processes
+        )
+        return TrainingLoader(
+            self.train_dataset,
+            batch_sampler=order,
+            collate_fn=self.data_collator,
+            num_workers=self.args.dataloader_num_workers,
+            pin_memory=self.args.dataloader_pin_memory,
+            batches=self.config.steps * self.config.accumulate,
+        )
+
+    def batches_of(self, dataset: Sequence[Example]) -> torch.utils.data.DataLoader:
+        """All examples once, in order, on the CPU."""
+        order: Batches = token_batches(
+            lengths_of(dataset, self.learned), self.config.batch_tokens, seed=0, shuffle=False
+        )
+        return torch.utils.data.DataLoader(
+            dataset,  # type: ignore[arg-type]
+            batch_sampler=order,  # type: ignore[arg-type]
+            collate_fn=self.data_collator,
+            num_workers=self.args.dataloader_num_workers,
+            generator=torch.Generator().manual_seed(0),
+        )
+
+    def _prepare_input(self, data: Any) -> Any:
+        """On the device; graphs and structures too."""
+        if not isinstance(data, Tensor) and callable(getattr(data, "to", None)):
+            return data.to(self.args.device)
+        return super()._prepare_input(data)
+
+    # A step.
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        if self.optimizer is None:
+            kind, options = self.get_optimizer_cls_and_kwargs(self.args)
+            groups = parameter_groups(self.learned, self.config.weight_decay)
+            self.optimizer = kind(groups, **options)
+        return self.optimizer
+
+    def training_step(
+        self, model: nn.Module, inputs: Batch, num_items_in_batch: Any = None
+    ) -> Tensor:
+        """One batch forwards and backwards; after the last of a step, gradients are of the mean."""
+        model.train()
+        total, count = model(self._prepare_inputs(inputs))
+        # How many answers all batches have is known at the end. Until then sums are divided by
+        # about as much, the same for all: in half precision they would overflow.
+        self.accelerator.backward(total / self.config.batch_tokens)
+        self.running.add(float(total.detach()), count)
+        if self.accelerator.sync_gradients:
+            self._finish_step()
+        return total.detach() / max(count, 1)
+
+    def _finish_step(self) -> None:
+        total, count, stop = self._over_processes(self.running.of_step())
+        self.running.finish_step(total, count, bool(stop))
+        gradients = [p.grad for p in self.learned.parameters() if p.grad is not None]
+        if self.running.diverged and getattr(self.accelerator, "scaler", None) is None:
+            for parameter in self.learned.parameters():
+                parameter.grad = None  # a last step would spoil the weights
+        elif gradients:
+            # Processes average their gradients.
+            scale = self.config.batch_tokens * self.args.world_size / max(count, 1.0)
+            torch._foreach_mul_(gradients, scale)
+
+    def _over_processes(self, numbers: list[float]) -> list[float]:
+        if self.args.world_size == 1:
+            return numbers
+        one = torch.tensor(numbers, dtype=torch.float64, device=self.args.device)
+        found: list[float] = self.accelerator.reduce(one, reduction="sum").tolist()
+        return found
+
+    # Evaluation and the log.
+
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
+        """What the objective reports, on every process: the same numbers on each."""
+        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        batches = map(self._prepare_inputs, self.batches_of(dataset))
+        with self.accelerator.autocast():
+            numbers = self.objective.evaluate(self.learned, batches, seed=self.config.seed)
+        found = {f"{metric_key_prefix}_{name}": value for name, value in numbers.items()}
+        self.log(dict(found))
+        self.control = self.callback_handler.on_evaluate(
+            self.args, self.state, self.control, found
+        )
+        return found
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Write a row, and tell the services."""
+        self.state.epoch = (
+            self.state.global_step
+            * self.config.accumulate
+            * self.args.world_size
+            / max(len(self.batches), 1)
+        )
+        row: dict[str, Any] = {"step": self.state.global_step}
+        if "loss" in logs:
+            logs["loss"] = self.running.take_mean()
+            row |= {"split": "train", "loss": logs["loss"], "lr": logs["learning_rate"]}
+            row |= {"grad_norm": float(logs["grad_norm"])} if "grad_norm" in logs else {}
+        elif any(name.startswith("eval_") for name in logs):
+            row |= {"split": "validation"}
+            row |= {name.removeprefix("eval_"): value for name, value in logs.items()}
+        if "split" in row and self.is_world_process_zero():
+            append_row(self.folder / run_folder.LOG, row)
+        super().log(logs, start_time)
+        del self.state.log_history[:-16]  # log.jsonl has them all
+
+    # Checkpoints.
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        step = self.state.global_step
+        path = checkpoints.checkpoint_path(self.folder, step)
+        aside = checkpoints.unfinished_path(self.folder, step)
+        error: Exception | None = None
+        try:
+            if self.args.should_save:
+                shutil.rmtree(aside, ignore_errors=True)
+                checkpoints.save_model(self.learned, aside)
+                replace_text(aside / "running_loss.json", json.dumps(self.running.state()))
+                self.state.save_to_json(str(aside / "trainer_state.json"))
+            aside.mkdir(parents=True, exist_ok=True)
+            self._save_optimizer_and_scheduler(str(aside))
+            self._save_scaler(str(aside))
+            self._save_rng_state(str(aside))
+        except Exception as failure:  # torch and safetensors tell of a full disk in several ways
+            error = failure
+        try:
+            if not self._over_processes([float(error is not None)])[0] and self.args.should_save:
+                sync(self.folder / run_folder.LOG)
+                checkpoints.publish(aside, path)
+                checkpoints.keep_checkpoints(
+                    self.folder, self.config.keep, self.state.best_global_step
+                )
+        except OSError as failure:
+            error = failure
+        if self._over_processes([float(error is not None)])[0]:
+            shutil.rmtree(aside, ignore_errors=True)
+            last = max(checkpoints.complete_checkpoints(self.folder), default=None)
+            kept = "nothing was saved before" if last is None else f"that of step {last} is kept"
+            raise OSError(
+                f"the checkpoint of step {step} could not be written to {str(path.parent)!r}: "
+                f"{error}; {kept}. Make room and start again: the run goes on from there"
+            ) from error
+
+    def _load_from_checkpoint(
+        self, resume_from_checkpoint: str, model: nn.Module | None = None
+    ) -> None:
+        folder = Path(resume_from_checkpoint)
+        checkpoints.load_weights(self.learned, folder)
+        text = (folder / "running_loss.json").read_text(encoding="utf-8")
+        self.running.load_state(json.loads(text))
+
+
+class _Flow(TrainerCallback):
+    """When a run stops, and what it does last."""
+
+    def __init__(self, trainer: GraphTrainer) -> None:
+        self.trainer = trainer
+
+    def on_step_end(
+        self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any
+    ) -> Any:
+        running = self.trainer.running
+        if state.global_step >= state.max_steps:
+            control.should_training_stop = control.should_log = control.should_save = True
+            control.should_evaluate = self.trainer.eval_dataset is not None
+        if running.diverged:
+            control.should_training_stop = control.should_log = True
+            control.should_evaluate = control.should_save = False
+        elif running.stopped:
+            control.should_training_stop = control.should_save = True
+        return control
+
+    def on_evaluate(
+        self, args: TrainingArguments, state: Any, control: Any, metrics: Any = None, **kwargs: Any
+    ) -> Any:
+        best = math.inf if state.best_metric is None else state.best_metric
+        if metrics["eval_loss"] < best and self.trainer.is_in_train:
+            control.should_save = True  # the best is kept
+        return control
