@@ -172,8 +172,17 @@ class RunConfig:
 
 
 _INTEGERS = {
-    "length": 0, "steps": 0, "batch_tokens": 1, "accumulate": 1, "warmup_steps": 0, "seed": 0,
-    "evaluate_every": 1, "save_every": 1, "log_every": 1, "keep": 1, "record_every": 0,
+    "length": 0,
+    "steps": 0,
+    "batch_tokens": 1,
+    "accumulate": 1,
+    "warmup_steps": 0,
+    "seed": 0,
+    "evaluate_every": 1,
+    "save_every": 1,
+    "log_every": 1,
+    "keep": 1,
+    "record_every": 0,
     "workers": 0,
 }
 _NUMBERS = {

@@ -14,24 +14,35 @@ def mask_tokens(
     tokens: Tensor,
     mask_token: int,
     *,
-    mask_ratio: float = 0.15,
+    mask_ratio: float | Tensor = 0.15,
     valid: Tensor | None = None,
     generator: torch.Generator | None = None,
+    replace: bool = False,
+    vocab_size: int | None = None,
+    at_least_one: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Tokens of which a random share is replaced by `mask_token`, and which ones those are.
 
-    Every token is masked independently with probability `mask_ratio` (BERT, Devlin et al. 2019,
-    without its random and unchanged tenths).
+    Every token is masked independently with probability `mask_ratio` (BERT, Devlin et al. 2019).
+    All masked tokens become mask tokens; with ``replace=True``, as in BERT, 80 % do, 10 % become a
+    random token, each as likely, and 10 % stay as they are, and all of them are to be guessed.
 
     Args:
         tokens: integers of any shape.
         mask_token: the token that stands for "guess this one", often the last of the vocabulary.
-        mask_ratio: in (0, 1].
+        mask_ratio: in (0, 1]; or a floating-point tensor in [0, 1], broadcastable to `tokens`, such
+            as [B, 1] for one ratio per sequence (:func:`mask_ratios`).
         valid: bool, broadcastable to `tokens`; padding (False) is never masked.
         generator: source of the random numbers.
+        replace: BERT's 80/10/10.
+        vocab_size: with `replace`, random tokens are those of 0 .. vocab_size - 1 but the mask
+            token; `mask_token` if None.
+        at_least_one: mask one token of a sequence (a row of the last dimension) of which none was
+            masked, each as likely; where nothing is valid there is still none.
 
     Returns:
-        (inputs, masked): `tokens` with mask tokens in place, and a bool tensor of their shape.
+        (inputs, masked): `tokens` with what the model reads in place of masked ones, and a bool
+        tensor of their shape.
 
     Raises:
         ValueError: names the argument, its value and what is allowed.
@@ -50,9 +61,13 @@ def mask_tokens(
     mask_token = as_int("mask_token", mask_token, 0)
     if mask_token > torch.iinfo(tokens.dtype).max:
         raise ValueError(f"mask_token must be a number of {tokens.dtype}, got {mask_token}")
-    if as_float("mask_ratio", mask_ratio, positive=True) > 1:
+    if isinstance(mask_ratio, Tensor):
+        _check_ratios(mask_ratio, tokens)
+    elif as_float("mask_ratio", mask_ratio, positive=True) > 1:
         raise ValueError(f"mask_ratio must be in (0, 1], got {mask_ratio}")
-    masked = torch.rand(tokens.shape, generator=generator, device=tokens.device) < mask_ratio
+    letters = _letters(mask_token, vocab_size) if replace else 0
+    drawn = torch.rand(tokens.shape, generator=generator, device=tokens.device)
+    masked = drawn < mask_ratio
     if valid is not None:
         if not isinstance(valid, Tensor) or valid.dtype != torch.bool:
             got = valid.dtype if isinstance(valid, Tensor) else type(valid).__name__
@@ -64,7 +79,17 @@ def mask_tokens(
                 f"valid must be broadcastable to tokens {list(tokens.shape)}, "
                 f"got {list(valid.shape)}"
             ) from None
-    return tokens.masked_fill(masked, mask_token), masked
+    if at_least_one and tokens.dim() and tokens.shape[-1]:
+        masked |= _smallest(drawn, valid) & ~masked.any(-1, keepdim=True)
+    if not replace:
+        return tokens.masked_fill(masked, mask_token), masked
+    kind = torch.rand(tokens.shape, generator=generator, device=tokens.device)
+    other = torch.randint(
+        letters, tokens.shape, generator=generator, device=tokens.device, dtype=tokens.dtype
+    )
+    other += (other >= mask_token).to(other.dtype)  # all of the vocabulary but the mask token
+    inputs = tokens.masked_fill(masked & (kind < 0.8), mask_token)
+    return torch.where(masked & (kind >= 0.8) & (kind < 0.9), other, inputs), masked
 
 
 def masked_token_loss(logits: Tensor, tokens: Tensor, masked: Tensor) -> Tensor:
@@ -113,6 +138,48 @@ def masked_token_loss(logits: Tensor, tokens: Tensor, masked: Tensor) -> Tensor:
             )
     total = functional.cross_entropy(guessed, truth, reduction="sum")
     return total / masked.sum().clamp_min(1)
+
+
+def _smallest(drawn: Tensor, valid: Tensor | None) -> Tensor:
+    """True at the smallest number of every row, among those that are valid.
+
+    The numbers of a row of which none fell below the ratio are alike in all places: the smallest
+    is in any of them with the same probability.
+    """
+    if valid is not None:
+        drawn = drawn.masked_fill(~valid, 2.0)
+    first = drawn.argmin(-1, keepdim=True)
+    found = torch.zeros_like(drawn, dtype=torch.bool).scatter_(-1, first, True)
+    return found if valid is None else found & valid
+
+
+def _letters(mask_token: int, vocab_size: int | None) -> int:
+    """How many tokens there are beside the mask token."""
+    letters = mask_token
+    if vocab_size is not None:
+        letters = as_int("vocab_size", vocab_size, 1) - (mask_token < vocab_size)
+    if letters < 1:
+        raise ValueError(
+            "vocab_size must leave a token beside the mask token with replace=True, got "
+            f"{vocab_size} and mask_token={mask_token}"
+        )
+    return letters
+
+
+def _check_ratios(mask_ratio: Tensor, tokens: Tensor) -> None:
+    if not mask_ratio.is_floating_point():
+        raise ValueError(f"mask_ratio must be a floating-point tensor, got {mask_ratio.dtype}")
+    try:
+        torch.broadcast_to(mask_ratio, tokens.shape)
+    except RuntimeError:
+        raise ValueError(
+            f"mask_ratio must be broadcastable to tokens {list(tokens.shape)}, "
+            f"got {list(mask_ratio.shape)}"
+        ) from None
+    # Values are read where that costs nothing.
+    if mask_ratio.device.type == "cpu" and not ((mask_ratio >= 0) & (mask_ratio <= 1)).all():
+        wrong = mask_ratio[~((mask_ratio >= 0) & (mask_ratio <= 1))][0]
+        raise ValueError(f"mask_ratio must be in [0, 1], got {float(wrong)}")
 
 
 def _check_tokens(tokens: object) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import inspect
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -62,6 +63,14 @@ class Objective(abc.ABC):
     ) -> Loss:
         """What the model's answers lose."""
 
+    def __repr__(self) -> str:
+        given = [
+            f"{name}={getattr(self, name)!r}"
+            for name, own in inspect.signature(type(self)).parameters.items()
+            if hasattr(self, name) and repr(getattr(self, name)) != repr(own.default)
+        ]
+        return f"{type(self).__name__}({', '.join(given)})"
+
     def report(self, mean: float, means: dict[str, float]) -> dict[str, float]:
         """Named numbers of an evaluation, from the mean loss and the means of ``Loss.sums``."""
         perplexity = math.exp(mean) if mean < 700 else math.inf
@@ -81,11 +90,7 @@ class Objective(abc.ABC):
         sums: dict[str, float] = {}
         try:
             for place, batch in enumerate(batches):
-                device = next(
-                    (x.device for x in batch.values() if isinstance(x, Tensor)), torch.device("cpu")
-                )
-                generator = torch.Generator(device).manual_seed(seed + 1_000_003 * place)
-                found = self.loss(model, batch, generator)
+                found = self.loss(model, batch, evaluation_generator(batch, place, seed))
                 total, count = total + float(found.total), count + found.count
                 for key, value in found.sums.items():
                     sums[key] = sums.get(key, 0.0) + float(value)
@@ -94,3 +99,9 @@ class Objective(abc.ABC):
         if count == 0:
             raise ValueError("batches must hold at least one answer, got none")
         return self.report(total / count, {key: value / count for key, value in sums.items()})
+
+
+def evaluation_generator(batch: Batch, place: int, seed: int) -> torch.Generator:
+    """The random numbers of one batch of an evaluation, whatever came before it."""
+    device = next((x.device for x in batch.values() if isinstance(x, Tensor)), torch.device("cpu"))
+    return torch.Generator(device).manual_seed(seed + 1_000_003 * place)

@@ -1,0 +1,191 @@
+"""What guessing costs without a model: by the frequency of tokens, and by pairs of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphattn.graphs.arguments import as_float, as_int
+
+CHUNK = 1 << 20  # tokens that are counted at once
+DENSE = 1 << 24  # pairs up to which all of a vocabulary are counted in one table
+
+Sequences = Tensor | Iterable[Any]
+
+
+def frequency_loss(
+    train: Sequences, held_out: Sequences, vocab_size: int, *, smoothing: float = 1.0
+) -> float:
+    r"""What guessing held-out tokens by their frequency in the training set costs, in nats a token.
+
+    .. math::
+        p(a) = \frac{c(a) + s}{n + s V}
+
+    with the counts c of n tokens and the smoothing s (Laplace's rule: 1). Classes are tokens, too.
+
+    Args:
+        train, held_out: LongTensors [N], or dicts with "tokens", one after the other: anything that
+            can be iterated, once; or one LongTensor. They are read as they come, not kept.
+        vocab_size: V, tokens are 0 .. V - 1.
+        smoothing: s.
+
+    Raises:
+        ValueError: a token is out of range, or there is none.
+
+    Example:
+        >>> import torch, graphattn as ga
+        >>> tokens = torch.tensor([0, 0, 0, 1])
+        >>> round(ga.train.frequency_loss(tokens, tokens, 2, smoothing=0), 4)  # their entropy
+        0.5623
+    """
+    vocab_size = as_int("vocab_size", vocab_size, 1)
+    smoothing = as_float("smoothing", smoothing, positive=False)
+    seen = _count_tokens("train", train, vocab_size)
+    asked = _count_tokens("held_out", held_out, vocab_size)
+    share = (seen + smoothing) / (seen.sum() + smoothing * vocab_size)
+    return _mean_nats(asked, share)
+
+
+def bigram_loss(
+    train: Sequences, held_out: Sequences, vocab_size: int, *, smoothing: float | None = None
+) -> float:
+    r"""What guessing every held-out token by the one before it costs, in nats a token.
+
+    Pairs are counted within sequences, so the first token of each is not guessed: these are the
+    tokens that :class:`NextToken` asks for. Without `smoothing`, counts of pairs are mixed with
+    those of tokens, the more, the more different tokens T(a) followed a (Witten and Bell, 1991;
+    Chen and Goodman, 1998, Equation 17):
+
+    .. math::
+        p(b \mid a) = \frac{c(a, b) + T(a) \, p(b)}{c(a) + T(a)}, \qquad
+        p(b) = \frac{c(b) + 1}{n + V}
+
+    and p(b) alone after a token that was never followed. With it, s is added to every count:
+
+    .. math::
+        p(b \mid a) = \frac{c(a, b) + s}{c(a) + s V}
+
+    Memory is that of the pairs that occur, however long the text is.
+
+    Args:
+        train, held_out, vocab_size: as in :func:`frequency_loss`.
+        smoothing: s > 0; None for Witten and Bell's.
+
+    Raises:
+        ValueError: a token is out of range, or no sequence has two tokens.
+
+    Example:
+        >>> import torch, graphattn as ga
+        >>> tokens = torch.tensor([0, 1] * 50)  # what follows is certain
+        >>> ga.train.bigram_loss(tokens, tokens, 2) < 0.02 < ga.train.frequency_loss(
+        ...     tokens, tokens, 2)
+        True
+    """
+    vocab_size = as_int("vocab_size", vocab_size, 1)
+    tokens = torch.zeros(vocab_size, dtype=torch.int64)
+    codes, counts = _count_pairs("train", train, vocab_size, tokens)
+    asked, times = _count_pairs("held_out", held_out, vocab_size)
+    # The count of every pair that is asked for; 0 where it was never seen.
+    place = torch.searchsorted(codes, asked).clamp(max=max(len(codes) - 1, 0))
+    seen = torch.zeros(len(asked), dtype=torch.float64)
+    if len(codes):
+        seen = torch.where(codes[place] == asked, counts[place], 0).double()
+    before, after = asked // vocab_size, asked % vocab_size
+    total = torch.zeros(vocab_size, dtype=torch.float64)
+    total.index_add_(0, codes // vocab_size, counts.double())
+    if smoothing is not None:
+        added = as_float("smoothing", smoothing, positive=True)
+        share = (seen + added) / (total[before] + added * vocab_size)
+        return _mean_nats(times, share)
+    frequency = (tokens + 1) / (tokens.sum() + vocab_size).double()
+    kinds = (codes // vocab_size).bincount(minlength=vocab_size).double()
+    mixed = (seen + kinds[before] * frequency[after]) / (total + kinds)[before]
+    share = torch.where(total[before] > 0, mixed, frequency[after])
+    return _mean_nats(times, share)
+
+
+def _mean_nats(times: Tensor, share: Tensor) -> float:
+    """The mean of -log(share) over what occurs `times` times; infinite where a share is 0."""
+    occurs = times > 0
+    times, share = times[occurs].double(), share[occurs].double()
+    return float(-(times * share.log()).sum() / times.sum())
+
+
+def _chunks(name: str, sequences: Sequences, vocab_size: int) -> Iterator[Tensor]:
+    """Pieces of every sequence, each with the last token of the one before it; all of them checked.
+
+    Of one token, where a sequence has no more.
+    """
+    own: Iterable[Any] = [sequences] if isinstance(sequences, Tensor) else sequences
+    for sequence in own:
+        tokens = sequence.get("tokens") if isinstance(sequence, dict) else sequence
+        if not isinstance(tokens, Tensor) or tokens.dim() != 1 or tokens.is_floating_point():
+            got = type(tokens).__name__
+            if isinstance(tokens, Tensor):
+                got = f"{tokens.dtype} of shape {list(tokens.shape)}"
+            raise ValueError(f"{name} must hold integer tensors [N], got {got}")
+        for start in range(0, len(tokens), CHUNK):
+            piece = tokens[max(start - 1, 0) : start + CHUNK].long().cpu()
+            least, most = (int(x) for x in piece.aminmax())
+            if least < 0 or most >= vocab_size:
+                raise ValueError(
+                    f"{name} must hold tokens 0 .. {vocab_size - 1}, got "
+                    f"{least if least < 0 else most}"
+                )
+            yield piece if start else torch.cat([piece.new_full((1,), -1), piece])
+
+
+def _count_tokens(name: str, sequences: Sequences, vocab_size: int) -> Tensor:
+    """How often every token occurs, float64 [vocab_size]."""
+    found = torch.zeros(vocab_size, dtype=torch.int64)
+    for piece in _chunks(name, sequences, vocab_size):
+        found += piece[1:].bincount(minlength=vocab_size)
+    if not found.any():
+        raise ValueError(f"{name} must hold at least one token, got none")
+    return found.double()
+
+
+def _count_pairs(
+    name: str, sequences: Sequences, vocab_size: int, tokens: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The pairs that occur, as sorted ``before * vocab_size + after``, and how often they do.
+
+    What occurs as a token is added to `tokens`.
+    """
+    dense = torch.zeros(vocab_size**2 if vocab_size**2 <= DENSE else 0, dtype=torch.int64)
+    codes, counts = torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.int64)
+    waiting: list[Tensor] = []
+    size = 0
+    for piece in _chunks(name, sequences, vocab_size):
+        if tokens is not None:
+            tokens += piece[1:].bincount(minlength=vocab_size)
+        pairs = piece[:-1] * vocab_size + piece[1:]
+        waiting.append(pairs if piece[0] >= 0 else pairs[1:])
+        size += len(waiting[-1])
+        if size >= CHUNK:
+            codes, counts = _added(codes, counts, dense, waiting)
+            waiting, size = [], 0
+    codes, counts = _added(codes, counts, dense, waiting)
+    if len(dense):
+        codes = dense.nonzero()[:, 0]
+        counts = dense[codes]
+    if not len(codes):
+        raise ValueError(f"{name} must hold a sequence of at least two tokens, got none")
+    return codes, counts
+
+
+def _added(
+    codes: Tensor, counts: Tensor, dense: Tensor, waiting: list[Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Counts with those of some more pairs: in the table, or else among the sorted ones."""
+    pairs = torch.cat([codes[:0], *waiting])
+    if len(dense):
+        dense += pairs.bincount(minlength=len(dense))
+        return codes, counts
+    new, times = pairs.unique(return_counts=True)
+    merged, place = torch.cat([codes, new]).unique(return_inverse=True)
+    total = torch.zeros_like(merged).index_add_(0, place, torch.cat([counts, times]))
+    return merged, total
