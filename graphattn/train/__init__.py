@@ -15,6 +15,20 @@ from graphattn.train.calibration import Calibration
 from graphattn.train.causal import NextToken
 from graphattn.train.classification import Classification
 from graphattn.train.config import RunConfig
+from graphattn.train.diffusion import (
+    AbsorbingDiffusion,
+    GeometricNoise,
+    Likelihood,
+    LogLinearNoise,
+    MarkovChain,
+    Noise,
+    absorbing_log_scores,
+    denoising_score_entropy,
+    generative_nll,
+    likelihood_bound,
+    sample_diffusion,
+    score_entropy,
+)
 from graphattn.train.engine import fit, resume
 from graphattn.train.heads import WithHead
 from graphattn.train.layer_records import layer_state
@@ -32,22 +46,32 @@ if TYPE_CHECKING:
     from graphattn.train.trainer import GraphTrainer as GraphTrainer
 
 __all__ = [
+    "AbsorbingDiffusion",
     "Calibration",
     "Classification",
+    "GeometricNoise",
     "GraphTrainer",
+    "Likelihood",
+    "LogLinearNoise",
     "Loss",
+    "MarkovChain",
     "MaskSchedule",
     "MaskedTokens",
     "NextToken",
+    "Noise",
     "Objective",
     "ResidueRegression",
     "Run",
     "RunConfig",
     "WithHead",
+    "absorbing_log_scores",
     "bigram_loss",
+    "denoising_score_entropy",
     "fit",
     "frequency_loss",
+    "generative_nll",
     "layer_state",
+    "likelihood_bound",
     "mask_ratios",
     "mask_tokens",
     "masked_token_loss",
@@ -57,6 +81,8 @@ __all__ = [
     "pseudo_perplexity",
     "read_run",
     "resume",
+    "sample_diffusion",
+    "score_entropy",
 ]
 
 

@@ -1,0 +1,97 @@
+"""How diffusion calls a model: with the noise level where it takes one, and without dropout."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Denoiser = Callable[..., Any]
+
+
+def takes_noise_level(model: Denoiser) -> bool:
+    """Whether `model` is to be given a `noise_level`.
+
+    A model of this library says so by its `noise_dim`; any other callable by an argument of that
+    name. What engines wrap around a model is looked through.
+    """
+    while isinstance(model, nn.Module):
+        inner = getattr(model, "_orig_mod", None)  # torch.compile
+        if inner is None and isinstance(model, nn.parallel.DistributedDataParallel):
+            inner = model.module
+        if inner is None:
+            break
+        model = inner
+    if hasattr(model, "noise_dim"):
+        return model.noise_dim is not None
+    try:
+        named = inspect.signature(model.forward if isinstance(model, nn.Module) else model)
+    except (TypeError, ValueError):  # built in
+        return False
+    return "noise_level" in named.parameters
+
+
+def call(model: Denoiser, tokens: Tensor, noise_level: Tensor, **given: Any) -> Tensor:
+    """Logits [*, N, vocab_size] of `model` for `tokens` [*, N] at a noise level [*] or [*, N].
+
+    What is None in `given` is left out.
+    """
+    arguments = {name: value for name, value in given.items() if value is not None}
+    if takes_noise_level(model):
+        arguments["noise_level"] = noise_level
+    return logits_of(model(tokens, **arguments), tokens, "model")
+
+
+def logits_of(output: Any, tokens: Tensor, name: str) -> Tensor:
+    """Logits [*, N, vocab_size] from what a model answers: a tensor, or what has them."""
+    logits = getattr(output, "logits", output)
+    if (
+        not isinstance(logits, Tensor)
+        or not logits.is_floating_point()
+        or logits.shape[:-1] != tokens.shape
+    ):
+        got = type(logits).__name__
+        if isinstance(logits, Tensor):
+            got = f"{logits.dtype} of shape {list(logits.shape)}"
+        raise ValueError(
+            f"{name} must give floating-point logits [{', '.join(map(str, tokens.shape))}, "
+            f"vocab_size] for tokens of shape {list(tokens.shape)}, got {got}"
+        )
+    return logits
+
+
+@contextlib.contextmanager
+def without_dropout(model: Any) -> Iterator[None]:
+    """All modules of `model` in evaluation mode; afterwards each is as it was."""
+    modules = list(model.modules()) if isinstance(model, nn.Module) else []
+    training = [module for module in modules if module.training]
+    try:
+        for module in training:
+            module.training = False
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def device_of(model: Any, *others: Any) -> torch.device:
+    """Where `model` has its parameters; else where the first of the others is that is somewhere."""
+    if isinstance(model, nn.Module):
+        for parameter in model.parameters():
+            return parameter.device
+    for other in others:
+        if other is not None:
+            return other.device
+    return torch.device("cpu")
+
+
+def check_generator(generator: Any) -> None:
+    """ValueError unless it is a generator or None."""
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise ValueError(
+            f"generator must be a torch.Generator or None, got {type(generator).__name__}"
+        )
