@@ -9,6 +9,7 @@ FASTA and structures are parsed by biotite, an optional dependency:
 ``pip install 'graphattn[bio]'``.
 """
 
+from graphattn.data.batches import TokenBatches
 from graphattn.data.fasta import (
     FastaRecord,
     NucleotideTokenizer,
@@ -24,8 +25,10 @@ from graphattn.data.files import (
     read_text,
     sniff_format,
 )
+from graphattn.data.splits import Part, split_corpus
 from graphattn.data.structures import Structure, read_structure
 from graphattn.data.text import CharacterTokenizer
+from graphattn.data.windows import Windows
 
 __all__ = [
     "MAX_BYTES",
@@ -34,12 +37,16 @@ __all__ = [
     "FileFormat",
     "FileFormatError",
     "NucleotideTokenizer",
+    "Part",
     "ProteinTokenizer",
     "Structure",
+    "TokenBatches",
+    "Windows",
     "read_bytes",
     "read_fasta",
     "read_structure",
     "read_text",
     "sniff_format",
+    "split_corpus",
     "tokenizer_for_sequence",
 ]
