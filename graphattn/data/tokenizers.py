@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -165,7 +165,7 @@ def _as_tokens(tokens: Tensor | Sequence[int], vocab_size: int) -> list[int]:
     return own
 
 
-_WITHOUT_OPTIONS = {
+_WITHOUT_OPTIONS: dict[str, Callable[[], Tokenizer]] = {
     "ByteTokenizer": ByteTokenizer,
     "ProteinTokenizer": ProteinTokenizer,
     "NucleotideTokenizer": NucleotideTokenizer,
@@ -179,7 +179,7 @@ def tokenizer_as_dict(tokenizer: Any) -> dict[str, Any]:
         return {"type": name, "vocabulary": tokenizer.vocabulary}
     if isinstance(tokenizer, FileTokenizer):
         return {"type": name, "file": json.loads(tokenizer.to_json())}
-    if type(tokenizer) is _WITHOUT_OPTIONS.get(name):
+    if _WITHOUT_OPTIONS.get(name) is type(tokenizer):
         return {"type": name}
     known = ", ".join(["CharacterTokenizer", "FileTokenizer", *_WITHOUT_OPTIONS])
     raise ValueError(f"tokenizer must be one of {known}, got {tokenizer!r}")
