@@ -17,7 +17,15 @@ from graphattn.data.text import CharacterTokenizer
 
 
 class Tokenizer(Protocol):
-    """What every tokenizer here can do: text to a LongTensor [N] and back."""
+    """What every tokenizer here can do: text to a LongTensor [N] and back.
+
+    Example:
+        >>> import graphattn as ga
+        >>> def round_trip(tokenizer: ga.data.Tokenizer, text: str) -> str:
+        ...     return tokenizer.decode(tokenizer.encode(text))
+        >>> round_trip(ga.data.ByteTokenizer(), "to be")
+        'to be'
+    """
 
     @property
     def vocab_size(self) -> int:
@@ -73,7 +81,8 @@ class ByteTokenizer:
 class FileTokenizer:
     """The tokenizer that a file of the `tokenizers` library describes (``tokenizer.json``).
 
-    Byte pairs, WordPiece, unigrams: whatever the file says. No special tokens are added.
+    Byte pairs, WordPiece, unigrams: whatever the file says, also of letters that it has no token
+    for: they become its unknown token, or nothing. No special tokens are added.
 
     Args:
         path: the file; :func:`save_tokenizer` keeps its content.

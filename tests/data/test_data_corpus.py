@@ -13,6 +13,7 @@ from structure_files import pdb_line
 from graphattn.data import (
     ByteTokenizer,
     CharacterTokenizer,
+    Corpus,
     FileFormatError,
     FileTokenizer,
     NucleotideTokenizer,
@@ -115,7 +116,7 @@ def learned(rule: str, text: str, path):
 
 
 @pytest.mark.every_case
-@pytest.mark.parametrize("rule", TOKENIZER_RULES[:3])
+@pytest.mark.parametrize("rule", TOKENIZER_RULES)
 def test_a_text_in_pieces_has_the_tokens_of_the_whole(tmp_path, monkeypatch, rule):
     words = ["to", "be,", "or\n", "not\n\n", " be.\n", "\t1984 ", "it's", "  ", "question:\r\n"]
     drawn = np.random.default_rng(0).integers(0, len(words), 3000)
@@ -458,3 +459,8 @@ def test_a_corpus_is_the_same_in_another_process(tmp_path):
     again = pickle.loads(pickle.dumps(corpus))
     assert again.fingerprint == corpus.fingerprint
     assert torch.equal(again.tokens(0), corpus.tokens(0))
+
+
+def test_a_folder_without_a_corpus_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="folder must be one that load_corpus wrote"):
+        Corpus(tmp_path)

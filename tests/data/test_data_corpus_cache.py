@@ -132,6 +132,15 @@ def test_a_damaged_cache_is_written_again(play, tmp_path, times_written):
     assert load_corpus(play, cache=tmp_path / "cache").fingerprint == first.fingerprint
 
 
+def test_workers_that_end_take_no_files_with_them(play):
+    corpus = load_corpus(play)
+    expected = corpus.tokens(0)
+    for _ in range(2):
+        loader = torch.utils.data.DataLoader(corpus, batch_size=None, num_workers=1)
+        (example,) = loader
+        assert torch.equal(example["tokens"], expected)
+
+
 def fingerprint_of(arguments):
     path, cache = arguments
     return load_corpus(path, cache=cache).fingerprint
