@@ -319,5 +319,8 @@ def test_tokens_that_the_model_cannot_answer_and_answers_of_another_shape_are_na
     batch = objective.collate([{"tokens": torch.tensor([3, 21])}])
     with pytest.raises(ValueError, match=r"tokens and labels must be 0 .. 20, .* got 21"):
         objective.loss(protein_model(), batch)
+    without_a_mask = ga.models.SequenceEncoder(21, 8, 1, 2)
+    with pytest.raises(ValueError, match="mask_token must be one of the 21 tokens that this Seq"):
+        objective.loss(without_a_mask, objective.collate(examples()))
     with pytest.raises(ValueError, match=r"model must give answers \[B, N, K\]"):
         objective.loss(nn.Sequential(nn.Embedding(30, 4), nn.Flatten(1)), batch)
