@@ -89,8 +89,10 @@ def test_the_class_of_a_sequence_is_the_heads_answer_to_the_mean_of_its_features
         examples = sequences(lengths)
         logits, truth = objective.guesses(model, objective.collate(examples))
         for row, example in enumerate(examples):
-            features = made.encode(example["tokens"]).mean(0)
-            torch.testing.assert_close(logits[row], made.head(features), rtol=1e-4, atol=1e-5)
+            features = model.model.encode(example["tokens"]).mean(0)
+            torch.testing.assert_close(
+                logits[row], model.model.head(features), rtol=1e-4, atol=1e-5
+            )
         assert truth.tolist() == [n % 3 for n in lengths]
 
 
