@@ -266,7 +266,7 @@ def test_bad_arguments_of_the_bound_are_named(change, says):
     [
         ({"samples": torch.zeros(2, 5)}, "samples must be an int32 or int64"),
         ({"samples": GOOD + 3}, "tokens must be 0 .. 2, got 3"),
-        ({"judge": CHAIN, "samples": GOOD + 9}, "tokens must be 0 .. 2, got 9"),
+        ({"judge": CHAIN, "samples": GOOD + 9}, "samples or start_token must be 0 .. 2, got 9"),
         ({"judge": lambda x: x}, "judge must give floating-point logits"),
         ({"start_token": 1}, "valid and start_token must be None"),
         ({"valid": torch.arange(5) < 3}, "valid and start_token must be None"),

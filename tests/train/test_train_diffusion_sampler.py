@@ -360,3 +360,45 @@ def test_an_encoder_samples_in_its_own_dtype_and_graph():
 def test_bad_arguments_are_named(change, says):
     with pytest.raises(ValueError, match=says):
         sample_diffusion(**{"model": CHAIN, "shape": (2, 5), "mask_token": MASK, **change})
+
+
+# A model that learned the chain.
+
+
+@pytest.mark.long
+def test_an_encoder_learns_the_chain_and_its_samples_are_like_it():
+    chain = MarkovChain(torch.tensor([[0.85, 0.1, 0.05], [0.05, 0.15, 0.8], [0.6, 0.05, 0.35]]))
+    torch.manual_seed(0)
+    model = ga.models.SequenceEncoder(
+        V + 1, 32, depth=2, heads=2, noise_dim=16, zero_head=True
+    )  # fmt: skip
+    objective = ga.train.AbsorbingDiffusion(MASK)
+    optimizer = torch.optim.AdamW(ga.train.parameter_groups(model), lr=3e-3)
+    draws = generator()
+    for step in range(250):
+        rate = 3e-3 * min(1, step / 30) * (1 - step / 250)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        examples = [{"tokens": tokens} for tokens in chain.sample((64, 16), draws)]
+        optimizer.zero_grad()
+        objective.loss(model, objective.collate(examples), draws).mean.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+
+    held_out = chain.sample((200, 16), generator(9))
+    exact = float(-chain.log_probability(held_out).mean()) / 16
+    bound = ga.train.likelihood_bound(
+        model, held_out, mask_token=MASK, samples=16, generator=generator(1)
+    )
+    assert abs(bound.per_token - exact) < 4 * bound.standard_error + 0.02
+    assert bound.standard_error < 0.02
+
+    samples = sample_diffusion(model, (300, 16), 64, mask_token=MASK, generator=generator(2))
+    judged = ga.train.generative_nll(samples, chain.log_probability)
+    even = ga.train.generative_nll(torch.randint(V, (300, 16)), chain.log_probability)
+    assert abs(judged.per_token - exact) < 0.1 < even.per_token - exact - 0.5
+    pairs = torch.nn.functional.one_hot(samples, V).float()
+    counts = torch.einsum("bia,bic->ac", pairs[:, :-1], pairs[:, 1:])
+    found = counts / counts.sum(1, keepdim=True)
+    assert (found - chain.transition).abs().max() < 0.12
+    assert (pairs.mean((0, 1)) - chain.initial).abs().max() < 0.05
