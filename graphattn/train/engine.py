@@ -310,9 +310,7 @@ def _status(trainer: GraphTrainer, config: RunConfig) -> str:
 
 def _write_model(trainer: GraphTrainer, path: Path) -> None:
     """The best model, or the last, in a folder of its own."""
-    steps = checkpoints.complete_checkpoints(path)
-    best = trainer.state.best_global_step
-    chosen = best if best in steps else max(steps, default=None)
+    chosen = checkpoints.best_checkpoint(path)
     if chosen is None:
         checkpoints.write_folder(
             path / "model", lambda aside: checkpoints.save_model(trainer.learned, aside)
