@@ -128,8 +128,7 @@ def serve() -> None:
     import graphattn.train.trainer  # noqa: F401
 
     torch.set_num_threads(1)
-    gc.collect()
-    gc.freeze()  # accelerate collects at every start
+    gc.freeze()  # accelerate collects at every start, which takes longer than the run
     print("ready", flush=True)
     for line in sys.stdin:
         folder, event = line.split()
