@@ -190,7 +190,9 @@ def test_a_second_control_c_does_not_wait(tmp_path):
 def test_steps_may_grow_and_a_run_that_is_over_is_returned_as_it_is(tmp_path):
     first = tiny_runs.train(tmp_path / "run", steps=4, schedule="constant", keep=9)
     written = (first.path / "run.json").read_bytes()
-    assert tiny_runs.train(tmp_path / "run", steps=4, schedule="constant", keep=9).rows == first.rows
+    assert (
+        tiny_runs.train(tmp_path / "run", steps=4, schedule="constant", keep=9).rows == first.rows
+    )
     assert (first.path / "run.json").read_bytes() == written
     grown = tiny_runs.train(tmp_path / "run", steps=9, schedule="constant", keep=9)
     straight = tiny_runs.train(tmp_path / "straight", steps=9, schedule="constant", keep=9)
@@ -201,7 +203,9 @@ def test_steps_may_grow_and_a_run_that_is_over_is_returned_as_it_is(tmp_path):
 
 def test_a_folder_of_another_config_is_refused_by_the_names_that_differ(tmp_path):
     before = tiny_runs.train(tmp_path / "run", steps=4)
-    with pytest.raises(ValueError, match=r"out: .* accumulate is 2 there, 1 here; lr is 0.01") as told:
+    with pytest.raises(
+        ValueError, match=r"out: .* accumulate is 2 there, 1 here; lr is 0.01"
+    ) as told:
         tiny_runs.train(tmp_path / "run", steps=4, accumulate=1, lr=0.5)
     assert "seed" not in str(told.value)
     with pytest.raises(ValueError, match="steps is 4 there, 3 here"):
@@ -423,5 +427,3 @@ def test_a_broken_log_is_told_by_its_line(tmp_path):
     (run.path / "log.jsonl").write_text('{"step": 1}\nnonsense\n{"step": 2}\n')
     with pytest.raises(ValueError, match=r"log\.jsonl, line 2"):
         ga.train.read_run(run.path)
-
-

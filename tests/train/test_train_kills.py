@@ -91,7 +91,9 @@ def kill_until_finished(server: Server, folder: Path, events: list[int]) -> int:
 def drawn(seed: int, count: int) -> list[int]:
     """Moments: half of them at the n-th change of a file, half after some milliseconds."""
     source = random.Random(seed)
-    return [source.choice((source.randint(1, 120), -source.randint(100, 1200))) for _ in range(count)]
+    return [
+        source.choice((source.randint(1, 120), -source.randint(100, 1200))) for _ in range(count)
+    ]
 
 
 def test_a_run_killed_at_random_moments_ends_as_if_undisturbed(server, undisturbed, tmp_path):
