@@ -7,8 +7,9 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -125,8 +126,6 @@ def resume(
         >>> ga.train.resume("runs/a").status  # doctest: +SKIP
         'finished'
     """
-    from importlib import import_module
-
     config = read_run(folder).config.replace(out=os.fspath(folder))
     if steps is not None:
         if steps < config.steps:
@@ -211,10 +210,8 @@ def _open(path: Path, config: RunConfig, tokenizer: Any, args: Any) -> None:
     newest = max(checkpoints.complete_checkpoints(path), default=0)
     keep_rows(path / run_folder.LOG, newest)
     if tokenizer is not None and not (path / "tokenizer.json").is_file():
-        import graphattn.data
-
-        save_tokenizer: Callable[..., None] = graphattn.data.save_tokenizer
-        save_tokenizer(tokenizer, path / "tokenizer.json")
+        data: Any = import_module("graphattn.data")
+        data.save_tokenizer(tokenizer, path / "tokenizer.json")
     before = run_folder.read_state(path)
     run_folder.write_state(
         path,

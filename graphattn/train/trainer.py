@@ -95,6 +95,9 @@ class GraphTrainer(Trainer):
         callbacks: transformers' TrainerCallback.
     """
 
+    optimizer: Any
+    control: Any
+
     def __init__(
         self,
         model: nn.Module,
@@ -147,7 +150,7 @@ class GraphTrainer(Trainer):
         )
         return torch.utils.data.DataLoader(
             dataset,  # type: ignore[arg-type]
-            batch_sampler=order,  # type: ignore[arg-type]
+            batch_sampler=order,
             collate_fn=self.data_collator,
             num_workers=self.args.dataloader_num_workers,
             generator=torch.Generator().manual_seed(0),

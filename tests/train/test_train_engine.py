@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 import os
 import resource
@@ -152,7 +153,7 @@ def test_batches_without_end_start_anywhere_and_are_shared_among_processes():
     assert stream(start=17) == stream()[17:] + stream(start=30)[:17]
     assert stream(rank=1, processes=2)[:15] == whole[1::2]
     epoch = len(order.token_batches(lengths, 20, seed=3))
-    assert sorted(sum(whole[:epoch], [])) == list(range(25))
+    assert sorted(itertools.chain(*whole[:epoch])) == list(range(25))
 
 
 # Going on.
@@ -246,7 +247,7 @@ def test_a_full_disk_while_saving_keeps_the_checkpoint_before(tmp_path):
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     shut = At(7, lambda _: resource.setrlimit(resource.RLIMIT_FSIZE, (2000, most[1])))
     try:
-        with pytest.raises(OSError, match="checkpoint of step 9 .* that of step 6 is kept"):
+        with pytest.raises(OSError, match=r"checkpoint of step 9 .* that of step 6 is kept"):
             tiny_runs.train(folder, callbacks=[shut])
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, most)
@@ -272,7 +273,7 @@ def test_checkpoints_are_read_as_numbers_only(tmp_path):
         path = checkpoints.checkpoint_path(folder, 8) / name
         whole = path.read_bytes()
         torch.save({"state": Touch()}, path)
-        with pytest.raises(Exception, match="[Ww]eights.only"):
+        with pytest.raises(Exception, match=r"[Ww]eights.only"):
             tiny_runs.train(folder)
         path.write_bytes(whole)
     assert not (tmp_path / "executed").exists()
