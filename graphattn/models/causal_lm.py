@@ -44,16 +44,18 @@ class CausalLM(TiedModel):
         dim: width.
         depth: number of blocks.
         heads: heads per layer, divides `dim`.
-        mixer: a name ("dot", "dot-window", "vlt", "linear", "gka", "krause", "consensus",
-            "mix", "gka-consensus", "krause-consensus"), or one entry per block: a name, or a layer
-            of width `dim` of :mod:`graphattn.nn` or your own.
+        mixer: "dot" (softmax attention), "dot-window" (the same, which insists on a `window`),
+            "vlt" (no value projection), "linear", "gka" (Gaussian kernel attention), "krause" or
+            "consensus"; or "mix" ("dot" in the first half of the blocks, "consensus" in the
+            second), "gka-consensus" or "krause-consensus"; or one entry per block: one of the first
+            seven, or a layer of width `dim`, of :mod:`graphattn.nn` or your own.
         mixer_options: further options of the named layers, such as ``{"top_k": 8}``: every layer
             takes those that it has, and one that no layer has is refused. A list holds one value
             per block.
         window: keys that the attention layers see, the token itself included: one number for all,
             None for all tokens before; a pair (short, long) with `window_pattern`; or one per
-            block, None at blocks of consensus. "dot-window" needs a number; "krause" without one
-            chooses its `top_k` among all tokens before.
+            block, None at blocks of consensus, which have `consensus_window` in its place.
+            "krause" without a window chooses its `top_k` among all tokens before.
         window_pattern: "S" for the short and "L" for the long window of a block, repeated over the
             blocks: "SSSL" is every fourth block long, as in the language model of
             *Projection-Free Transformers via Gaussian Kernel Attention*, Section 5.2. There 1,024
@@ -165,7 +167,7 @@ class CausalLM(TiedModel):
         self.norm = make_norm(norm, dim, affine=norm_affine, bias=bias)
         self.head = nn.Linear(dim, self.vocab_size, bias=False)
         nn.init.normal_(self.embedding.weight, std=0.02)
-        self.tie(bool(tie_weights))
+        self._keep_tied(bool(tie_weights))
 
     @classmethod
     def comparable(cls, config: dict[str, Any]) -> dict[str, Any]:
@@ -343,7 +345,8 @@ class CausalLM(TiedModel):
         Args:
             tokens: the prompts, integers [*, N], at least one token each.
             max_new_tokens: how many tokens are written at most; 0 gives the prompts back.
-            temperature: logits are divided by it before a token is drawn; 0 takes the likeliest.
+            temperature: logits are divided by it before a token is drawn; 0 takes the likeliest
+                token every time, and draws none.
             top_k: draw from the `top_k` likeliest tokens; all if None.
             top_p: draw from the fewest likeliest tokens that together have this probability, in
                 (0, 1] (nucleus sampling; Holtzman et al., 2020), after `top_k`; all if None.
@@ -356,7 +359,7 @@ class CausalLM(TiedModel):
                 padded on the left. Each then gives what it gives alone.
             progress: called as ``progress(step, tokens)`` after every token, with the number of
                 tokens written and the texts so far, [*, N + step]; generation ends where it
-                returns True.
+                returns True (which some progress bars' own ``update`` does: wrap it).
             draft: a :class:`CausalLM` of the same vocabulary that writes ahead.
             draft_tokens: how far, at least 1.
 

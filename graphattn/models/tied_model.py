@@ -19,7 +19,7 @@ class TiedModel(TokenModel):
 
     tie_weights: bool = False
 
-    def tie(self, tie_weights: bool) -> None:
+    def _keep_tied(self, tie_weights: bool) -> None:
         """For the constructor, when `embedding` and `head` are there."""
         self.tie_weights = tie_weights
         self._tie()
