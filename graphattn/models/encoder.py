@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from graphattn.graphs import TokenGraph, complete_graph, window_path_graph
 from graphattn.graphs.arguments import as_int
-from graphattn.models.mixers import KINDS, Mixer, Reach, mixers, one_per_block
+from graphattn.models.mixers import KINDS, Mixer, Reach, as_options, mixers, one_per_block
 from graphattn.models.stack import Graphs
 from graphattn.models.token_model import TokenModel
 from graphattn.nn import NoiseEmbedding, PreNormBlock
@@ -142,8 +142,8 @@ class SequenceEncoder(TokenModel):
         self.window = as_int("window", window, 1)
         if not (isinstance(rope, bool) or rope == "isometric"):
             raise ValueError(f"rope must be True, False or 'isometric', got {rope!r}")
-        depth = as_int("depth", depth, 1)
-        options = dict(mixer_options or {})
+        depth, dim = as_int("depth", depth, 1), as_int("dim", dim, 1)
+        options = as_options(mixer_options)
         if own := [name for name in CONSENSUS if name in options]:
             raise ValueError(
                 f"mixer_options must not hold {own[0]!r}, which is an argument of the model itself"
@@ -156,13 +156,18 @@ class SequenceEncoder(TokenModel):
                 step_size=step_size,
                 edge_features=edge_features,
             )
+        elif as_int("edge_features", edge_features, 0):
+            raise ValueError(
+                f"edge_features must be 0 in a model without consensus layers of its own making, "
+                f"got {edge_features}: a layer that comes as a module says how many it has"
+            )
         if not bias and any("bias" in KINDS[e].options for e in entries if isinstance(e, str)):
             options.setdefault("bias", False)
         mixings = mixers(mixer, depth, dim, heads, rope=rope, options=options)
         self.noise_dim = None if noise_dim is None else as_int("noise_dim", noise_dim, 1)
         self.zero_head = zero_head
         last_drop_path = as_share("drop_path", drop_path)
-        self.embedding = nn.Embedding(self.vocab_size, as_int("dim", dim, 1))
+        self.embedding = nn.Embedding(self.vocab_size, dim)
         self.blocks = nn.ModuleList()
         self.reaches: list[Reach] = []
         for place, (layer, reach) in enumerate(mixings):

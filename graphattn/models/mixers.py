@@ -102,7 +102,7 @@ def mixers(
             that no layer of the model takes.
     """
     entries = one_per_block(mixer, depth)
-    options = dict(options or {})
+    options = as_options(options)
     if causal and "consensus" in entries:
         if options.get("update", "target") != "target":
             raise ValueError(
@@ -111,14 +111,34 @@ def mixers(
             )
         options["update"] = "target"
     _check_options(options, entries)
-    widths = [dim] * depth if isinstance(dim, int) else dim
-    counts = [heads] * depth if isinstance(heads, int) else heads
+    widths, counts = _numbers("dim", dim, depth), _numbers("heads", heads, depth)
     return (
         Mixing(_layer(entry, place, depth, own_dim, own_heads, rope, options), _reach(entry))
         for place, (entry, own_dim, own_heads) in enumerate(
             zip(entries, widths, counts, strict=True)
         )
     )
+
+
+def as_options(options: Any) -> dict[str, Any]:
+    """`mixer_options` as a dict of one's own."""
+    if options is None:
+        return {}
+    if not isinstance(options, Mapping):
+        raise ValueError(
+            "mixer_options must be a dict of options and their values, or None, "
+            f"got {type(options).__name__}"
+        )
+    return dict(options)
+
+
+def _numbers(name: str, given: Any, depth: int) -> list[int]:
+    """One number per block, from one for all or as many as there are blocks."""
+    if not isinstance(given, list | tuple):
+        return [as_int(name, given, 1)] * depth
+    if len(given) != depth:
+        raise ValueError(f"{name} must be one number, or one per block ({depth}), got {len(given)}")
+    return [as_int(name, own, 1) for own in given]
 
 
 def options_taken(mixer: Any, depth: int, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -131,7 +151,7 @@ def options_taken(mixer: Any, depth: int, options: Mapping[str, Any]) -> dict[st
 def one_per_block(mixer: Any, depth: int) -> list[Any]:
     """The mixer of every block, from its short form."""
     if not isinstance(mixer, list | tuple | nn.ModuleList):
-        if mixer in HALVES:
+        if isinstance(mixer, str) and mixer in HALVES:
             first, second = HALVES[mixer]
             return [first] * (depth // 2) + [second] * (depth - depth // 2)
         _check_entry(mixer, NAMES)
@@ -197,6 +217,12 @@ def _layer(
             raise ValueError(
                 f"mixer must hold layers of width dim = {dim}, got a {type(entry).__name__} of "
                 f"width {width}"
+            )
+        context = getattr(entry, "context_dim", dim)
+        if context not in (dim, None):
+            raise ValueError(
+                f"mixer must hold layers on one track, got a {type(entry).__name__} that looks at "
+                f"a context of width {context} (dim is {dim})"
             )
         found: nn.Module = entry
         return found

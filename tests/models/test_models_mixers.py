@@ -185,6 +185,25 @@ def test_one_layer_does_not_serve_two_blocks_nor_one_of_another_width():
         layers_of([narrow], 1)
 
 
+@pytest.mark.parametrize("make", [ga.models.CausalLM, ga.models.SequenceEncoder])
+def test_numbers_may_be_those_of_numpy(make):
+    torch.manual_seed(0)
+    plain = make(7, DIM, 2, HEADS, mixer="mix")
+    torch.manual_seed(0)
+    model = make(*(numpy.int64(number) for number in (7, DIM, 2, HEADS)), mixer="mix")
+    tokens = torch.arange(6)
+    assert torch.equal(model(tokens), plain(tokens))
+
+
+def test_edge_features_need_a_layer_that_the_model_makes_for_them():
+    with pytest.raises(ValueError, match=r"edge_features must be 0 in a model without .* got 3"):
+        ga.models.SequenceEncoder(7, DIM, 2, HEADS, mixer="dot", edge_features=3)
+    layer = ga.nn.SelfConsensus(DIM, HEADS, edge_features=3)
+    model = ga.models.SequenceEncoder(7, DIM, 2, HEADS, mixer=["dot", layer])
+    edges = model.graphs(6)[1].num_edges
+    assert model(torch.arange(6), edge_features=torch.rand(edges, 3)).shape == (6, 7)
+
+
 def test_a_list_of_options_has_as_many_as_there_are_blocks():
     with pytest.raises(ValueError, match=r"'top_k'\] must be .*per block \(4\), got 3"):
         layers_of("krause", options={"top_k": [1, 2, 3]})
