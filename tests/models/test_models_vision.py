@@ -374,6 +374,21 @@ def test_paths_are_dropped_more_often_in_later_blocks():
     assert alone.blocks[0].drop_path == 0
 
 
+@pytest.mark.parametrize("leading", [1, 2])
+@pytest.mark.parametrize("mixer", ["dot", "krause", "consensus"])
+def test_a_path_is_dropped_for_a_whole_image(mixer, leading):
+    """With its leading tokens, also where consensus leaves them out."""
+    model = vision(mixer, drop_path=0.5, distillation_token=leading > 1).train()
+    block, graph = model.blocks[-1], model.graphs()[-1]
+    x = model.embedding(pictures(64))
+    block.mlp.register_forward_hook(lambda *_: torch.zeros_like(x))  # the first part alone
+    block.mixer.register_forward_hook(lambda *_: torch.ones_like(x))
+    parts = (block(x, graph) - x).mean(-1).round(decimals=6)
+    assert {tuple(row) for row in parts.unique(dim=0).tolist()} == {
+        (added,) * graph.num_tokens for added in (0.0, 2.0)
+    }
+
+
 @pytest.mark.parametrize("share", [{"dropout": 0.4}, {"drop_path": 0.6}])
 def test_dropping_is_for_training_alone(share):
     model, images = vision(**share), pictures(8)
