@@ -201,6 +201,17 @@ def test_every_mixer_has_what_it_needs_from_a_preset(name, mixer):
 # Graphs.
 
 
+@pytest.mark.parametrize(("name", "first", "last"), [("deit-tiny", 8, 16), ("digits", 2, 4)])
+@pytest.mark.parametrize("depth", [1, 2, 5, 12])
+def test_a_schedule_of_neighbours_is_as_long_as_the_model(name, first, last, depth):
+    model = ga.models.VisionTransformer.from_preset(
+        name, mixer="krause", depth=depth, dim=8, heads=2
+    )
+    found = [block.mixer.top_k for block in model.blocks]
+    expected = torch.linspace(first, last, depth, dtype=torch.float64).round().int().tolist()
+    assert found == expected
+
+
 @pytest.mark.parametrize("leading", [0, 1, 2])
 def test_a_window_sees_patches_within_the_radius_and_leading_tokens(leading):
     model = vision(
