@@ -10,6 +10,7 @@ from torch.nn import functional
 
 from graphattn.graphs import TokenGraph
 from graphattn.graphs.arguments import as_int
+from graphattn.models.heads import draw_head, make_head
 from graphattn.models.mixers import Mixer, mixers
 from graphattn.models.patches import check_dtype
 from graphattn.models.stack import BlockStack, Graphs
@@ -35,6 +36,10 @@ class SwinTransformer(BlockStack):
     windows do not divide is padded with zeros below and to the right, behind the block's first
     norm, and the tokens of the image see these zeros; an image that patches do not divide is padded
     so as well. Images may have any size.
+
+    Tables of biases and the head are drawn as Swin draws them, from a normal distribution of
+    deviation 0.02; all other maps as PyTorch draws them, where Swin has 0.02 for those of blocks
+    and merges, too.
 
     Args:
         image_size: of the images, in pixels: one number or (height, width). It decides how large
@@ -137,22 +142,14 @@ class SwinTransformer(BlockStack):
         self.merges = nn.ModuleList(PatchMerging(dim * 2**stage) for stage in stages)
         self.dim = dim * 2 ** (len(self.depths) - 1)
         self.norm = nn.LayerNorm(self.dim)
-        self.head: nn.Module = nn.Identity()
-        if self.num_classes:
-            self.head = nn.Linear(self.dim, self.num_classes)
+        self.head = make_head(self.dim, self.num_classes)
 
     def reset_parameters(self) -> None:
         """Draw every parameter anew."""
-        for part in (
-            self.patches,
-            self.patch_norm,
-            *self.blocks,
-            *self.merges,
-            self.norm,
-            self.head,
-        ):
+        for part in (self.patches, self.patch_norm, *self.blocks, *self.merges, self.norm):
             if callable(reset := getattr(part, "reset_parameters", None)):
                 reset()
+        draw_head(self.head)
 
     @classmethod
     def comparable(cls, config: dict[str, Any]) -> dict[str, Any]:

@@ -231,6 +231,42 @@ def test_a_window_sees_patches_within_the_radius_and_leading_tokens(leading):
     assert graph == ga.from_mask(expected)
 
 
+@pytest.mark.parametrize("leading", [1, 2])
+@pytest.mark.parametrize("top_k", [1, 3, 100])
+def test_a_token_keeps_its_nearest_of_what_it_sees_leading_tokens_among_them(top_k, leading):
+    """Written out token by token: none is kept for its rank."""
+    model = vision(
+        "krause", distillation_token=leading > 1, mixer_options={"top_k": top_k, "init_sigma": 0.7}
+    )
+    layer = model.blocks[0].mixer
+    x = model.blocks[0].mixer_norm(model.embedding(pictures(1)))[0]
+    query, key, value = (
+        getattr(layer, f"{part}_proj")(x).unflatten(-1, (HEADS, -1))
+        for part in ("query", "key", "value")
+    )
+    places, N = [(i, j) for i in range(2) for j in range(6)], len(x)
+    found, left_out = torch.empty_like(query), 0
+    for h in range(HEADS):
+        for target in range(N):
+            seen = [
+                source
+                for source in range(N)
+                if min(source, target) < leading
+                or all(
+                    abs(a - b) <= 1
+                    for a, b in zip(places[source - leading], places[target - leading], strict=True)
+                )
+            ]
+            apart = (query[target, h] - key[seen, h]).square().sum(-1)
+            near = apart.argsort()[:top_k]
+            weights = (-apart[near] / (2 * 0.7**2)).softmax(0)
+            found[target, h] = weights @ value[seen, h][near]
+            left_out += target >= leading and not any(seen[n] < leading for n in near)
+    assert (left_out == 0) == (top_k == 100)
+    expected = layer.output_proj(found.flatten(-2))
+    torch.testing.assert_close(layer(x, model.graphs()[0]), expected)
+
+
 @pytest.mark.parametrize("leading", [0, 1, 2])
 def test_consensus_moves_patches_alone(leading):
     model = vision("consensus", class_token=leading > 0, distillation_token=leading > 1)
@@ -456,6 +492,36 @@ def test_weights_of_other_mathematics_are_refused():
         with pytest.raises(RuntimeError, match=f"saved with {next(iter(change))}="):
             vision("krause", **change).load_state_dict(state)
     vision("krause", radius=(1, 1)).load_state_dict(state)  # the same, said otherwise
+
+
+@pytest.mark.parametrize("anew", [False, True])
+def test_what_is_read_and_what_leads_is_drawn_as_deit_draws_it(anew):
+    """Deviation 0.02 and biases 0; DeiT's patches are PyTorch's, uniform up to 1 / sqrt(inputs)."""
+    torch.manual_seed(4)
+    options = {"distillation_token": True, "pooling": "distilled"}
+    vit = ga.models.VisionTransformer(32, 2, 200, 192, 1, 3, **options)
+    swin = ga.models.SwinTransformer(32, 4, 200, 192, (1,), (6,), window_size=4)
+
+    def deviation(parameter):
+        return float(parameter.detach().std())
+
+    for model in (vit, swin) if anew else ():
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(7)
+        model.reset_parameters()
+    for head in (vit.head, vit.distillation_head, swin.head):
+        assert deviation(head.weight) == pytest.approx(0.02, rel=0.02)
+        assert not head.bias.any()
+    assert not torch.equal(vit.head.weight, vit.distillation_head.weight)
+    assert deviation(vit.embedding.positions) == pytest.approx(0.02, rel=0.02)
+    assert deviation(swin.blocks[0].position_bias.table) == pytest.approx(0.02, rel=0.1)
+    for token in (vit.embedding.class_token, vit.embedding.distillation_token):
+        assert deviation(token) == pytest.approx(0.02, rel=0.2)
+    most = (3 * 2 * 2) ** -0.5
+    assert float(vit.embedding.projection.weight.detach().abs().max()) == pytest.approx(
+        most, rel=0.02
+    )
 
 
 def test_a_model_on_the_meta_device_becomes_one_with_numbers():
