@@ -84,7 +84,12 @@ class PatchEmbedding(nn.Module):
 
     def checked(self, images: Any, *, interpolate: bool) -> tuple[int, int]:
         """The size of images in pixels; a ValueError names what does not fit."""
-        if not isinstance(images, Tensor) or images.dim() < 3 or images.shape[-3] != self.channels:
+        if (
+            not isinstance(images, Tensor)
+            or images.dim() < 3
+            or images.shape[-3] != self.channels
+            or 0 in images.shape[-2:]
+        ):
             got = list(images.shape) if isinstance(images, Tensor) else type(images).__name__
             raise ValueError(
                 f"images must be a tensor of shape [*, {self.channels}, height, width], got {got}"

@@ -641,13 +641,15 @@ def test_bad_arguments_are_named(change, says):
         (torch.zeros(2, 1, 8, 12).double(), r"got \[2, 1, 8, 12\]"),
         (torch.zeros(8, 12).double(), r"got \[8, 12\]"),
         ([1.0], "got list"),
+        (torch.zeros(2, 3, 0, 12).double(), r"got \[2, 3, 0, 12\]"),
         (torch.zeros(2, 3, 8, 12, dtype=torch.uint8), "dtype torch.float64, got torch.uint8"),
         (torch.zeros(2, 3, 8, 12), "dtype torch.float64, got torch.float32"),
     ],
 )
 def test_bad_images_are_named(images, says):
-    with pytest.raises(ValueError, match=says):
-        vision()(images)
+    for interpolate in (False, True):
+        with pytest.raises(ValueError, match=says):
+            vision()(images, interpolate_pos_encoding=interpolate)
 
 
 # Digits.
