@@ -110,6 +110,12 @@ def test_bad_input_is_refused_by_name():
         (ga.block_window_graph(50, 8, shift=3), "blocks of 8, shifted by 3"),
         (ga.batch([ga.complete_graph(3)] * 2), "2 sequences: all tokens"),
         (ga.batch([ga.complete_graph(3), ga.causal_graph(4)]), "2 sequences: several patterns"),
+        (
+            ga.models.VisionTransformer(
+                (8, 12), 2, 2, 8, 1, 1, mixer="consensus", pooling="mean"
+            ).graphs()[0],
+            "radius 1 on 4 × 6, 1 token apart",
+        ),
         (ga.grid_window_graph(4, 6, 1, class_token=True), "radius 1 on 4 × 6, class token"),
         (ga.neighborhood_graph((6, 9), 3), "3 × 3 on 6 × 9"),
         (
