@@ -102,6 +102,8 @@ def _products_in(expression: str) -> list[tuple[str, ...]]:
         names: list[str] = []
         for part in factor.split(",") if factor else []:
             first, dash, last = part.partition("-")
+            if dash and int(first) > int(last):
+                raise ValueError(f"{part!r} in oper_expression is no range")
             names += [str(n) for n in range(int(first), int(last) + 1)] if dash else [part]
         factors += [names] if names else []
     return list(itertools.product(*factors))
