@@ -136,7 +136,7 @@ def bench(
 
 @app.command()
 def embed(
-    file: Annotated[Path, typer.Argument(help="FASTA, PDB or mmCIF, also gzipped.")],
+    file: Annotated[Path, typer.Argument(help="FASTA, PDB or mmCIF, also gzipped; - for a pipe.")],
     model: Annotated[
         Path | None,
         typer.Option(
