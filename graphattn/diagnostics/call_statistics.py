@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -36,6 +36,7 @@ class RecordedCall:
     edges: TokenGraph | None = None
     keep: Keep = "weights"
     same_tokens: bool | None = None  #: self-attention (True) or not (False); None: not known
+    signed: bool = False  #: whether some weights are negative, which have no shares
 
     @property
     def matrix(self) -> Tensor:
@@ -102,7 +103,37 @@ def of_edges(
         kept[keep],
         graph,
         keep,
+        signed=signed,
     )
+
+
+def of_step(
+    name: str,
+    weights: Tensor,
+    output: Tensor,
+    graph: TokenGraph,
+    first: int,
+    token: int,
+    keep: Keep,
+) -> RecordedCall:
+    """A step of generation: its sources start at position `first` of their text.
+
+    A query that a window cuts off from the token looks at it with a share of 0, as in a forward
+    pass; a text that is not that long yet says nothing.
+    """
+    call = of_edges(name, weights, output, graph, 0, keep)
+    place = token - first
+    if place < 0:
+        sinks = call.sinks * 0
+    elif place >= graph.num_sources:
+        sinks = call.sinks.new_full(call.sinks.shape, torch.nan)
+    elif call.signed:
+        sinks = call.sinks
+    else:
+        weights = weights.detach().reshape(-1, *weights.shape[-2:])
+        own_row = graph.positions[graph.edge_index[1]] == place  # is no query of itself
+        sinks = sink_share(weights.masked_fill(own_row[:, None], 0), graph, place)
+    return replace(call, sinks=sinks)
 
 
 def of_operands(name: str, call: Operands, token: int, keep: Keep) -> RecordedCall:

@@ -37,7 +37,8 @@ def record_attention(model: nn.Module) -> Iterator[list[AttentionRecord]]:
     Layers are those of :mod:`graphattn.nn` that have attention weights (consensus layers have
     none). Each is asked for its weights in the very call that the model makes, so nothing is
     computed twice and the model's results are the same to the last bit. What is recorded is cut
-    off from gradients; weights are a number per edge and head, so record short runs.
+    off from gradients; weights are a number per edge and head, so record short runs. Steps of
+    generation are not recorded here, but by :func:`record`.
 
     Args:
         model: any module that holds such layers, or a layer.
