@@ -304,6 +304,7 @@ class SequenceEncoder(TokenModel):
             real = valid.expand(per_token)
             real = real if noise_level.shape == per_token else real.any(-1)
             noise_level = noise_level.masked_fill(~real, 0)
+        _check_noise(noise_level)
         condition: Tensor = self.noise(noise_level)
         return condition
 
@@ -314,6 +315,18 @@ class SequenceEncoder(TokenModel):
                 "level steers whole sequences. Call it with noise_level="
             )
         super()._check_steps()
+
+
+def _check_noise(noise_level: Tensor) -> None:
+    """Values are read where that costs nothing: not on a GPU, in torch.func, or while tracing."""
+    traced = torch.compiler.is_compiling() or torch._C._functorch.maybe_current_level() is not None
+    if noise_level.device.type == "cpu" and noise_level.numel() > 0 and not traced:
+        wrong = ~((noise_level >= 0) & (noise_level < float("inf")))
+        if wrong.any():
+            raise ValueError(
+                "noise_level must be finite numbers >= 0 where tokens are real, got "
+                f"{noise_level[wrong][0].item()}"
+            )
 
 
 def _set_to_zero(layer: nn.Linear | None) -> None:
