@@ -63,7 +63,7 @@ def record_attention(model: nn.Module) -> Iterator[list[AttentionRecord]]:
     """
     records: list[AttentionRecord] = []
 
-    def take(name: str, weights: Tensor, output: Tensor, graph: TokenGraph) -> None:
+    def take(name: str, weights: Tensor, output: Tensor, graph: TokenGraph, _: Any) -> None:
         records.append(AttentionRecord(name, weights.detach(), output.detach(), graph))
 
     handles: list[RemovableHandle] = []
@@ -94,7 +94,9 @@ def is_attention_layer(module: nn.Module) -> bool:
 
 
 def listen(
-    name: str, layer: nn.Module, tell: Callable[[str, Tensor, Tensor, TokenGraph], None]
+    name: str,
+    layer: nn.Module,
+    tell: Callable[[str, Tensor, Tensor, TokenGraph, Tensor | None], None],
 ) -> tuple[RemovableHandle, RemovableHandle]:
     """Hooks that ask a layer for its weights and take them out of its answer again.
 
@@ -123,7 +125,9 @@ def listen(
         graph = as_token_graph(
             given["graph"], x.shape[-2], (x if context is None else context).shape[-2]
         )
-        tell(name, weights, output, graph)
+        valid = given.get("valid")
+        valid = valid[1] if isinstance(valid, tuple | list) else valid
+        tell(name, weights, output, graph, valid)
         return answer if asked.pop() else output
 
     # The last to speak before the layer and the first after it: other hooks see the answer that the

@@ -295,17 +295,17 @@ class _Recorder(Watcher):
             operands.same_tokens = by_name(name, self.modules.get(name))
         self.recording.calls.append(of_operands(name, operands, self.token, self.keep))
 
-    def saw_layer(self, name: str, weights: Tensor, output: Tensor, graph: Any) -> None:
+    def saw_layer(
+        self, name: str, weights: Tensor, output: Tensor, graph: Any, valid: Tensor | None
+    ) -> None:
         self.found()
-        self.recording.calls.append(of_edges(name, weights, output, graph, self.token, self.keep))
+        call = of_edges(name, weights, output, graph, self.token, self.keep, valid)
+        self.recording.calls.append(call)
 
     def saw_step(self, name: str, layer: nn.Module, step: SeenStep | str, output: Tensor) -> None:
         if isinstance(step, str):
             self.miss(name, step)
             return
         self.found()
-        self.recording.calls.append(
-            of_step(
-                name, step.weights(layer), output, step.graph, step.first, self.token, self.keep
-            )
-        )
+        call = of_step(name, step.weights(layer), output, step, self.token, self.keep)
+        self.recording.calls.append(call)

@@ -25,6 +25,7 @@ class SeenStep(NamedTuple):
     graph: TokenGraph
     valid: tuple[Tensor | None, Tensor | None]
     first: int  #: the position of the first source in its text
+    cut: Tensor | None  #: [*], whether real tokens stand before the first source; of masked texts
 
     def weights(self, layer: Any) -> Tensor:
         """Of the edges of the graph, [*, E, H]."""
@@ -75,4 +76,15 @@ def seen_step(
         graph.to(cache.device),
         (mask, both),
         cache.position - before,
+        None if both is None else _is_cut(cache, before),
     )
+
+
+def _is_cut(cache: Any, before: int) -> Tensor:
+    """Whether the token before those that are seen is real: padding on the left comes first."""
+    if cache.position == before:
+        return torch.zeros(cache.batch, dtype=torch.bool, device=cache.device)
+    valid = cache.valid(before + 1)  # a cache keeps a token more than the next one sees
+    if valid is None:
+        return torch.ones(cache.batch, dtype=torch.bool, device=cache.device)
+    return valid[..., 0]

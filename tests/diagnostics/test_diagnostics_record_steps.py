@@ -83,6 +83,30 @@ def test_the_sink_of_steps_is_a_token_of_the_text_and_not_of_the_window():
     assert (sinks[5:] == 0).all()  # out of the window
 
 
+@pytest.mark.parametrize("window", [None, 4])
+def test_padding_on_the_left_is_no_sink(window):
+    model = model_of("dot", window)
+    valid = torch.arange(10) >= torch.tensor([[0], [3], [6]])
+    tokens = torch.randint(19, (3, 10), generator=torch.Generator().manual_seed(1))
+    with diagnostics.record(model) as padded:
+        model(tokens, valid=valid)
+    with diagnostics.record(model) as steps:
+        cache = model.init_cache(3)
+        for t in range(10):
+            model.step(tokens[:, t], cache, valid=valid[:, t])
+    for b, start in enumerate((0, 3, 6)):
+        with diagnostics.record(model) as alone:
+            model(tokens[b : b + 1, start:])
+        for layer in ("blocks.0", "blocks.1"):
+            expected = alone.select(layer)[0]
+            sinks = padded.select(layer)[0].sinks[b]
+            torch.testing.assert_close(sinks, expected.sinks[0], rtol=1e-9, atol=1e-12)
+            rows = torch.stack([call.sinks[b] for call in steps.select(layer)])
+            assert rows[: start + 1].isnan().all()
+            own = expected.matrix[0, :, 1:, 0].T
+            torch.testing.assert_close(rows[start + 1 :], own, rtol=1e-9, atol=1e-12)
+
+
 def test_steps_that_keep_sums_are_named():
     model = model_of("linear", None)
     prompts = torch.randint(19, (2, 5))
@@ -126,3 +150,15 @@ def test_a_model_of_consensus_alone_is_told_why():
     said = "its 2 layers are consensus, which has no attention weights"
     with pytest.raises(ValueError, match=said), diagnostics.record(model):
         model(torch.randint(19, (2, 5)))
+
+
+def test_every_query_of_another_sequence_counts_where_sources_are_padded():
+    layer = ga.nn.DotProductAttention(16, heads=2, context_dim=16).double()
+    x, context = torch.randn(2, 4, 16).double(), torch.randn(2, 6, 16).double()
+    valid = torch.arange(6) >= torch.tensor([[0], [2]])
+    graph = ga.bipartite_complete_graph(4, 6)
+    with diagnostics.record(layer) as recording:
+        layer(x, graph, context, valid=(None, valid))
+    expected = torch.stack([recording[0].matrix[b, :, :, 2 * b].mean(-1) for b in range(2)])
+    torch.testing.assert_close(recording[0].sinks, expected, rtol=1e-9, atol=1e-12)
+    assert (expected > 0).all()
