@@ -55,7 +55,8 @@ class CausalLM(TiedModel):
         window: keys that the attention layers see, the token itself included: one number for all,
             None for all tokens before; a pair (short, long) with `window_pattern`; or one per
             block, None at blocks of consensus, which have `consensus_window` in its place.
-            "krause" without a window chooses its `top_k` among all tokens before.
+            "krause" without a window sees all tokens before, and without
+            ``mixer_options={"top_k": k}`` nothing of what it sees is cut.
         window_pattern: "S" for the short and "L" for the long window of a block, repeated over the
             blocks: "SSSL" is every fourth block long, as in the language model of
             *Projection-Free Transformers via Gaussian Kernel Attention*, Section 5.2. There 1,024
@@ -331,7 +332,7 @@ class CausalLM(TiedModel):
         draft: CausalLM | None = None,
         draft_tokens: int = 4,
     ) -> Tensor:
-        """Write on behind prompts: the prompts with their continuations, [*, N + new].
+        """Continue prompts: the prompts with their continuations, [*, N + new].
 
         The texts are those of whole forward passes over everything written so far, to rounding,
         but every token is read once. Nothing is dropped out, in no mode, and there is no gradient.
@@ -350,8 +351,8 @@ class CausalLM(TiedModel):
             top_k: draw from the `top_k` likeliest tokens; all if None.
             top_p: draw from the fewest likeliest tokens that together have this probability, in
                 (0, 1] (nucleus sampling; Holtzman et al., 2020), after `top_k`; all if None.
-            stop: a token or several, each a number or a sequence of numbers: a text ends behind
-                the first of them that it has written (a prompt does not count). It is filled with
+            stop: a token or several, each a number or a sequence of numbers: a text ends once
+                it has written the first of them (a prompt does not count). It is filled with
                 its last token while others of its batch go on; when all have ended, so does the
                 generation.
             generator: draws the tokens; torch's own if None.

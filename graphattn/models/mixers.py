@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 
 from torch import nn
 
-from graphattn.graphs.arguments import as_int
+from graphattn.graphs.arguments import as_int, did_you_mean
 from graphattn.nn import (
     CrossConsensus,
     DotProductAttention,
@@ -69,6 +69,16 @@ HALVES: dict[str, tuple[str, str]] = {
     "krause-consensus": ("krause", "consensus"),
 }
 NAMES = (*KINDS, *HALVES)
+_ALSO_CALLED = {
+    "DotProductAttention": "dot",
+    "LinearAttention": "linear",
+    "GaussianKernelAttention": "gka",
+    "KrauseAttention": "krause",
+    "SelfConsensus": "consensus",
+    "dot-consensus": "mix",
+    "attention": "dot",
+    "softmax": "dot",
+}
 
 
 class Mixing(NamedTuple):
@@ -176,8 +186,10 @@ def _check_entry(entry: Any, names: tuple[str, ...]) -> None:
         return
     if not isinstance(entry, str) or entry not in names:
         got = type(entry).__name__ if isinstance(entry, nn.Module) else repr(entry)
+        near = did_you_mean(entry, names, {k: v for k, v in _ALSO_CALLED.items() if v in names})
         raise ValueError(
-            f"mixer must be one of {', '.join(map(repr, names))}, or layers on one track, got {got}"
+            f"mixer must be one of {', '.join(map(repr, names))}, or layers that are called with "
+            f"one sequence, got {got}{near}"
         )
 
 

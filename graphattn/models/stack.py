@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from graphattn.graphs import TokenGraph
-from graphattn.models.mixers import options_taken, top_k_schedule
+from graphattn.models.mixers import KINDS, options_taken, top_k_schedule
 from graphattn.models.presets import preset
 from graphattn.nn.attention import GraphAttention
-from graphattn.nn.config import Configured
+from graphattn.nn.config import KNOWN, Configured
 from graphattn.nn.graph_layer import GraphLayer
 
 Graphs = TokenGraph | Sequence[TokenGraph] | None
@@ -59,6 +59,20 @@ class BlockStack(Configured, nn.Module):
         if "depth" in changes and "mixer_options" not in changes:
             arguments |= _over_depth(arguments)
         return cls(**arguments)
+
+    @classmethod
+    def advice(cls, name: str) -> str | None:
+        """What to do in place of an argument that the model does not have: an option of mixers."""
+        takes = [mixer for mixer, kind in KINDS.items() if name in kind.options]
+        if takes and "mixer_options" in inspect.signature(cls.__init__).parameters:
+            mixers = " and ".join(filter(None, (", ".join(map(repr, takes[:-1])), repr(takes[-1]))))
+            return f"it is an option of {mixers}: mixer_options={{{name!r}: ...}}"
+        models = [
+            other.__name__
+            for other in KNOWN.values()
+            if issubclass(other, BlockStack) and name in inspect.signature(other).parameters
+        ]
+        return f"it is an argument of {' and '.join(models)}" if models else None
 
     def num_parameters(self, only_trainable: bool = False) -> int:
         """Return the number of parameters; a parameter of two names counts once.

@@ -31,6 +31,25 @@ def layers_of(mixer, depth=4, **options):
     return [layer for layer, _ in mixers(mixer, depth, DIM, HEADS, **options)]
 
 
+@pytest.mark.parametrize(
+    ("mixer", "meant"),
+    [
+        ("kruase", "krause"),
+        ("GKA", "gka"),
+        ("KrauseAttention", "krause"),
+        ("SelfConsensus", "consensus"),
+        ("dot-consensus", "mix"),
+        ("krause_consensus", "krause-consensus"),
+    ],
+)
+def test_a_wrong_name_is_answered_with_the_nearest(mixer, meant):
+    for model in (ga.models.CausalLM, ga.models.SequenceEncoder):
+        with pytest.raises(ValueError, match=rf"got '{mixer}': did you mean '{meant}'\?$"):
+            model(9, 8, 2, 2, mixer=mixer)
+    with pytest.raises(ValueError, match=r"got 'zzzz'$"):
+        ga.models.CausalLM(9, 8, 2, 2, mixer="zzzz")
+
+
 def test_the_table_here_is_the_table_there():
     assert set(LAYERS) == set(KINDS) == set(typing.get_args(MixerName))
     assert set(HALVES) == set(typing.get_args(Halves))
@@ -135,7 +154,9 @@ def test_an_unknown_mixer_is_answered_with_all_names(mixer):
 
 
 def test_halves_have_no_halves():
-    with pytest.raises(ValueError, match="'consensus', or layers on one track, got 'mix'"):
+    with pytest.raises(
+        ValueError, match="'consensus', or layers that are called with one sequence, got 'mix'"
+    ):
         mixers(["mix", "dot"], 2, DIM, HEADS)
 
 
@@ -168,7 +189,7 @@ def test_an_option_that_one_layer_has_is_enough():
         (["dot"], 2, r"one entry per block \(2\), got 1"),
         (["dot", "dot", "dot"], 2, r"one entry per block \(2\), got 3"),
         (ga.nn.LinearAttention(DIM, HEADS), 2, "blocks would share its weights"),
-        (ga.nn.CrossConsensus(DIM, HEADS), 1, "layers on one track, got 'CrossConsensus'|Cross"),
+        (ga.nn.CrossConsensus(DIM, HEADS), 1, "one sequence, got 'CrossConsensus'|Cross"),
     ],
 )
 def test_lists_and_layers_that_do_not_fit_are_refused(mixer, depth, message):

@@ -6,6 +6,7 @@ import io
 
 import numpy as np
 import pytest
+import torch
 
 import graphattn as ga
 from graphattn.graphs.pattern import pattern_of
@@ -59,6 +60,17 @@ def test_graphs_of_a_call_take_the_place_of_the_models_own():
         f"layers 0-1: dot\ncausal window 4, {15 * 4 - 6} edges",
         "layers 2-5: dot\nall before, 120 edges",
     ]
+
+
+def test_residues_near_in_space_are_named_by_what_the_model_chose_them_by():
+    model = ga.models.ProteinModel(8, depth=2, heads=2, mixer="mix", neighbors=3, window=2)
+    places = 5 * torch.randn(12, 3, generator=torch.Generator().manual_seed(0))
+    structure = ga.data.Structure("ACDEFGHIKLMN", places)
+    for ax in ga.plot.model_graphs(model, structure=structure):
+        assert "\n3 nearest, 2 along the chain, " in ax.get_title()
+    lists = [ga.from_edge_index(g.edge_index, 12) for g in model.graphs(structure=structure)]
+    for ax in ga.plot.model_graphs(model, graphs=lists):  # somebody's own
+        assert "a list of edges" in ax.get_title()
 
 
 def test_long_sequences_have_one_scale_and_one_colour_bar():
