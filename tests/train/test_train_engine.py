@@ -8,6 +8,8 @@ import json
 import os
 import resource
 import signal
+import sys
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -280,6 +282,32 @@ def test_checkpoints_are_read_as_numbers_only(tmp_path):
     assert tiny_runs.train(folder).status == "finished"
 
 
+def test_a_folder_is_enough_to_go_on(tmp_path, monkeypatch):
+    """What `resume` makes of the config is what `graphattn.train.setup` prepares."""
+    straight = tiny_runs.train(tmp_path / "straight", steps=9, schedule="constant")
+    tiny_runs.train(tmp_path / "run", steps=6, schedule="constant")
+
+    def prepare(config: ga.train.RunConfig) -> Any:
+        return types.SimpleNamespace(
+            config=config,
+            model=tiny_runs.model(config.seed),
+            objective=tiny_runs.Hidden(),
+            train=tiny_runs.examples(),
+            validation=tiny_runs.examples(9, 1),
+            tokenizer=None,
+        )
+
+    setup = types.SimpleNamespace(prepare=prepare)
+    monkeypatch.setitem(sys.modules, "graphattn.train.setup", setup)
+    moved = (tmp_path / "run").rename(tmp_path / "moved")
+    run = ga.train.resume(moved, steps=9)
+    assert (run.status, run.step, run.path) == ("finished", 9, moved)
+    weights = [tiny_runs.results(one.path)["step-00000009"] for one in (run, straight)]
+    assert weights[0] == weights[1]
+    with pytest.raises(ValueError, match="steps must be at least those of the run, 9, got 8"):
+        ga.train.resume(moved, steps=8)
+
+
 # How runs end.
 
 
@@ -416,6 +444,12 @@ def test_a_frozen_model_is_refused(tmp_path):
             tiny_runs.config(tmp_path / "run"),
             tiny_runs.examples(),
         )
+
+
+def test_what_is_missing_is_named_with_how_to_install_it(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "graphattn.train.trainer", None)
+    with pytest.raises(ImportError, match=r"pip install 'graphattn\[train\]'"):
+        tiny_runs.train(tmp_path / "run")
 
 
 def test_a_folder_without_a_run_is_not_read(tmp_path):
