@@ -4,13 +4,12 @@ Text becomes characters, FASTA becomes residues or bases, a PDB or mmCIF file be
 in space. A file that cannot be read raises :class:`FileFormatError`, whose text is one line
 naming the file, the line where one is to blame, and the reason. Every reader refuses a file of more
 than ``max_bytes`` bytes, decompressed: a gzip file can unpack to a thousand times its size.
-:func:`load_corpus` has no such limit: it goes through files piece by piece, and keeps what it read
-on disk.
 
-FASTA, GenBank and structures are parsed by biotite, an optional dependency:
-``pip install 'graphattn[bio]'``; corpora need `datasets`: ``pip install 'graphattn[train]'``.
+FASTA and structures are parsed by biotite, an optional dependency:
+``pip install 'graphattn[bio]'``.
 """
 
+from graphattn.data.batches import TokenBatches
 from graphattn.data.corpus import Corpus, load_corpus
 from graphattn.data.fasta import (
     FastaRecord,
@@ -29,6 +28,7 @@ from graphattn.data.files import (
 )
 from graphattn.data.genbank import GenBankRecord, read_genbank
 from graphattn.data.images import read_idx
+from graphattn.data.splits import Part, split_corpus
 from graphattn.data.structures import Structure, read_structure
 from graphattn.data.text import CharacterTokenizer
 from graphattn.data.tokenizers import (
@@ -38,9 +38,9 @@ from graphattn.data.tokenizers import (
     load_tokenizer,
     save_tokenizer,
 )
+from graphattn.data.windows import Windows
 
 __all__ = [
-    "MAX_BYTES",
     "ByteTokenizer",
     "CharacterTokenizer",
     "Corpus",
@@ -49,10 +49,14 @@ __all__ = [
     "FileFormatError",
     "FileTokenizer",
     "GenBankRecord",
+    "MAX_BYTES",
     "NucleotideTokenizer",
+    "Part",
     "ProteinTokenizer",
     "Structure",
+    "TokenBatches",
     "Tokenizer",
+    "Windows",
     "load_corpus",
     "load_tokenizer",
     "read_bytes",
@@ -63,5 +67,6 @@ __all__ = [
     "read_text",
     "save_tokenizer",
     "sniff_format",
+    "split_corpus",
     "tokenizer_for_sequence",
 ]

@@ -1,0 +1,194 @@
+"""Batches by their number of tokens: which examples a model sees together, and when."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy
+import torch
+from torch import Tensor
+from torch.utils.data import Sampler
+
+from graphattn.graphs.arguments import as_int
+
+_EPOCH = 1_000_003  # a prime: seeds of an epoch are far apart
+_SHORTEST = 0.9  # of the longest: examples that are drawn into the same batches
+
+
+class TokenBatches(Sampler[list[int]]):
+    """Batches of at most `max_tokens` tokens, as lists of indices: a DataLoader's `batch_sampler`.
+
+    Padded to the longest, a batch is no larger than `max_tokens`. Examples of similar length come
+    together: where there are enough, none is more than a tenth shorter than the longest. Which ones
+    come together, and the order of the batches, is random, and follows from `seed` and the epoch
+    alone. Every epoch has every example once, and as many batches as any other.
+
+    With ``packed=True`` batches are meant to be joined without padding (:func:`graphattn.collate`):
+    `max_tokens` bounds the sum of their lengths, and examples of all lengths come together. The
+    number of batches then differs a little from epoch to epoch.
+
+    Args:
+        lengths: integers >= 1, one per example (``windows.lengths``; of images, how many tokens the
+            model makes of one). None may be larger than `max_tokens`.
+        max_tokens: of a batch.
+        seed: of the order, >= 0.
+        shuffle: whether the order is random. If not, it is the same in all epochs: the longest
+            first, so that what does not fit into memory fails at once (`packed`: as they come).
+        packed: whether batches are joined without padding.
+
+    Raises:
+        ValueError: names the argument, its value and what is allowed; an example that is longer
+            than `max_tokens` is named.
+
+    Example:
+        >>> import graphattn as ga
+        >>> batches = ga.data.TokenBatches([4, 9, 10, 4, 5, 10], max_tokens=20, shuffle=False)
+        >>> list(batches)
+        [[2, 5], [1, 4], [0, 3]]
+        >>> batches = ga.data.TokenBatches([4, 9, 10, 4, 5, 10], max_tokens=20, seed=1)
+        >>> first = list(batches)
+        >>> batches.start_at(2)
+        >>> list(batches) == first[2:], len(batches)
+        (True, 3)
+        >>> batches.set_epoch(1)
+        >>> list(batches) == first
+        False
+    """
+
+    batch_size = None  # they differ: what accelerate asks for
+    drop_last = False
+
+    def __init__(
+        self,
+        lengths: Tensor | Sequence[int],
+        max_tokens: int,
+        *,
+        seed: int = 0,
+        shuffle: bool = True,
+        packed: bool = False,
+    ) -> None:
+        self.max_tokens = as_int("max_tokens", max_tokens, 1)
+        self.seed = as_int("seed", seed, 0)
+        self.shuffle, self.packed = bool(shuffle), bool(packed)
+        self.lengths = _checked(lengths, self.max_tokens)
+        self.epoch = self._start = 0
+        self._cached: tuple[int, Tensor, Tensor, Tensor] | None = None
+        if not self.packed:  # equal in all epochs
+            longest_first = self.lengths.sort(descending=True).values
+            self._cuts, self._bins = _cut_padded(longest_first, self.max_tokens)
+
+    def __repr__(self) -> str:
+        return (
+            f"TokenBatches(examples={len(self.lengths)}, max_tokens={self.max_tokens}, "
+            f"epoch={self.epoch})"
+        )
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the order of an epoch; another one than before starts at its first batch."""
+        epoch = as_int("epoch", epoch, 0)
+        if epoch != self.epoch:
+            self.epoch, self._start = epoch, 0
+
+    def start_at(self, batch: int) -> None:
+        """Let the next iteration begin at a batch of the epoch; those after it are whole again.
+
+        Args:
+            batch: 0 .. ``len(self)``; at ``len(self)``, the next iteration is empty.
+
+        Raises:
+            ValueError: the epoch has fewer batches.
+        """
+        batch = as_int("batch", batch, 0)
+        if batch > len(self):
+            raise ValueError(f"batch must be at most {len(self)}, those of an epoch, got {batch}")
+        self._start = batch
+
+    def __len__(self) -> int:
+        """Batches of the whole epoch, wherever the next iteration begins."""
+        return len(self._epoch()[1])
+
+    def __iter__(self) -> Iterator[list[int]]:
+        start, self._start = self._start, 0
+        order, firsts, lasts = self._epoch()
+        bounds = zip(firsts[start:].tolist(), lasts[start:].tolist(), strict=True)
+        return (order[first:last].tolist() for first, last in bounds)
+
+    def _epoch(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Examples in order, and where in it every batch begins and ends."""
+        if self._cached is None or self._cached[0] != self.epoch:
+            self._cached = (self.epoch, *self._draw())
+        return self._cached[1:]
+
+    def _draw(self) -> tuple[Tensor, Tensor, Tensor]:
+        count = len(self.lengths)
+        generator = torch.Generator().manual_seed((self.seed + _EPOCH * self.epoch) % 2**63)
+        order = torch.arange(count)
+        if self.shuffle:
+            order = torch.randperm(count, generator=generator)
+        if self.packed:
+            cuts = _cut_packed(self.lengths[order], self.max_tokens)
+            return order, cuts[:-1], cuts[1:]
+        order = order[self.lengths[order].argsort(descending=True, stable=True)]
+        if not self.shuffle:
+            return order, self._cuts[:-1], self._cuts[1:]
+        within = torch.randperm(count, generator=generator)
+        within = within[self._bins[within].argsort(stable=True)]
+        batches = torch.randperm(len(self._cuts) - 1, generator=generator)
+        return order[within], self._cuts[:-1][batches], self._cuts[1:][batches]
+
+
+def _checked(lengths: Tensor | Sequence[int], max_tokens: int) -> Tensor:
+    try:
+        found = torch.as_tensor(lengths)
+    except (TypeError, ValueError, RuntimeError):
+        found = None
+    if found is None or found.dim() != 1 or found.is_floating_point() or found.is_complex():
+        raise ValueError("lengths must be integers, one per example")
+    if len(found) == 0:
+        raise ValueError("lengths must hold those of at least one example, got none")
+    found = found.to(torch.int64)
+    if int(found.min()) < 1:
+        at = int(found.argmin())
+        raise ValueError(f"lengths must be >= 1, got {int(found[at])} for example {at}")
+    if int(found.max()) > max_tokens:
+        at = int(found.argmax())
+        raise ValueError(
+            f"max_tokens must be at least the length of every example, {int(found[at])} for "
+            f"example {at}, got {max_tokens}: ask for larger batches or for shorter windows"
+        )
+    return found
+
+
+def _cut_padded(longest_first: Tensor, max_tokens: int) -> tuple[Tensor, Tensor]:
+    """Where batches of examples in descending order of length begin, and bins of examples.
+
+    A bin is a whole number of full batches, whose examples may be exchanged: the size of all its
+    batches allows for the longest. So there is nowhere a batch that is not full but at the end.
+
+    Returns:
+        LongTensor [batches + 1], with the end of the last; LongTensor [examples], the bins.
+    """
+    lengths = longest_first.numpy()
+    count, ascending = len(lengths), -lengths
+    cuts, bins = [0], numpy.empty(count, dtype=numpy.int64)
+    first = number = 0
+    while first < count:
+        longest = int(lengths[first])
+        size = max_tokens // longest
+        similar = int(numpy.searchsorted(ascending, -_SHORTEST * longest, side="right")) - first
+        last = min(first + max(1, similar // size) * size, count)
+        cuts += range(first + size, last, size)
+        cuts.append(last)
+        bins[first:last] = number
+        first, number = last, number + 1
+    return torch.tensor(cuts), torch.from_numpy(bins)
+
+
+def _cut_packed(lengths: Tensor, max_tokens: int) -> Tensor:
+    """Where batches begin, each with as many examples as fit: LongTensor [batches + 1]."""
+    ends = lengths.cumsum(0).numpy()
+    cuts = [0]
+    while cuts[-1] < len(ends):
+        before = int(ends[cuts[-1] - 1]) if cuts[-1] else 0
+        cuts.append(int(numpy.searchsorted(ends, before + max_tokens, side="right")))
+    return torch.tensor(cuts)
