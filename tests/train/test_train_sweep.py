@@ -203,9 +203,9 @@ def test_more_may_be_added_and_old_results_stay(tmp_path: Path) -> None:
 
 
 def test_other_options_are_refused_by_their_names(tmp_path: Path) -> None:
-    sweep(tmp_path / "a", window=(3, 4))
-    sweep(tmp_path / "a", window=[3, 4], workers=1, lr=1e-1, seed=4)  # of no trial
-    with pytest.raises(ValueError, match="steps is 1000 there, 7 here; clip_norm is 1"):
+    sweep(tmp_path / "a", window=(3, 4), steps=9)
+    sweep(tmp_path / "a", window=[3, 4], steps=9, workers=1, lr=1e-1, seed=4)  # of no trial
+    with pytest.raises(ValueError, match="steps is 9 there, 7 here; clip_norm is 1"):
         sweep(tmp_path / "a", window=(3, 4), steps=7, clip_norm=2.0)
 
 
