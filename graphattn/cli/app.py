@@ -422,7 +422,7 @@ def models(
         raise typer.Exit(2) from None
 
 
-@app.command()
+@app.command(no_args_is_help=True)
 @with_run_options("mixer", "lr", "seed", "out")
 def sweep(
     mixers: Annotated[
@@ -476,7 +476,8 @@ def sweep(
         Path | None,
         typer.Option(dir_okay=False, help="Draw the curves into this file: .png, .svg or .pdf."),
     ] = None,
-    **options: Any,
+    *,
+    options: dict[str, Any],
 ) -> None:
     """Train with every mixer at every learning rate, and compare.
 

@@ -50,24 +50,26 @@ def sweep_curves(rows: Sequence[Mapping[str, Any]], *, ax: Axes | None = None) -
     ax.set_xscale("log")
     summaries = summarize_sweep(found)
     for place, summary in enumerate(summaries):
-        own = [row for row in found if row["mixer"] == summary.mixer]
-        look = {"color": COLOURS[place % len(COLOURS)], "marker": MARKERS[place % len(MARKERS)]}
-        points = [(row["lr"], row["loss"]) for row in own if row["status"] == "finished"]
-        means = losses_by_rate(own)
+        trials = [row for row in found if row["mixer"] == summary.mixer]
+        colour, marker = COLOURS[place % len(COLOURS)], MARKERS[place % len(MARKERS)]
+        points = [(row["lr"], row["loss"]) for row in trials if row["status"] == "finished"]
+        means = losses_by_rate(trials)
         ax.plot(
             list(means),
-            [statistics.fmean(losses) if losses else math.nan for losses in means.values()],
+            [statistics.fmean(own) if own else math.nan for own in means.values()],
             linewidth=1.6,
+            marker=marker,
             markersize=3.5,
+            color=colour,
             label=summary.mixer,
-            **look,
         )
         if len(points) > len(means):
-            ax.scatter(*zip(*points, strict=True), s=9, alpha=0.45, linewidths=0, **look)
-        if summary.best_lr is not None:
+            rates, losses = zip(*points, strict=True)
+            ax.scatter(rates, losses, s=9, alpha=0.45, linewidths=0, color=colour, marker=marker)
+        if summary.best_lr is not None and summary.loss is not None:
             ax.plot(
                 summary.best_lr, summary.loss, "o", markersize=9, fillstyle="none",
-                color=look["color"], markeredgewidth=1,
+                color=colour, markeredgewidth=1,
             )  # fmt: skip
     _shelf(ax, found, [summary.mixer for summary in summaries])
     ax.set_xlabel("learning rate")
