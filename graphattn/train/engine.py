@@ -7,8 +7,9 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -125,12 +126,12 @@ def resume(
         >>> ga.train.resume("runs/a").status  # doctest: +SKIP
         'finished'
     """
-    from importlib import import_module
-
     config = read_run(folder).config.replace(out=os.fspath(folder))
     if steps is not None:
         if steps < config.steps:
-            raise ValueError(f"steps must be at least those of the run, {config.steps}, got {steps}")
+            raise ValueError(
+                f"steps must be at least those of the run, {config.steps}, got {steps}"
+            )
         config = config.replace(steps=steps)
     found = import_module("graphattn.train.setup").prepare(config)
     return fit(
@@ -147,9 +148,7 @@ def resume(
 # Before a run.
 
 
-def _check(
-    model: Any, objective: Any, config: Any, train: Any, validation: Any
-) -> None:
+def _check(model: Any, objective: Any, config: Any, train: Any, validation: Any) -> None:
     if not isinstance(model, nn.Module):
         raise ValueError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     if not isinstance(objective, Objective):
@@ -179,7 +178,8 @@ def _arguments(config: RunConfig, *, evaluates: bool) -> Any:
         raise ImportError(
             "training needs transformers and accelerate: pip install 'graphattn[train]'"
         ) from error
-    args = training_arguments(config, evaluates=evaluates)
+    on_cpu = not torch.accelerator.is_available()
+    args = training_arguments(config, evaluates=evaluates, use_cpu=on_cpu)
     if args.n_gpu > 1:
         args._n_gpu = 1  # several GPUs are for torchrun: one process would split our batches
     return args
@@ -206,13 +206,12 @@ def _open(path: Path, config: RunConfig, tokenizer: Any, args: Any) -> None:
     """Make the folder ready: nothing half-written, no row after the newest checkpoint."""
     checkpoints.remove_unfinished(path)
     (path / "checkpoints").mkdir(exist_ok=True)
+    checkpoints.keep_checkpoints(path, config.keep, checkpoints.best_checkpoint(path))
     newest = max(checkpoints.complete_checkpoints(path), default=0)
     keep_rows(path / run_folder.LOG, newest)
     if tokenizer is not None and not (path / "tokenizer.json").is_file():
-        import graphattn.data
-
-        save_tokenizer: Callable[..., None] = graphattn.data.save_tokenizer
-        save_tokenizer(tokenizer, path / "tokenizer.json")
+        data: Any = import_module("graphattn.data")
+        data.save_tokenizer(tokenizer, path / "tokenizer.json")
     before = run_folder.read_state(path)
     run_folder.write_state(
         path,
@@ -291,9 +290,7 @@ def _train(
         return read_run(path)
 
 
-def _recorders(
-    objective: Objective, config: RunConfig, train: Any, validation: Any
-) -> list[Any]:
+def _recorders(objective: Objective, config: RunConfig, train: Any, validation: Any) -> list[Any]:
     if not config.record_every:
         return []
     from graphattn.train.layer_callback import LayerRecords
@@ -310,9 +307,7 @@ def _status(trainer: GraphTrainer, config: RunConfig) -> str:
 
 def _write_model(trainer: GraphTrainer, path: Path) -> None:
     """The best model, or the last, in a folder of its own."""
-    steps = checkpoints.complete_checkpoints(path)
-    best = trainer.state.best_global_step
-    chosen = best if best in steps else max(steps, default=None)
+    chosen = checkpoints.best_checkpoint(path)
     if chosen is None:
         checkpoints.write_folder(
             path / "model", lambda aside: checkpoints.save_model(trainer.learned, aside)
