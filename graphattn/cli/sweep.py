@@ -15,6 +15,7 @@ from graphattn.cli.outputs import check_figures_can_be_drawn, check_output
 from graphattn.cli.run_options import config_of
 from graphattn.cli.tables import counted, plain_table, short
 from graphattn.train import MixerSummary, resume_sweep, run_sweep, summarize_sweep
+from graphattn.train.sweep_results import RESULTS
 
 Row = dict[str, Any]
 
@@ -65,7 +66,7 @@ def run_sweeps(
         typer.echo(f"stopped; go on with: graphattn sweep --resume {folder}", err=True)
         raise
     console.print(summary_table(rows))
-    if plot is not None:
+    if plot is not None and any(row["status"] in RESULTS for row in rows):
         draw(rows, plot)
     typer.echo(os.fspath(folder / "results.jsonl"))
     return not any(row["status"] == "failed" for row in rows)

@@ -16,9 +16,9 @@ from filelock import FileLock, Timeout
 
 from graphattn.train.config import RunConfig
 from graphattn.train.records import Row, finite, replace_file, replace_text
-from graphattn.train.run_folder import FREE, Run, read_run
+from graphattn.train.run_folder import FREE, Run, provenance, read_run
 from graphattn.train.sweep_grid import Trial
-from graphattn.train.sweep_results import RESULTS, outcome
+from graphattn.train.sweep_results import ORIGIN, RESULTS, outcome
 
 SHARED, STORAGE, LOCK, ROWS = "sweep.yaml", "trials.db", ".sweep.lock", "results.jsonl"
 OF_TRIALS = (*FREE, "mixer", "lr", "seed")  # what trials differ in, or do not depend on
@@ -183,10 +183,11 @@ class TrialQueue:
             self.alone.acquire(timeout=0)  # before others may ask whether anybody is there
         trial.set_user_attr("host", platform.node())
         self.lock.release(force=True)
+        shared = RunConfig.load(self.folder / SHARED)
+        config = own.config(shared, os.fspath(self.folder / "trials" / own.name))
+        origin = provenance(config, "cpu", 1)
         try:
             self.alone.acquire()  # taken for dead, somebody was alive: what he finds will be there
-            shared = RunConfig.load(self.folder / SHARED)
-            config = own.config(shared, os.fspath(self.folder / "trials" / own.name))
             found = outcome_of(train, config)
             self.finished = _row(own, found)
             trial.set_user_attr("result", json.dumps(finite(found.items())))
@@ -196,9 +197,10 @@ class TrialQueue:
             raise
         except Exception as error:
             if self.finished is None:
-                text = f"{type(error).__name__}: {error}"
-                self.finished = _row(own, {"status": "failed", "error": text})
-                trial.set_user_attr("error", text)
+                found = {"status": "failed", "error": f"{type(error).__name__}: {error}"}
+                found |= {name: origin[name] for name in ORIGIN}
+                self.finished = _row(own, found)
+                trial.set_user_attr("error", json.dumps(finite(found.items())))
             raise
 
     # What there is.
@@ -222,8 +224,8 @@ class TrialQueue:
         if found["status"] in RESULTS:
             return {**json.loads(attributes["result"])}
         if found["status"] == "failed":
-            killed = f"its process was killed {MOST_KILLED} times"
-            found["error"] = attributes.get("error", killed)
+            found["error"] = f"its process was killed {MOST_KILLED} times"
+            found |= json.loads(attributes.get("error", "{}"))
         elif found["status"] == "running":
             with suppress(FileNotFoundError, ValueError):  # a folder being made
                 run = read_run(self.folder / "trials" / attributes[NAMED])
@@ -315,5 +317,5 @@ def _status(tries: list[Any]) -> str:
 
 
 def _row(trial: Trial, state: Row) -> Row:
-    known = {**vars(trial), "status": None, **dict.fromkeys(NUMBERS), **state}
+    known = {**vars(trial), "status": None, **dict.fromkeys((*NUMBERS, *ORIGIN)), **state}
     return {**known, "folder": f"trials/{trial.name}"}

@@ -12,6 +12,7 @@ from graphattn.train.records import Row
 from graphattn.train.run_folder import Run
 
 RESULTS = ("finished", "diverged")
+ORIGIN = ("commit", "config", "versions")  # of the numbers of a row, beside its seed
 
 
 def outcome(run: Run) -> Row:
@@ -31,7 +32,7 @@ def outcome(run: Run) -> Row:
         "step": run.step,
         "diverged_at": run.step if diverged else None,
         "seconds": run.info.get("seconds"),
-        **{name: run.info.get(name) for name in ("commit", "config", "versions", "device")},
+        **{name: run.info.get(name) for name in ORIGIN},
     }
 
 

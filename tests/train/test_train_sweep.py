@@ -170,6 +170,7 @@ def test_a_diverged_trial_is_a_result_and_a_failed_one_keeps_its_error(tmp_path:
     assert (diverged["status"], diverged["loss"], diverged["diverged_at"]) == ("diverged", None, 1)
     failed = by_name["krause", 1e-2]
     assert (failed["status"], failed["error"]) == ("failed", "MemoryError: no room for krause")
+    assert failed["versions"]["graphattn"] == ga.__version__
     assert by_name["dot", 1e-2]["status"] == "finished"  # it came after the one that failed
     study = optuna.load_study(study_name=None, storage=f"sqlite:///{tmp_path}/a/trials.db")
     states = [(trial.state.name, trial.value) for trial in study.trials]
