@@ -5,12 +5,13 @@ from __future__ import annotations
 import io
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
 import graphattn
+from graphattn.cli.run_options import with_run_options
 from graphattn.data import FileFormatError
 
 app = typer.Typer(
@@ -444,3 +445,44 @@ def verify(
         raise typer.Exit(2) from None
     if not passed:
         raise typer.Exit(1)
+
+
+@app.command(no_args_is_help=True)
+@with_run_options()
+def train(
+    file: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="[CONFIG]", help="A YAML file of these options.", show_default=False
+        ),
+    ] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="The same file, as an option.", show_default=False)
+    ] = None,
+    resume: Annotated[
+        Path | None,
+        typer.Option(
+            help="Go on with the run in this folder; --steps may grow.", show_default=False
+        ),
+    ] = None,
+    *,
+    options: dict[str, Any],
+) -> None:
+    """Train a model on a file or folder of data, or go on with a run.
+
+    Options take the place of what the file says.
+    A second start of an interrupted run goes on from its last checkpoint.
+    Ends with 0 when done, 1 if training failed (a full disk), 2 for bad input, 3 if the loss ran
+    away, 130 after Control-C.
+    """
+    from graphattn.cli.train import run_train
+
+    try:
+        if file is not None and config is not None:
+            raise ValueError("CONFIG and --config are the same: give one of them")
+        code = run_train(config if file is None else file, resume, options, _console())
+    except (ImportError, ValueError, OSError) as error:  # FileFormatError is a ValueError
+        typer.echo(f"graphattn: {error}", err=True)
+        raise typer.Exit(2) from None
+    if code:
+        raise typer.Exit(code)

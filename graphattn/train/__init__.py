@@ -41,6 +41,7 @@ from graphattn.train.registry import objective
 from graphattn.train.regression import ResidueRegression
 from graphattn.train.run_folder import Run, read_run
 from graphattn.train.schedules import MaskSchedule, mask_ratios
+from graphattn.train.setup import Prepared, prepare
 
 if TYPE_CHECKING:
     from graphattn.train.trainer import GraphTrainer as GraphTrainer
@@ -60,6 +61,7 @@ __all__ = [
     "NextToken",
     "Noise",
     "Objective",
+    "Prepared",
     "ResidueRegression",
     "Run",
     "RunConfig",
@@ -77,6 +79,7 @@ __all__ = [
     "masked_token_loss",
     "objective",
     "parameter_groups",
+    "prepare",
     "pseudo_log_likelihood",
     "pseudo_perplexity",
     "read_run",

@@ -130,7 +130,9 @@ def resume(
     config = read_run(folder).config.replace(out=os.fspath(folder))
     if steps is not None:
         if steps < config.steps:
-            raise ValueError(f"steps must be at least those of the run, {config.steps}, got {steps}")
+            raise ValueError(
+                f"steps must be at least those of the run, {config.steps}, got {steps}"
+            )
         config = config.replace(steps=steps)
     found = import_module("graphattn.train.setup").prepare(config)
     return fit(
@@ -147,9 +149,7 @@ def resume(
 # Before a run.
 
 
-def _check(
-    model: Any, objective: Any, config: Any, train: Any, validation: Any
-) -> None:
+def _check(model: Any, objective: Any, config: Any, train: Any, validation: Any) -> None:
     if not isinstance(model, nn.Module):
         raise ValueError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     if not isinstance(objective, Objective):
@@ -291,9 +291,7 @@ def _train(
         return read_run(path)
 
 
-def _recorders(
-    objective: Objective, config: RunConfig, train: Any, validation: Any
-) -> list[Any]:
+def _recorders(objective: Objective, config: RunConfig, train: Any, validation: Any) -> list[Any]:
     if not config.record_every:
         return []
     from graphattn.train.layer_callback import LayerRecords

@@ -213,9 +213,7 @@ class GraphTrainer(Trainer):
             numbers = self.objective.evaluate(self.learned, batches, seed=self.config.seed)
         found = {f"{metric_key_prefix}_{name}": value for name, value in numbers.items()}
         self.log(dict(found))
-        self.control = self.callback_handler.on_evaluate(
-            self.args, self.state, self.control, found
-        )
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, found)
         return found
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
@@ -291,9 +289,7 @@ class _Flow(TrainerCallback):
     def __init__(self, trainer: GraphTrainer) -> None:
         self.trainer = trainer
 
-    def on_step_end(
-        self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any
-    ) -> Any:
+    def on_step_end(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> Any:
         running = self.trainer.running
         if state.global_step >= state.max_steps:
             control.should_training_stop = control.should_log = control.should_save = True
