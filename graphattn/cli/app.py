@@ -137,7 +137,7 @@ def bench(
 
 @app.command()
 def embed(
-    file: Annotated[Path, typer.Argument(help="FASTA, PDB or mmCIF, also gzipped.")],
+    file: Annotated[Path, typer.Argument(help="FASTA, PDB or mmCIF, also gzipped; - for a pipe.")],
     model: Annotated[
         Path | None,
         typer.Option(
@@ -287,8 +287,8 @@ def graph(
         str | None,
         typer.Argument(
             help="window-path, window-cycle, causal-window, causal, complete, block-window, "
-            "dilated-window, longformer, bigbird, grid-window, volume-window. Without one: a list "
-            "of them all, with their options.",
+            "dilated-window, longformer, bigbird, grid-window, grid-block, volume-window. Without "
+            "one: a list of them all, with their options.",
             show_default=False,
         ),
     ] = None,
@@ -303,7 +303,8 @@ def graph(
         bool | None, typer.Option(help="Whether a token sees itself.", show_default=False)
     ] = None,
     block_size: Annotated[
-        int | None, typer.Option(help="Tokens per block.", show_default=False)
+        int | None,
+        typer.Option(help="Tokens per block, on a grid along each axis.", show_default=False),
     ] = None,
     shift: Annotated[
         int | None, typer.Option(help="Of the borders of the blocks.", show_default=False)

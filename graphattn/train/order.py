@@ -91,10 +91,11 @@ class EndlessBatches(Sampler[list[int]]):
 class TrainingLoader(torch.utils.data.DataLoader):
     """A loader of batches without end that says how many of them a run takes."""
 
-    def __init__(self, *args: Any, batches: int, **kwargs: Any) -> None:
+    def __init__(self, dataset: Any, *, batches: int, **options: Any) -> None:
         # A generator of its own: torch's is that of masks and dropout, whose numbers must be the
         # same whether a run is continued or not.
-        super().__init__(*args, generator=torch.Generator().manual_seed(0), **kwargs)
+        own: dict[str, Any] = {"generator": torch.Generator().manual_seed(0), **options}
+        super().__init__(dataset, **own)
         self._batches = batches
 
     def __len__(self) -> int:

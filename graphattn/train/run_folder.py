@@ -162,7 +162,7 @@ def locked(path: Path) -> Iterator[None]:
     handle = os.open(path / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
     holding = [handle]
     # Processes that load data must not hold the lock of one that was killed.
-    os.register_at_fork(after_in_child=lambda: [os.close(holding.pop()) for _ in holding[:]])
+    os.register_at_fork(after_in_child=lambda: _close(holding))
     try:
         if not _lock(handle):
             raise ValueError(
@@ -173,6 +173,11 @@ def locked(path: Path) -> Iterator[None]:
     finally:
         holding.clear()
         os.close(handle)
+
+
+def _close(handles: list[int]) -> None:
+    while handles:
+        os.close(handles.pop())
 
 
 def _is_locked(path: Path) -> bool:
