@@ -41,6 +41,9 @@ from graphattn.train.registry import objective
 from graphattn.train.regression import ResidueRegression
 from graphattn.train.run_folder import Run, read_run
 from graphattn.train.schedules import MaskSchedule, mask_ratios
+from graphattn.train.setup import Prepared, prepare
+from graphattn.train.sweep import read_sweep, resume_sweep, run_sweep
+from graphattn.train.sweep_results import MixerSummary, summarize_sweep
 
 if TYPE_CHECKING:
     from graphattn.train.trainer import GraphTrainer as GraphTrainer
@@ -57,9 +60,11 @@ __all__ = [
     "MarkovChain",
     "MaskSchedule",
     "MaskedTokens",
+    "MixerSummary",
     "NextToken",
     "Noise",
     "Objective",
+    "Prepared",
     "ResidueRegression",
     "Run",
     "RunConfig",
@@ -77,12 +82,17 @@ __all__ = [
     "masked_token_loss",
     "objective",
     "parameter_groups",
+    "prepare",
     "pseudo_log_likelihood",
     "pseudo_perplexity",
     "read_run",
+    "read_sweep",
     "resume",
+    "resume_sweep",
+    "run_sweep",
     "sample_diffusion",
     "score_entropy",
+    "summarize_sweep",
 ]
 
 
