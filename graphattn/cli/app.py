@@ -566,3 +566,103 @@ def train(
         raise typer.Exit(2) from None
     if code:
         raise typer.Exit(code)
+
+
+@app.command()
+def evaluate(
+    run: Annotated[Path, typer.Argument(help="The folder of a run.")],
+    data: Annotated[
+        str | None,
+        typer.Option(
+            help="Another file or folder, all of it. Default: a part of the run's own.",
+            show_default=False,
+        ),
+    ] = None,
+    split: Annotated[
+        str, typer.Option(help="Of the run's own data: train, validation, test or all.")
+    ] = "test",
+    pseudo_tokens: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="Of masked models: mask so many tokens one at a time, for the pseudo-perplexity.",
+        ),
+    ] = 512,
+    batch_tokens: Annotated[
+        int | None,
+        typer.Option(min=1, help="Default: those of the training.", show_default=False),
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of masks and noise.")] = 0,
+) -> None:
+    """Measure a trained model: loss, perplexity, calibration, beside guessing.
+
+    The numbers are added to evaluation.json in the folder of the run.
+    """
+    from graphattn.cli.evaluate import run_evaluate
+
+    try:
+        run_evaluate(run, data, split, pseudo_tokens, batch_tokens, seed, _console())
+    except (ImportError, ValueError, OSError) as error:
+        typer.echo(f"graphattn: {error}", err=True)
+        raise typer.Exit(2) from None
+
+
+@app.command()
+def generate(
+    run: Annotated[Path, typer.Argument(help="The folder of a run.")],
+    prompt: Annotated[
+        str,
+        typer.Option(
+            help="What the text begins with. Of proteins and nucleotides, with a model that "
+            "unmasks, _ is a gap to fill."
+        ),
+    ] = "",
+    tokens: Annotated[int, typer.Option(min=1, help="How many are written.")] = 400,
+    temperature: Annotated[
+        float, typer.Option(min=0, help="Below 1 for likelier texts; 0 for the likeliest.")
+    ] = 1.0,
+    top_k: Annotated[
+        int | None,
+        typer.Option(min=1, help="Draw from so many likeliest tokens.", show_default=False),
+    ] = None,
+    top_p: Annotated[
+        float | None,
+        typer.Option(
+            help="Draw from the fewest likeliest tokens of this probability.", show_default=False
+        ),
+    ] = None,
+    seed: Annotated[
+        int, typer.Option(min=0, help="Of the draws; the next sample has the next.")
+    ] = 0,
+    steps: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Of unmasking, for masked models and diffusion. Default: one per token.",
+            show_default=False,
+        ),
+    ] = None,
+    samples: Annotated[int, typer.Option(min=1, help="How many texts.")] = 1,
+    method: Annotated[
+        str | None,
+        typer.Option(
+            help="Of unmasking: ancestral, tweedie or top-probability. Default: ancestral for "
+            "diffusion, top-probability for masked models.",
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
+    """Write text or sequences with a trained model, as they come.
+
+    They are added to samples.jsonl in the folder of the run.
+    """
+    from graphattn.cli.generate import run_generate
+
+    try:
+        run_generate(
+            run, prompt, tokens, temperature, top_k, top_p, seed, steps, samples, method, _console()
+        )
+        typer.echo()
+    except (ImportError, ValueError, OSError) as error:
+        typer.echo(f"graphattn: {error}", err=True)
+        raise typer.Exit(2) from None

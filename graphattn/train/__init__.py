@@ -30,6 +30,7 @@ from graphattn.train.diffusion import (
     score_entropy,
 )
 from graphattn.train.engine import fit, resume
+from graphattn.train.evaluation import evaluate_model
 from graphattn.train.heads import WithHead
 from graphattn.train.layer_records import layer_state
 from graphattn.train.masked import MaskedTokens
@@ -44,6 +45,7 @@ from graphattn.train.schedules import MaskSchedule, mask_ratios
 from graphattn.train.setup import Prepared, prepare
 from graphattn.train.sweep import read_sweep, resume_sweep, run_sweep
 from graphattn.train.sweep_results import MixerSummary, summarize_sweep
+from graphattn.train.trained import Trained, load_trained
 
 if TYPE_CHECKING:
     from graphattn.train.trainer import GraphTrainer as GraphTrainer
@@ -68,15 +70,18 @@ __all__ = [
     "ResidueRegression",
     "Run",
     "RunConfig",
+    "Trained",
     "WithHead",
     "absorbing_log_scores",
     "bigram_loss",
     "denoising_score_entropy",
+    "evaluate_model",
     "fit",
     "frequency_loss",
     "generative_nll",
     "layer_state",
     "likelihood_bound",
+    "load_trained",
     "mask_ratios",
     "mask_tokens",
     "masked_token_loss",

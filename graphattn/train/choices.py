@@ -224,7 +224,7 @@ def _saved_model(config: RunConfig, corpus: Corpus) -> nn.Module:
             raise ValueError(
                 f"model {config.model!r} has {model.vocab_size} tokens, and the data needs {least}"
             )
-    return model.train()  # type: ignore[no-any-return]
+    return model.train()
 
 
 def _mixing(config: RunConfig, arguments: dict[str, Any], known: list[str]) -> dict[str, Any]:

@@ -263,7 +263,7 @@ def from_yaml(text: str) -> Any:
     """
     yaml = _yaml()
 
-    class Loader(yaml.SafeLoader):  # type: ignore[misc, name-defined]
+    class Loader(yaml.SafeLoader):  # type: ignore[name-defined]
         def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
             keys = [key.value for key, _ in node.value]
             for key in keys:
@@ -271,7 +271,7 @@ def from_yaml(text: str) -> Any:
                     raise yaml.constructor.ConstructorError(
                         None, None, f"{key!r} stands there twice", node.start_mark
                     )
-            return super().construct_mapping(node, deep)  # type: ignore[no-any-return]
+            return super().construct_mapping(node, deep)
 
     Loader.add_implicit_resolver("tag:yaml.org,2002:float", _WITH_EXPONENT, list("-+0123456789."))
     return yaml.load(text, Loader)  # a SafeLoader: plain values alone

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset
 
 from graphattn.train.choices import (
     choose_model,
@@ -55,7 +54,7 @@ class Prepared:
     tokenizer: Tokenizer | None
 
 
-class Examples(Dataset[Example]):
+class Examples(Sequence[Example]):
     """Windows, or some of them, with how many tokens a model makes of each.
 
     Args:
@@ -82,7 +81,7 @@ class Examples(Dataset[Example]):
     def __len__(self) -> int:
         return len(self.lengths)
 
-    def __getitem__(self, index: int) -> Example:
+    def __getitem__(self, index: Any) -> Any:
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[Example]:
