@@ -166,6 +166,10 @@ def test_batches_without_end_start_anywhere_and_are_shared_among_processes():
     assert sorted(itertools.chain(*whole[:epoch])) == list(range(25))
 
 
+def test_processes_that_load_data_change_nothing(tmp_path, straight):
+    assert tiny_runs.train(tmp_path / "run", workers=1).rows == straight.rows
+
+
 # Going on.
 
 
