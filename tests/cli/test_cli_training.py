@@ -1,0 +1,349 @@
+"""`graphattn train`, `evaluate` and `generate`, on small files, as they are typed."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner, Result
+
+import graphattn as ga
+from graphattn.cli.app import app
+from graphattn.cli.run_options import descriptions
+
+TINY = '{"dim": 16, "depth": 2, "heads": 2}'
+SMALL = ("--model-options", TINY, "--batch-tokens", "64", "--length", "16")
+TEXT = "the quick brown fox jumps over the lazy dog, and again: né! " * 30
+
+
+@pytest.fixture(autouse=True)
+def in_an_empty_folder(tmp_path_factory, monkeypatch):
+    monkeypatch.chdir(tmp_path_factory.mktemp("cwd"))
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("data")
+    (folder / "text.txt").write_text(TEXT, encoding="utf-8")
+    draws = torch.Generator().manual_seed(0)
+    for name, letters in (("proteins", "ACDEFGHIKLMNPQRSTVWY"), ("bases", "ACGT")):
+        made = [
+            "".join(letters[i] for i in torch.randint(len(letters), (40,), generator=draws))
+            for _ in range(40)
+        ]
+        text = "".join(f">r{n} [group {n % 7}]\n{own}\n" for n, own in enumerate(made))
+        (folder / f"{name}.fasta").write_text(text)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(data, tmp_path_factory) -> Path:
+    """A causal model of a text."""
+    out = tmp_path_factory.mktemp("runs") / "a"
+    result = call("train", "--data", data / "text.txt", "--out", out, *SMALL, "--steps", 30)
+    assert result.exit_code == 0, result.output
+    return out
+
+
+@pytest.fixture(scope="module")
+def masked(data, tmp_path_factory) -> Path:
+    """A model of masked residues."""
+    out = tmp_path_factory.mktemp("runs") / "m"
+    result = call("train", "--data", data / "proteins.fasta", "--out", out, *SMALL, "--steps", 2)
+    assert result.exit_code == 0, result.output
+    return out
+
+
+def call(*arguments: object) -> Result:
+    return CliRunner().invoke(app, [str(own) for own in arguments])
+
+
+def refused(*arguments: object) -> str:
+    """The one line that says why."""
+    result = call(*arguments)
+    assert result.exit_code == 2, result.output
+    lines = result.stderr.strip().splitlines()
+    assert len(lines) == 1, result.output
+    assert lines[0].startswith("graphattn: ")
+    return lines[0]
+
+
+# Options.
+
+
+def test_every_field_of_a_config_is_an_option_that_is_described(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "160")
+    monkeypatch.setattr("typer.rich_utils.MAX_WIDTH", 160)
+    text = " ".join(call("train", "--help").output.split())
+    for field in dataclasses.fields(ga.train.RunConfig):
+        assert descriptions()[field.name]
+        assert f"--{field.name.replace('_', '-')}" in text
+
+
+@pytest.mark.long
+def test_options_take_the_place_of_what_the_file_says(data):
+    Path("run.yaml").write_text(
+        f"data: {data / 'text.txt'}\nout: a\nsteps: 1\nlr: 1e-4\nbatch_tokens: 64\nlength: 16\n"
+        "model_options: {dim: 16, depth: 2, heads: 2, dropout: 1e-1}\n"
+    )
+    result = call("train", "run.yaml", "--seed", 3, "--mixer", "gka")
+    assert result.exit_code == 0, result.output
+    assert result.stdout.splitlines()[-1] == "a"
+    config = ga.train.read_run("a").config
+    assert (config.lr, config.seed, config.mixer) == (1e-4, 3, "gka")
+    assert config.model_options["dropout"] == 0.1
+    assert (config.model, config.objective, config.split) == ("text-1m", "causal", "position")
+    again = call("train", "--config", "a/config.yaml")  # over: nothing is trained
+    assert again.exit_code == 0, again.output
+    assert ga.train.read_run("a").config == config
+
+
+@pytest.mark.long
+def test_what_is_wrong_is_told_in_one_line_by_its_name(data, run, masked):
+    text, proteins = data / "text.txt", data / "proteins.fasta"
+    train = ("train", "--data", text, "--out", "b")
+    Path("empty.txt").write_text("")
+    Path("odd.fasta").write_text(">one\nMKV\n>two\nMK1V\n")
+    Path("wrong.yaml").write_text("data: x\nout: y\nbatch_token: 5\n")
+    for arguments, said in (
+        (("train", "--data", "empty.txt", "--out", "b"), "empty.txt"),
+        (("train", "--data", "odd.fasta", "--out", "b"), "odd.fasta: line 4"),
+        (("train", "--data", "gone.txt", "--out", "b"), "gone.txt"),
+        (("train", "--data", text), "--out must be"),
+        (("train", "--steps", "5"), "--data must be"),
+        (("train", "wrong.yaml"), "did you mean batch_tokens"),
+        (("train", "gone.yaml"), "gone.yaml"),
+        ((*train, "--steps", "many"), "steps must be an integer"),
+        ((*train, "--lr", "-1"), "lr must be"),
+        ((*train, "--split", "half"), "split must be one of"),
+        ((*train, "--model", "text-1b"), "model must be"),
+        ((*train, "--model", "digits"), "is a VisionTransformer, for images"),
+        ((*train, "--model", "encoder-1m", "--objective", "causal"), "objective must be"),
+        ((*train, "--objective", "regression"), "regression"),
+        ((*train, "--objective", "classification"), "no labels"),
+        ((*train, "--objective-options", "{bytes: 1}"), "has no option 'bytes'"),
+        ((*train, "--model-options", "{width: 1}"), "got 'width'"),
+        ((*train, "--model-options", "{vocab_size: 9}"), "vocab_size must be at least 256"),
+        ((*train, "--mixer", "dott"), "mixer must be"),
+        ((*train, "--length", "300", "--batch-tokens", "299"), "batch_tokens must be at least"),
+        (("train", "--resume", "gone"), "'gone'"),
+        (("train", "--resume", run, "--lr", "1"), "--lr cannot change"),
+        (("train", "--resume", run, "--steps", "3"), "--steps must be at least"),
+        (("train", "--data", text, "--out", run), "another config"),
+        (("evaluate", "gone"), "'gone'"),
+        (("evaluate", run, "--split", "half"), "--split must be one of"),
+        (("evaluate", masked, "--data", "odd.fasta"), "odd.fasta: line 4"),
+        (("generate", "gone"), "'gone'"),
+        (("generate", run, "--steps", "3"), "--steps does nothing"),
+        (("generate", masked, "--top-k", "3"), "--top-k does nothing"),
+        (("generate", masked, "--prompt", "MK1"), "--prompt"),
+    ):
+        assert said in refused(*arguments), arguments
+    assert not Path("b").exists()
+    assert proteins.exists()
+
+
+def test_a_folder_whose_files_are_of_two_runs_is_refused(run, masked, tmp_path):
+    import shutil
+
+    mixed = tmp_path / "mixed"
+    shutil.copytree(masked, mixed)
+    shutil.copyfile(run / "tokenizer.json", mixed / "tokenizer.json")
+    assert "they are of different runs" in refused("generate", mixed)
+
+
+# What is made of the data.
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "expected"),
+    [
+        ("text.txt", {}, ("text", "position", "text-1m", "causal", 256)),
+        ("text.txt", {"objective": "diffusion"},
+         ("text", "position", "encoder-1m", "diffusion", 256)),
+        ("proteins.fasta", {}, ("protein", "record", "encoder-1m", "masked", 40)),
+        ("proteins.fasta", {"split": "group", "validation": 0.2, "test": 0.2},
+         ("protein", "group", "encoder-1m", "masked", 40)),
+        ("bases.fasta", {}, ("nucleotide", "record", "dna-1m", "causal", 40)),
+        ("bases.fasta", {"model": "protein-6m"},
+         ("nucleotide", "record", "protein-6m", "masked", 40)),
+        ("proteins.fasta", {"model": "protein-structure-1m", "mixer": "dot"},
+         ("protein", "record", "protein-structure-1m", "masked", 40)),
+    ],
+)  # fmt: skip
+def test_what_is_auto_fits_the_data_and_stays_as_it_is(data, name, given, expected):
+    found = ga.train.prepare(ga.train.RunConfig(data=str(data / name), **given))
+    c = found.config
+    assert (c.kind, c.split, c.model, c.objective, c.length) == expected
+    again = ga.train.prepare(c)
+    assert again.config == c
+    ours, theirs = found.model.state_dict(), again.model.state_dict()
+    assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+    batch = found.objective.collate([found.train[0], found.train[1]])
+    loss = found.objective.loss(found.model, batch, torch.Generator().manual_seed(0))
+    assert loss.count
+    assert loss.mean.isfinite()
+    parts = [set(map(tuple, part.spans.tolist())) for part in found.parts.values()]
+    assert not parts[0] & parts[1]
+
+
+def test_images_are_cut_into_patches_and_classified(tmp_path):
+    import numpy
+    from PIL import Image
+
+    for label in ("cat", "dog"):
+        (tmp_path / label).mkdir()
+        for n in range(20):
+            pixels = numpy.random.default_rng(n).integers(0, 255, (12, 12), dtype=numpy.uint8)
+            Image.fromarray(pixels).save(tmp_path / label / f"{n}.png")
+    found = ga.train.prepare(ga.train.RunConfig(data=str(tmp_path), batch_tokens=72))
+    c = found.config
+    assert (c.kind, c.model, c.objective, c.length) == ("images", "digits", "classification", 36)
+    assert c.model_options["patch_size"] == [2, 2]
+    assert found.train.lengths.tolist() == [36] * len(found.train)
+    assert ga.train.prepare(c).config == c
+
+
+def test_validation_while_training_is_spread_over_the_part(data):
+    config = ga.train.RunConfig(
+        data=str(data / "text.txt"), length=8, validation=0.4, validation_tokens=64
+    )
+    found = ga.train.prepare(config)
+    windows = found.validation.windows
+    places = [found.validation[k]["tokens"].tolist() for k in range(len(found.validation))]
+    everything = [windows[k]["tokens"].tolist() for k in range(len(windows))]
+    assert len(places) == 64 * len(windows) // int(windows.lengths.sum())
+    assert places == [everything[k * len(windows) // len(places)] for k in range(len(places))]
+
+
+# Runs.
+
+
+@pytest.mark.long
+def test_a_stopped_run_says_how_to_go_on_and_ends_as_one_that_never_stopped(data):
+    given = ("train", "--data", data / "text.txt", *SMALL, "--steps", 12, "--log-every", 1)
+
+    def stop() -> None:
+        while not Path("a/log.jsonl").exists() or len(Path("a/log.jsonl").read_bytes()) < 200:
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=stop)
+    thread.start()
+    stopped = call(*given, "--out", "a")
+    thread.join()
+    assert stopped.exit_code == 130, stopped.output
+    assert "go on with: graphattn train --resume a" in stopped.stderr
+    gone_on = call("train", "--resume", "a")
+    assert gone_on.exit_code == 0, gone_on.output
+    assert call(*given, "--out", "b").exit_code == 0
+    assert ga.train.read_run("a").training == ga.train.read_run("b").training
+
+
+@pytest.mark.long
+def test_a_run_that_diverges_is_a_result_with_an_exit_code_of_its_own(data):
+    given = ("--lr", 1e8, "--clip-norm", 1e9, "--warmup-steps", 0, "--steps", 200)
+    result = call("train", "--data", data / "text.txt", "--out", "a", *SMALL, *given)
+    assert result.exit_code == 3, result.output
+    assert "a result" in result.stderr
+
+
+@pytest.mark.long
+def test_a_full_disk_ends_in_one_line(data, monkeypatch):
+    from graphattn.train import checkpoints
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoints, "save_model", full)
+    result = call("train", "--data", data / "text.txt", "--out", "a", *SMALL, "--steps", 1)
+    assert result.exit_code == 1
+    assert "No space left on device" in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
+
+
+# Evaluation.
+
+
+def test_an_evaluation_stands_beside_guessing(run):
+    result = call("evaluate", run)
+    assert result.exit_code == 0, result.output
+    assert result.stdout.splitlines()[-1] == str(run / "evaluation.json")
+    (found,) = json.loads((run / "evaluation.json").read_text()).values()
+    assert found["bits_per_byte"] == pytest.approx(found["loss"] / 0.6931471805599453)
+    assert 0 <= found["calibration"]["error"] <= 1
+    prepared = ga.train.prepare(ga.train.read_run(run).config)
+    tokens = torch.cat([prepared.train[k]["tokens"] for k in range(len(prepared.train))])
+    share = (tokens.bincount(minlength=256) + 1.0) / (len(tokens) + 256)
+    asked = torch.cat(
+        [w["tokens"][1:] for w in (prepared.test[k] for k in range(len(prepared.test)))]
+    )
+    assert found["frequency_loss"] == pytest.approx(-float(share[asked].log().mean()), rel=1e-5)
+    model = ga.load(run / "model")
+    total = count = 0.0
+    model.requires_grad_(False)
+    for k in range(len(prepared.test)):
+        window = prepared.test[k]["tokens"]
+        logits = model(window[None])[0, :-1]
+        total += float(torch.nn.functional.cross_entropy(logits, window[1:], reduction="sum"))
+        count += len(window) - 1
+    assert found["loss"] == pytest.approx(total / count, rel=1e-5)
+
+
+def test_other_data_is_added_to_the_evaluation(run):
+    Path("other.txt").write_text("something else entirely, which it has not read")
+    assert call("evaluate", run, "--data", "other.txt").exit_code == 0
+    found = json.loads((run / "evaluation.json").read_text())
+    assert found["other.txt"]["examples"] == 3  # 46 bytes in windows of 16
+
+
+def test_masked_models_have_a_pseudo_perplexity_of_few_tokens(masked):
+    result = call("evaluate", masked, "--pseudo-tokens", 32)
+    assert result.exit_code == 0, result.output
+    (found,) = json.loads((masked / "evaluation.json").read_text()).values()
+    assert found["pseudo_tokens"] == 32
+    assert 10 < found["pseudo_perplexity"] < 40  # random letters of 20
+
+
+# Generation.
+
+
+def test_a_text_is_what_the_model_writes_and_is_kept(run):
+    result = call("generate", run, "--prompt", "né ", "--tokens", 20, "--seed", 5, "--top-k", 9)
+    assert result.exit_code == 0, result.output
+    row = json.loads((run / "samples.jsonl").read_text().splitlines()[-1])
+    assert row["text"].startswith("né ")
+    draws = torch.Generator().manual_seed(5)
+    tokenizer = ga.data.ByteTokenizer()
+    made = ga.load(run / "model").generate(
+        tokenizer.encode("né "), 20, temperature=1.0, top_k=9, generator=draws
+    )
+    assert tokenizer.decode(made) == row["text"]
+
+
+def test_residues_are_unmasked_around_what_is_given(masked):
+    result = call("generate", masked, "--prompt", "MK__W", "--samples", 2)
+    assert result.exit_code == 0, result.output
+    for line in result.stdout.split():
+        assert line[:2] == "MK"
+        assert (line[4], len(line)) == ("W", 5)
+    longer = call("generate", masked, "--prompt", "MK", "--tokens", 9, "--steps", 3)
+    assert len(longer.stdout.strip()) == 11
+
+
+@pytest.mark.long
+def test_diffusion_trains_and_writes(data):
+    given = ("--objective", "diffusion", "--steps", 2)
+    trained = call("train", "--data", data / "bases.fasta", "--out", "a", *SMALL, *given)
+    assert trained.exit_code == 0, trained.output
+    assert call("evaluate", "a").exit_code == 0
+    result = call("generate", "a", "--tokens", 12, "--steps", 4)
+    assert len(result.stdout.strip()) == 12
+    assert set(result.stdout.strip()) <= set("ACGTN")
