@@ -169,7 +169,7 @@ def prepare_and_fit(config: RunConfig) -> Run:
     from graphattn.train.engine import fit
     from graphattn.train.setup import prepare
 
-    found = prepare(config)
+    found: Any = prepare(config)
     return fit(
         found.model,
         found.objective,

@@ -1,0 +1,81 @@
+"""The curves of a sweep are its numbers: means, seeds, and what diverged."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+import graphattn as ga
+
+matplotlib = pytest.importorskip("matplotlib", reason="figures need the extra `plots`")
+from matplotlib.axes import Axes  # noqa: E402
+from matplotlib.figure import Figure  # noqa: E402
+
+
+def row(mixer: str, lr: float, loss: float | None, seed: int = 0) -> dict[str, Any]:
+    status = "diverged" if loss is None else "finished"
+    return {"mixer": mixer, "lr": lr, "seed": seed, "status": status, "loss": loss}
+
+
+ROWS = [
+    row("dot", 1e-3, 3.0), row("dot", 1e-3, 4.0, 1), row("dot", 1e-2, 2.0),
+    row("dot", 1e-1, None), row("dot", 1e-1, 5.0, 1),
+    row("mix", 1e-3, 2.5), row("mix", 1e-1, None),
+    {**row("mix", 1.0, None), "status": "waiting"},
+]  # fmt: skip
+
+
+@pytest.fixture
+def ax() -> Axes:
+    return ga.plot.sweep_curves(ROWS, ax=Figure().add_subplot())
+
+
+def curves(ax: Axes) -> dict[str, dict[float, float]]:
+    names = [text.get_text() for text in ax.get_legend().get_texts()]
+    found = {}
+    for line in ax.lines:
+        if line.get_label() in names:
+            found[str(line.get_label())] = dict(zip(*map(list, line.get_data()), strict=True))
+    return found
+
+
+def test_a_curve_is_the_mean_over_seeds_with_a_gap_where_one_diverged(ax: Axes) -> None:
+    found = curves(ax)
+    assert list(found) == ["dot", "mix"]
+    assert found["dot"][1e-3] == 3.5
+    assert found["dot"][1e-2] == 2.0
+    assert math.isnan(found["dot"][1e-1])
+    assert set(found["mix"]) == {1e-3, 1e-1}  # what is waiting is not drawn
+
+
+def test_every_trial_is_seen(ax: Axes) -> None:
+    points = {tuple(point) for own in ax.collections for point in own.get_offsets().tolist()}
+    assert {(1e-3, 3.0), (1e-3, 4.0), (1e-1, 5.0)} <= points
+
+
+def test_diverged_trials_are_above_all_losses_each_mixer_in_a_line_of_its_colour(ax: Axes) -> None:
+    crosses = [line for line in ax.lines if line.get_marker() == "x"]
+    assert [list(line.get_xdata()) for line in crosses] == [[1e-1], [1e-1]]
+    heights = [float(line.get_ydata()[0]) for line in crosses]
+    assert 5.0 < heights[0] < heights[1] < ax.get_ylim()[1]
+    colours = {line.get_label(): line.get_color() for line in ax.lines}
+    assert [line.get_color() for line in crosses] == [colours["dot"], colours["mix"]]
+
+
+def test_a_ring_marks_the_best_rate(ax: Axes) -> None:
+    rings = [line.get_data() for line in ax.lines if line.get_fillstyle() == "none"]
+    assert [(float(x[0]), float(y[0])) for x, y in rings] == [(1e-2, 2.0), (1e-3, 2.5)]
+
+
+def test_where_all_diverged_the_figure_still_stands_and_names_are_no_mathematics() -> None:
+    ax = ga.plot.sweep_curves([row("$m_", 1.0, None)], ax=Figure().add_subplot())
+    ax.figure.draw_without_rendering()
+    assert [text.get_text() for text in ax.get_legend().get_texts()] == ["$m_"]
+    assert ax.get_ylim()[1] > ax.get_ylim()[0]
+
+
+def test_without_results_there_is_nothing_to_draw() -> None:
+    with pytest.raises(ValueError, match="rows must hold at least one result, got none"):
+        ga.plot.sweep_curves([{**row("mix", 1.0, None), "status": "running"}])
