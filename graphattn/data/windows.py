@@ -31,7 +31,8 @@ class Windows(Dataset[dict[str, Any]]):
             token is in two windows.
 
     Attributes:
-        lengths: LongTensor [windows], what :class:`TokenBatches` needs; of images 1 each.
+        lengths: LongTensor [windows], what :class:`TokenBatches` needs. Of images 1 each: times the
+            tokens that a model makes of one, they are its lengths.
 
     Raises:
         ValueError: names the argument, its value and what is allowed.

@@ -26,6 +26,7 @@ from graphattn.plot.matrices import adjacency, attention_weights
 from graphattn.plot.models import model_graphs
 from graphattn.plot.spectra import laplacian_spectrum, path_fiedler_values, theorem_margins
 from graphattn.plot.structures import structure_attention
+from graphattn.plot.sweeps import sweep_curves
 from graphattn.plot.training import loss_curves
 
 __all__ = [
@@ -51,5 +52,6 @@ __all__ = [
     "path_fiedler_values",
     "sink_shares",
     "structure_attention",
+    "sweep_curves",
     "theorem_margins",
 ]

@@ -43,6 +43,8 @@ from graphattn.train.regression import ResidueRegression
 from graphattn.train.run_folder import Run, read_run
 from graphattn.train.schedules import MaskSchedule, mask_ratios
 from graphattn.train.setup import Prepared, prepare
+from graphattn.train.sweep import read_sweep, resume_sweep, run_sweep
+from graphattn.train.sweep_results import MixerSummary, summarize_sweep
 from graphattn.train.trained import Trained, load_trained
 
 if TYPE_CHECKING:
@@ -60,6 +62,7 @@ __all__ = [
     "MarkovChain",
     "MaskSchedule",
     "MaskedTokens",
+    "MixerSummary",
     "NextToken",
     "Noise",
     "Objective",
@@ -88,9 +91,13 @@ __all__ = [
     "pseudo_log_likelihood",
     "pseudo_perplexity",
     "read_run",
+    "read_sweep",
     "resume",
+    "resume_sweep",
+    "run_sweep",
     "sample_diffusion",
     "score_entropy",
+    "summarize_sweep",
 ]
 
 

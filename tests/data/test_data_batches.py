@@ -2,6 +2,7 @@
 
 import itertools
 import re
+import time
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from accelerate.data_loader import BatchSamplerShard, skip_first_batches
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plain_corpus import random_records
+from torch.nn import functional
 from torch.utils.data import DataLoader
 
 import graphattn as ga
@@ -224,3 +226,28 @@ def test_packed_batches_are_filled_in_order_and_join_without_padding():
 def test_what_makes_no_batches_is_refused_by_name(lengths, most, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         TokenBatches(lengths, most)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_genome_is_loaded_many_times_as_fast_as_it_is_trained_on(workers, tmp_path):
+    corpora = pytest.importorskip("graphattn.data.corpus")
+    letters = torch.tensor(list(b"ACGT"), dtype=torch.uint8)
+    genome = letters[torch.randint(4, (4_600_000,), generator=torch.Generator().manual_seed(0))]
+    (tmp_path / "genome.fasta").write_bytes(b">genome\n" + genome.numpy().tobytes() + b"\n")
+    corpus = corpora.load_corpus(tmp_path / "genome.fasta", cache=tmp_path / "cache")
+    windows = ga.data.Windows(
+        ga.data.split_corpus(corpus, validation=0.05, test=0.05)["train"], 512
+    )
+    batches = TokenBatches(windows.lengths, 8192)
+    loader = DataLoader(windows, batch_sampler=batches, num_workers=workers, collate_fn=list)
+
+    model = ga.models.SequenceEncoder(corpus.tokenizer.vocab_size, 128, depth=5, heads=4)
+    tokens = torch.stack([windows[n]["tokens"] for n in range(16)])
+    began = time.perf_counter()
+    functional.cross_entropy(model(tokens).mT, tokens).backward()
+    step = time.perf_counter() - began
+
+    began = time.perf_counter()
+    assert sum(1 for _ in loader) == len(batches)
+    assert (time.perf_counter() - began) / len(batches) < step / 10

@@ -66,7 +66,8 @@ def drawn(seed: int, count: int) -> list[dict[str, int]]:
     """Moments: half of them at the n-th change of a file, half after some milliseconds."""
     source = random.Random(seed)
     return [
-        source.choice((source.randint(1, 120), -source.randint(100, 1200))) for _ in range(count)
+        source.choice(({"event": source.randint(1, 120)}, {"after": source.randint(100, 1200)}))
+        for _ in range(count)
     ]
 
 
