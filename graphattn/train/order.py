@@ -4,71 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Sampler
 
+from graphattn.data import TokenBatches
 from graphattn.train.objective import Example
-
-
-class Batches(Protocol):
-    """Batches of an epoch, as lists of indices; the same ones for the same epoch."""
-
-    def __iter__(self) -> Iterator[list[int]]: ...
-    def __len__(self) -> int: ...
-    def set_epoch(self, epoch: int) -> None: ...
-    def start_at(self, batch: int) -> None: ...
-
-
-def token_batches(
-    lengths: Tensor, max_tokens: int, *, seed: int = 0, shuffle: bool = True
-) -> Batches:
-    """Batches of at most `max_tokens` tokens; :class:`graphattn.data.TokenBatches`."""
-    import graphattn.data
-
-    maker: Any = getattr(graphattn.data, "TokenBatches", PlainBatches)
-    batches: Batches = maker(lengths, max_tokens, seed=seed, shuffle=shuffle)
-    return batches
-
-
-class PlainBatches(Sampler[list[int]]):
-    """Examples in random order, as many per batch as fit when padded to the longest."""
-
-    def __init__(self, lengths: Tensor, max_tokens: int, *, seed: int, shuffle: bool) -> None:
-        self.lengths, self.max_tokens = lengths, max_tokens
-        self.seed, self.shuffle = seed, shuffle
-        self.epoch = self.start = 0
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
-
-    def start_at(self, batch: int) -> None:
-        self.start = batch
-
-    def __iter__(self) -> Iterator[list[int]]:
-        start, self.start = self.start, 0
-        return itertools.islice(self._all(), start, None)
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self._all())
-
-    def _all(self) -> Iterator[list[int]]:
-        order = torch.arange(len(self.lengths))
-        if self.shuffle:
-            generator = torch.Generator().manual_seed(self.seed + 1_000_003 * self.epoch)
-            order = torch.randperm(len(self.lengths), generator=generator)
-        batch: list[int] = []
-        longest = 0
-        for index in order.tolist():
-            longest = max(longest, int(self.lengths[index]))
-            if batch and longest * (len(batch) + 1) > self.max_tokens:
-                yield batch
-                batch, longest = [], int(self.lengths[index])
-            batch.append(index)
-        if batch:
-            yield batch
 
 
 class EndlessBatches(Sampler[list[int]]):
@@ -80,7 +23,7 @@ class EndlessBatches(Sampler[list[int]]):
         rank, processes: the process takes batches `rank`, ``rank + processes``, ...
     """
 
-    def __init__(self, batches: Batches, *, start: int = 0, rank: int = 0, processes: int = 1):
+    def __init__(self, batches: TokenBatches, *, start: int = 0, rank: int = 0, processes: int = 1):
         self.batches, self.start, self.rank, self.processes = batches, start, rank, processes
 
     def __iter__(self) -> Iterator[list[int]]:

@@ -16,10 +16,11 @@ import torch
 from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
+from graphattn.data import TokenBatches
 from graphattn.train import checkpoints, run_folder
 from graphattn.train.config import RunConfig
 from graphattn.train.objective import Batch, Example, Objective
-from graphattn.train.order import Batches, EndlessBatches, TrainingLoader, lengths_of, token_batches
+from graphattn.train.order import EndlessBatches, TrainingLoader, lengths_of
 from graphattn.train.parameters import parameter_groups
 from graphattn.train.records import append_row, replace_text, sync
 from graphattn.train.running_loss import RunningLoss
@@ -113,7 +114,7 @@ class GraphTrainer(Trainer):
         self.objective, self.config, self.start = objective, config, start
         self.folder = Path(config.out)
         self.running = RunningLoss()
-        self.batches = token_batches(
+        self.batches = TokenBatches(
             lengths_of(train, model), config.batch_tokens, seed=config.seed, shuffle=True
         )
         self.learned = model
@@ -145,7 +146,7 @@ class GraphTrainer(Trainer):
 
     def batches_of(self, dataset: Sequence[Example]) -> torch.utils.data.DataLoader:
         """All examples once, in order, on the CPU."""
-        order: Batches = token_batches(
+        order = TokenBatches(
             lengths_of(dataset, self.learned), self.config.batch_tokens, seed=0, shuffle=False
         )
         return torch.utils.data.DataLoader(

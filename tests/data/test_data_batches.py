@@ -231,11 +231,10 @@ def test_what_makes_no_batches_is_refused_by_name(lengths, most, message):
 @pytest.mark.long
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_genome_is_loaded_many_times_as_fast_as_it_is_trained_on(workers, tmp_path):
-    corpora = pytest.importorskip("graphattn.data.corpus")
     letters = torch.tensor(list(b"ACGT"), dtype=torch.uint8)
     genome = letters[torch.randint(4, (4_600_000,), generator=torch.Generator().manual_seed(0))]
     (tmp_path / "genome.fasta").write_bytes(b">genome\n" + genome.numpy().tobytes() + b"\n")
-    corpus = corpora.load_corpus(tmp_path / "genome.fasta", cache=tmp_path / "cache")
+    corpus = ga.data.load_corpus(tmp_path / "genome.fasta", cache=tmp_path / "cache")
     windows = ga.data.Windows(
         ga.data.split_corpus(corpus, validation=0.05, test=0.05)["train"], 512
     )

@@ -112,11 +112,10 @@ def test_workers_read_what_the_main_process_reads(workers):
 
 
 def test_labels_and_structures_are_cut_with_their_tokens(tmp_path):
-    corpora = pytest.importorskip("graphattn.data.corpus")
     ca = "ATOM  {0:5d}  CA  GLY A{0:4d}    {1:8.3f}{2:8.3f}{2:8.3f}  1.00  0.00           C\n"
     lines = "".join(ca.format(n, 3.8 * n, 0.0) for n in range(1, 24))
     pathlib.Path(tmp_path, "line.pdb").write_text(lines + "END\n")
-    corpus = corpora.load_corpus(tmp_path, kind="structures", cache=tmp_path / "cache")
+    corpus = ga.data.load_corpus(tmp_path, kind="structures", cache=tmp_path / "cache")
     part = ga.data.split_corpus(corpus, validation=0.0, test=0.0)["train"]
     windows = Windows(part, 10)
     found = [own["structure"] for own in windows]

@@ -66,7 +66,7 @@ def test_a_step_is_of_the_mean_over_all_answers_of_all_batches(tmp_path):
     schedule = transformers.get_cosine_schedule_with_warmup(optimizer, 3, 5)
     lengths = torch.tensor([len(example["tokens"]) for example in data])
     stream = iter(
-        order.EndlessBatches(order.token_batches(lengths, config.batch_tokens, seed=config.seed))
+        order.EndlessBatches(ga.data.TokenBatches(lengths, config.batch_tokens, seed=config.seed))
     )
     losses = []
     for _ in range(config.steps):
@@ -97,7 +97,7 @@ def test_validation_is_what_the_objective_says_of_the_weights_at_that_step(tmp_p
     def evaluate(model: nn.Module) -> None:
         batches = [
             objective.collate([held_out[i] for i in chosen])
-            for chosen in order.token_batches(lengths, 48, shuffle=False)
+            for chosen in ga.data.TokenBatches(lengths, 48, shuffle=False)
         ]
         found.append(objective.evaluate(model, batches, seed=0))
 
@@ -155,14 +155,14 @@ def test_batches_without_end_start_anywhere_and_are_shared_among_processes():
     lengths = torch.randint(1, 9, (25,), generator=torch.Generator().manual_seed(0))
 
     def stream(**options: int) -> list[list[int]]:
-        epochs = order.token_batches(lengths, 20, seed=3)
+        epochs = ga.data.TokenBatches(lengths, 20, seed=3)
         found = iter(order.EndlessBatches(epochs, **options))
         return [next(found) for _ in range(30)]
 
     whole = stream()
     assert stream(start=17) == stream()[17:] + stream(start=30)[:17]
     assert stream(rank=1, processes=2)[:15] == whole[1::2]
-    epoch = len(order.token_batches(lengths, 20, seed=3))
+    epoch = len(ga.data.TokenBatches(lengths, 20, seed=3))
     assert sorted(itertools.chain(*whole[:epoch])) == list(range(25))
 
 
