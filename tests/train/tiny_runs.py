@@ -21,12 +21,24 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from transformers import TrainerCallback
 from transformers.trainer_pt_utils import safe_globals
 
 import graphattn as ga
 from graphattn.train import Loss, Objective, RunConfig, fit, mask_tokens
 
 VOCABULARY = 6
+
+
+class At(TrainerCallback):
+    """Do something when a step ends."""
+
+    def __init__(self, step: int, do: Any) -> None:
+        self.step, self.do = step, do
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        if state.global_step == self.step:
+            self.do(given["model"].model)
 
 
 class Hidden(Objective):

@@ -1,0 +1,26 @@
+"""What tests of runs share."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+
+import pytest
+
+import graphattn as ga
+
+
+@pytest.fixture(scope="module")
+def short_collections() -> Iterator[None]:
+    """accelerate collects garbage at every start, which takes longer than these runs."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.fixture(scope="module")
+def straight(short_collections: None, tmp_path_factory: pytest.TempPathFactory) -> ga.train.Run:
+    """A run that nothing disturbed."""
+    import tiny_runs
+
+    return tiny_runs.train(tmp_path_factory.mktemp("straight") / "run")
