@@ -10,20 +10,27 @@ from typing import Any
 
 from graphattn.train.records import Row
 from graphattn.train.run_folder import Run
+from graphattn.train.running_loss import TIMES
 
 RESULTS = ("finished", "diverged")
 ORIGIN = ("commit", "config", "versions")  # of the numbers of a row, beside its seed
 
 
 def outcome(run: Run) -> Row:
-    """What a sweep keeps of a run that is over."""
+    """What a sweep keeps of a run that is over.
+
+    It has diverged if the engine said so, or if its last validation loss is not finite, or above
+    ten times its first training loss.
+    """
     known = [row for row in run.evaluations if _is_finite(row.get("loss"))]
     best = min(known, key=lambda row: row["loss"], default=None)
     last = run.evaluations[-1] if run.evaluations else None
     if run.status == "finished" and last is None:
         raise ValueError("validation must leave examples to compare trials by, got none")
-    # A model whose answers are not finite is no better where its own batches did not tell.
+    # Where a short run ended before the engine lost patience, or its own batches did not tell.
+    first = next((row["loss"] for row in run.training if _is_finite(row.get("loss"))), math.inf)
     diverged = run.status == "diverged" or last not in known
+    diverged = diverged or (last is not None and last["loss"] > TIMES * first > 0)
     return {
         "status": "diverged" if diverged else "finished",
         "loss": None if diverged or last is None else last["loss"],

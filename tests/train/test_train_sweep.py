@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import multiprocessing
@@ -185,6 +186,17 @@ def test_losses_that_are_not_finite_are_a_divergence(tmp_path: Path) -> None:
         train=lambda config: curve(config, [2.0, None]),
     )[0]  # fmt: skip
     assert (row["status"], row["diverged_at"], row["best_loss"]) == ("diverged", 2, 2.0)
+
+
+def test_a_loss_that_ends_far_above_its_first_is_a_divergence(tmp_path: Path) -> None:
+    def train(config: RunConfig) -> Run:
+        run = curve(config, [30.0 + config.lr])
+        return dataclasses.replace(run, rows=[{"step": 1, "split": "train", "loss": 3}, *run.rows])
+
+    rows = run_sweep(
+        RunConfig(out=str(tmp_path / "a")), mixers="dot", lrs="1e-30,1e-3", train=train
+    )
+    assert [row["status"] for row in rows] == ["finished", "diverged"]  # 30 is ten times 3
 
 
 def test_what_failed_is_trained_again_only_when_asked_for(tmp_path: Path) -> None:
