@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -16,6 +17,7 @@ from graphattn.nn.config import Configured
 from graphattn.train.records import sync
 
 UNFINISHED = "."  # what folders being written or removed are called begins so
+STATE = "trainer_state.json"  # what transformers calls it
 NAME = re.compile(r"step-(\d{8,})")
 
 
@@ -29,6 +31,16 @@ def complete_checkpoints(folder: Path) -> list[int]:
     found = folder / "checkpoints"
     names = [path.name for path in found.iterdir() if path.is_dir()] if found.is_dir() else []
     return sorted(int(match[1]) for match in map(NAME.fullmatch, names) if match)
+
+
+def best_checkpoint(folder: Path) -> int | None:
+    """The step of the lowest validation loss, as the newest checkpoint knows it, or the newest."""
+    steps = complete_checkpoints(folder)
+    if not steps:
+        return None
+    text = (checkpoint_path(folder, steps[-1]) / STATE).read_text(encoding="utf-8")
+    best = json.loads(text).get("best_global_step")
+    return best if best in steps else steps[-1]
 
 
 def remove_unfinished(folder: Path) -> None:

@@ -179,7 +179,8 @@ def _arguments(config: RunConfig, *, evaluates: bool) -> Any:
         raise ImportError(
             "training needs transformers and accelerate: pip install 'graphattn[train]'"
         ) from error
-    args = training_arguments(config, evaluates=evaluates)
+    on_cpu = not torch.accelerator.is_available()
+    args = training_arguments(config, evaluates=evaluates, use_cpu=on_cpu)
     if args.n_gpu > 1:
         args._n_gpu = 1  # several GPUs are for torchrun: one process would split our batches
     return args
@@ -206,6 +207,7 @@ def _open(path: Path, config: RunConfig, tokenizer: Any, args: Any) -> None:
     """Make the folder ready: nothing half-written, no row after the newest checkpoint."""
     checkpoints.remove_unfinished(path)
     (path / "checkpoints").mkdir(exist_ok=True)
+    checkpoints.keep_checkpoints(path, config.keep, checkpoints.best_checkpoint(path))
     newest = max(checkpoints.complete_checkpoints(path), default=0)
     keep_rows(path / run_folder.LOG, newest)
     if tokenizer is not None and not (path / "tokenizer.json").is_file():
@@ -310,9 +312,7 @@ def _status(trainer: GraphTrainer, config: RunConfig) -> str:
 
 def _write_model(trainer: GraphTrainer, path: Path) -> None:
     """The best model, or the last, in a folder of its own."""
-    steps = checkpoints.complete_checkpoints(path)
-    best = trainer.state.best_global_step
-    chosen = best if best in steps else max(steps, default=None)
+    chosen = checkpoints.best_checkpoint(path)
     if chosen is None:
         checkpoints.write_folder(
             path / "model", lambda aside: checkpoints.save_model(trainer.learned, aside)

@@ -251,7 +251,7 @@ class GraphTrainer(Trainer):
                 shutil.rmtree(aside, ignore_errors=True)
                 checkpoints.save_model(self.learned, aside)
                 replace_text(aside / "running_loss.json", json.dumps(self.running.state()))
-                self.state.save_to_json(str(aside / "trainer_state.json"))
+                self.state.save_to_json(str(aside / checkpoints.STATE))
             aside.mkdir(parents=True, exist_ok=True)
             self._save_optimizer_and_scheduler(str(aside))
             self._save_scaler(str(aside))

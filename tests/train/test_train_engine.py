@@ -1,0 +1,427 @@
+"""What `fit` promises: the right mean, a run that goes on, clear words where it cannot."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import resource
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_runs
+import torch
+from torch import nn
+
+import graphattn as ga
+from graphattn.train import checkpoints, order
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def short_collections() -> Iterator[None]:
+    """accelerate collects garbage at every start, which takes longer than these runs."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+class At(transformers.TrainerCallback):
+    """Do something when a step ends."""
+
+    def __init__(self, step: int, do: Any) -> None:
+        self.step, self.do = step, do
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        if state.global_step == self.step:
+            self.do(given["model"].model)
+
+
+# The mathematics.
+
+
+def test_a_step_is_of_the_mean_over_all_answers_of_all_batches(tmp_path):
+    """Compared with a plain loop: AdamW, gradients of the mean, clipped, transformers' schedule."""
+    config = tiny_runs.config(tmp_path / "run", steps=5, accumulate=3, clip_norm=0.5)
+    data, objective = tiny_runs.examples(), tiny_runs.Certain()
+    model = tiny_runs.model(dropout=0.0)
+    run = ga.train.fit(model, objective, config, data)
+
+    plain = tiny_runs.model(dropout=0.0)
+    optimizer = torch.optim.AdamW(ga.train.parameter_groups(plain, 0.01), lr=config.lr)
+    schedule = transformers.get_cosine_schedule_with_warmup(optimizer, 3, 5)
+    lengths = torch.tensor([len(example["tokens"]) for example in data])
+    stream = iter(
+        order.EndlessBatches(order.token_batches(lengths, config.batch_tokens, seed=config.seed))
+    )
+    losses = []
+    for _ in range(config.steps):
+        found = [
+            objective.loss(plain, objective.collate([data[i] for i in next(stream)]))
+            for _ in range(config.accumulate)
+        ]
+        mean = sum(one.total for one in found) / sum(one.count for one in found)
+        optimizer.zero_grad()
+        mean.backward()
+        nn.utils.clip_grad_norm_(plain.parameters(), config.clip_norm)
+        optimizer.step()
+        schedule.step()
+        losses.append(mean.item())
+    for got, wanted in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-6)
+    logged = [row["loss"] for row in run.training]  # of steps 1 .. 4 and 5
+    assert [row["step"] for row in run.training] == [4, 5]
+    assert logged[1] == pytest.approx(losses[4], rel=1e-5)
+    assert min(losses[:4]) <= logged[0] <= max(losses[:4])
+
+
+def test_validation_is_what_the_objective_says_of_the_weights_at_that_step(tmp_path):
+    found = []
+    held_out, objective = tiny_runs.examples(9, 1), tiny_runs.Hidden()
+    lengths = torch.tensor([len(example["tokens"]) for example in held_out])
+
+    def evaluate(model: nn.Module) -> None:
+        batches = [
+            objective.collate([held_out[i] for i in chosen])
+            for chosen in order.token_batches(lengths, 48, shuffle=False)
+        ]
+        found.append(objective.evaluate(model, batches, seed=0))
+
+    run = tiny_runs.train(tmp_path / "run", steps=7, callbacks=[At(5, evaluate)])
+    first = run.evaluations[0]
+    assert first == {"step": 5, "split": "validation", **found[0]}
+    assert [row["step"] for row in run.evaluations] == [5, 7]
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "constant"])
+def test_the_rate_rises_and_then_follows_its_schedule(tmp_path, schedule):
+    run = tiny_runs.train(
+        tmp_path / "run", schedule=schedule, log_every=1, steps=6, warmup_steps=2, save_every=9
+    )
+    rates = [row["lr"] / 1e-2 for row in run.training]
+    falls = {
+        "cosine": [1, 0.853553390593, 0.5, 0.146446609407],
+        "linear": [1, 0.75, 0.5, 0.25],
+        "constant": [1, 1, 1, 1],
+    }[schedule]
+    assert rates == pytest.approx([0, 0.5, *falls])
+
+
+def test_training_in_bfloat16_keeps_weights_in_float32_and_learns(tmp_path):
+    model = tiny_runs.model(dropout=0.0)
+    config = tiny_runs.config(tmp_path / "run", steps=40, precision="bfloat16", log_every=10)
+    run = ga.train.fit(model, tiny_runs.Certain(), config, tiny_runs.examples())
+    assert all(parameter.dtype == torch.float32 for parameter in model.parameters())
+    assert run.training[-1]["loss"] < 0.9 * run.training[0]["loss"]
+    exact = ga.train.fit(
+        tiny_runs.model(dropout=0.0),
+        tiny_runs.Certain(),
+        config.replace(precision="float32", out=str(tmp_path / "exact")),
+        tiny_runs.examples(),
+    )
+    difference = abs(run.training[0]["loss"] - exact.training[0]["loss"])
+    assert 0 < difference < 0.05
+
+
+def test_gradient_checkpointing_changes_no_loss(tmp_path):
+    runs = [
+        tiny_runs.train(tmp_path / str(on), steps=4, log_every=1, gradient_checkpointing=on)
+        for on in (False, True)
+    ]
+    losses = [[row["loss"] for row in run.training] for run in runs]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+# Order.
+
+
+def test_batches_without_end_start_anywhere_and_are_shared_among_processes():
+    lengths = torch.randint(1, 9, (25,), generator=torch.Generator().manual_seed(0))
+
+    def stream(**options: int) -> list[list[int]]:
+        epochs = order.token_batches(lengths, 20, seed=3)
+        found = iter(order.EndlessBatches(epochs, **options))
+        return [next(found) for _ in range(30)]
+
+    whole = stream()
+    assert stream(start=17) == stream()[17:] + stream(start=30)[:17]
+    assert stream(rank=1, processes=2)[:15] == whole[1::2]
+    epoch = len(order.token_batches(lengths, 20, seed=3))
+    assert sorted(sum(whole[:epoch], [])) == list(range(25))
+
+
+# Going on.
+
+
+def test_a_run_that_was_interrupted_ends_as_if_undisturbed(tmp_path):
+    straight = tiny_runs.train(tmp_path / "straight")
+    interrupt = At(7, lambda _: os.kill(os.getpid(), signal.SIGINT))
+    stopped = tiny_runs.train(tmp_path / "run", callbacks=[interrupt])
+    assert (stopped.status, checkpoints.complete_checkpoints(stopped.path)[-1]) == (
+        "interrupted",
+        8,  # the step under way was finished and saved
+    )
+    again = tiny_runs.train(tmp_path / "run")
+    assert (straight.status, again.status) == ("finished", "finished")
+    assert again.info["continued"] == [8]
+    straight_files, files = (tiny_runs.results(run.path) for run in (straight, again))
+    assert files["log.jsonl"] == straight_files["log.jsonl"]
+    assert files["model"] == straight_files["model"]
+    assert files["moments"] == straight_files["moments"]
+
+
+def test_a_second_control_c_does_not_wait(tmp_path):
+    def insist(_: nn.Module) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    handler = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        tiny_runs.train(tmp_path / "run", callbacks=[At(7, insist)])
+    assert signal.getsignal(signal.SIGINT) is handler
+    assert ga.train.read_run(tmp_path / "run").status == "interrupted"
+
+
+def test_steps_may_grow_and_a_run_that_is_over_is_returned_as_it_is(tmp_path):
+    first = tiny_runs.train(tmp_path / "run", steps=4, schedule="constant", keep=9)
+    written = (first.path / "run.json").read_bytes()
+    assert tiny_runs.train(tmp_path / "run", steps=4, schedule="constant", keep=9).rows == first.rows
+    assert (first.path / "run.json").read_bytes() == written
+    grown = tiny_runs.train(tmp_path / "run", steps=9, schedule="constant", keep=9)
+    straight = tiny_runs.train(tmp_path / "straight", steps=9, schedule="constant", keep=9)
+    assert grown.config.steps == 9
+    files = [tiny_runs.results(run.path) for run in (grown, straight)]
+    assert files[0]["step-00000009"] == files[1]["step-00000009"]
+
+
+def test_a_folder_of_another_config_is_refused_by_the_names_that_differ(tmp_path):
+    before = tiny_runs.train(tmp_path / "run", steps=4)
+    with pytest.raises(ValueError, match=r"out: .* accumulate is 2 there, 1 here; lr is 0.01") as told:
+        tiny_runs.train(tmp_path / "run", steps=4, accumulate=1, lr=0.5)
+    assert "seed" not in str(told.value)
+    with pytest.raises(ValueError, match="steps is 4 there, 3 here"):
+        tiny_runs.train(tmp_path / "run", steps=3)
+    assert ga.train.read_run(tmp_path / "run").rows == before.rows
+
+
+def test_what_is_half_written_is_removed_and_never_read(tmp_path):
+    folder = tmp_path / "run"
+    tiny_runs.train(folder, callbacks=[At(7, lambda _: os.kill(os.getpid(), signal.SIGINT))])
+    aside = checkpoints.unfinished_path(folder, 11)
+    aside.mkdir()
+    (aside / "model.safetensors").write_bytes(b"half")
+    (folder / ".run.json.abc").write_text("{")
+    with (folder / "log.jsonl").open("a") as log:
+        log.write('{"step": 9, "split": "train", "loss": 1.0}\n{"step": 10, "spl')
+    assert checkpoints.complete_checkpoints(folder)[-1] == 8
+    run = tiny_runs.train(folder)
+    assert not [path for path in folder.rglob(".*") if path.name != ".lock"]
+    assert (folder / "log.jsonl").read_bytes() == (
+        tiny_runs.train(tmp_path / "straight").path / "log.jsonl"
+    ).read_bytes()
+    assert run.status == "finished"
+
+
+def test_the_newest_and_the_best_checkpoints_are_kept(tmp_path):
+    run = tiny_runs.train(tmp_path / "run", steps=20, evaluate_every=3, save_every=2, keep=3)
+    best = min(run.evaluations, key=lambda row: row["loss"])["step"]
+    saved = sorted({*range(2, 21, 2), best})
+    assert checkpoints.complete_checkpoints(run.path) == sorted({best, *saved[-3:]})
+    files = tiny_runs.results(run.path)
+    assert files["model"] == files[f"step-{best:08d}"]
+
+
+def test_a_full_disk_while_saving_keeps_the_checkpoint_before(tmp_path):
+    """The system refuses to write beyond a size that the first checkpoints do not reach."""
+    folder, most = tmp_path / "run", resource.getrlimit(resource.RLIMIT_FSIZE)
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    shut = At(7, lambda _: resource.setrlimit(resource.RLIMIT_FSIZE, (2000, most[1])))
+    try:
+        with pytest.raises(OSError, match="checkpoint of step 9 .* that of step 6 is kept"):
+            tiny_runs.train(folder, callbacks=[shut])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, most)
+    run = ga.train.read_run(folder)
+    assert run.status == "failed"
+    assert "step 9" in run.info["error"]
+    assert checkpoints.complete_checkpoints(folder)[-1] == 6
+    again = tiny_runs.train(folder)
+    assert again.status == "finished"
+    assert again.rows == tiny_runs.train(tmp_path / "straight").rows
+
+
+def test_checkpoints_are_read_as_numbers_only(tmp_path):
+    """A pickle that would run code when it is loaded is refused."""
+    folder = tmp_path / "run"
+    tiny_runs.train(folder, callbacks=[At(7, lambda _: os.kill(os.getpid(), signal.SIGINT))])
+
+    class Touch:
+        def __reduce__(self) -> Any:
+            return Path.touch, (tmp_path / "executed",)
+
+    for name in ("optimizer.pt", "rng_state.pth"):
+        path = checkpoints.checkpoint_path(folder, 8) / name
+        whole = path.read_bytes()
+        torch.save({"state": Touch()}, path)
+        with pytest.raises(Exception, match="[Ww]eights.only"):
+            tiny_runs.train(folder)
+        path.write_bytes(whole)
+    assert not (tmp_path / "executed").exists()
+    assert tiny_runs.train(folder).status == "finished"
+
+
+# How runs end.
+
+
+def spoil(model: nn.Module) -> None:
+    with torch.no_grad():
+        next(model.parameters()).fill_(torch.nan)
+
+
+def test_a_loss_that_is_not_finite_ends_a_run_as_diverged_and_keeps_its_rows(tmp_path):
+    run = tiny_runs.train(tmp_path / "run", callbacks=[At(9, spoil)])
+    assert run.status == "diverged"
+    assert [row["step"] for row in run.training] == [4, 8, 10]
+    assert run.training[-1]["loss"] is None  # JSON knows no NaN
+    assert all(row["loss"] is not None for row in run.training[:-1])
+    assert checkpoints.complete_checkpoints(run.path)[-1] == 9
+    assert tiny_runs.train(tmp_path / "run").rows == run.rows  # a result: not tried again
+    for line in (run.path / "log.jsonl").read_text().splitlines():
+        json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+
+
+def test_a_loss_that_stays_far_above_its_start_is_diverged_and_one_peak_is_not():
+    def after(losses: list[float]) -> bool:
+        running = ga.train.running_loss.RunningLoss()
+        for loss in losses:
+            running.finish_step(loss * 7, 7, False)
+        return running.diverged
+
+    assert after([2.0] + [21.0] * 100)
+    assert not after([2.0] + [21.0] * 99)
+    assert not after([2.0] + ([21.0] * 50 + [19.0]) * 9)
+    assert after([2.0, float("inf")])
+
+
+def test_an_error_leaves_a_failed_run_that_can_go_on(tmp_path):
+    def fail(_: nn.Module) -> None:
+        raise RuntimeError("the data is gone")
+
+    with pytest.raises(RuntimeError, match="the data is gone"):
+        tiny_runs.train(tmp_path / "run", callbacks=[At(5, fail)])
+    run = ga.train.read_run(tmp_path / "run")
+    assert (run.status, run.info["error"]) == ("failed", "RuntimeError: the data is gone")
+    assert tiny_runs.train(tmp_path / "run").rows == tiny_runs.train(tmp_path / "other").rows
+
+
+def test_two_processes_do_not_train_in_one_folder(tmp_path):
+    told = []
+
+    def meet(_: nn.Module) -> None:
+        told.append(ga.train.read_run(tmp_path / "run").status)
+        child = os.fork()
+        if child == 0:
+            try:
+                tiny_runs.train(tmp_path / "run")
+            except ValueError as error:
+                os._exit(7 if "another process is training" in str(error) else 1)
+            os._exit(0)
+        told.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+
+    run = tiny_runs.train(tmp_path / "run", callbacks=[At(5, meet)])
+    assert told == ["running", 7]
+    assert run.rows == tiny_runs.train(tmp_path / "straight").rows
+
+
+def test_a_run_says_where_it_comes_from(tmp_path):
+    run = tiny_runs.train(tmp_path / "run", steps=2)
+    assert run.info["config"] == run.config.digest()
+    assert run.info["versions"]["torch"] == torch.__version__
+    assert run.info["seed"] == 0
+    commit = run.info["commit"]
+    assert commit is None or len(commit.removesuffix("-dirty")) == 40
+    assert run.info["seconds"] > 0
+    assert ga.train.RunConfig.load(run.path / "config.yaml") == run.config
+
+
+def test_a_model_of_another_class_is_kept_as_its_numbers(tmp_path):
+    class Plain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding = nn.Embedding(7, 6)
+            self.output = nn.Linear(6, 7, bias=False)
+            self.output.weight = nn.Parameter(torch.zeros(7, 6))
+            self.embedding.weight = self.output.weight  # one tensor under two names
+
+        def forward(self, tokens: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
+            return self.output(self.embedding(tokens))
+
+    def run(name: str, **given: Any) -> Any:
+        return ga.train.fit(
+            Plain(), tiny_runs.Hidden(), tiny_runs.config(tmp_path / name), tiny_runs.examples(),
+            **given,
+        )  # fmt: skip
+
+    run("run", callbacks=[At(7, lambda _: os.kill(os.getpid(), signal.SIGINT))])
+    assert run("run").rows == run("straight").rows
+    assert tiny_runs.results(tmp_path / "run")["model"]
+
+
+# What is refused.
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model": "tiny"}, "model must be a torch.nn.Module, got str"),
+        ({"objective": None}, "objective must be an Objective, got NoneType"),
+        ({"train": []}, "train must hold examples, got none"),
+        ({"validation": []}, "validation must hold examples, got none"),
+        ({"out": ""}, "out must be the folder of the run"),
+        ({"precision": "float16"}, "precision must be 'float32' or 'bfloat16' on a CPU"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused(tmp_path, changes, message):
+    if torch.cuda.is_available() and "precision" in changes:
+        pytest.skip("a GPU trains in float16")
+    given = {
+        "model": tiny_runs.model(), "objective": tiny_runs.Hidden(), "train": tiny_runs.examples(),
+        "validation": None,
+    }  # fmt: skip
+    options = {name: value for name, value in changes.items() if name not in given}
+    given |= {name: value for name, value in changes.items() if name in given}
+    config = tiny_runs.config(tmp_path / "run").replace(**options)
+    with pytest.raises(ValueError, match=message):
+        ga.train.fit(
+            given["model"], given["objective"], config, given["train"], given["validation"]
+        )
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_frozen_model_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="parameters that require gradients"):
+        ga.train.fit(
+            tiny_runs.model().requires_grad_(False),
+            tiny_runs.Hidden(),
+            tiny_runs.config(tmp_path / "run"),
+            tiny_runs.examples(),
+        )
+
+
+def test_a_folder_without_a_run_is_not_read(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"folder must be that of a run.*config\.yaml"):
+        ga.train.read_run(tmp_path)
+
+
+def test_a_broken_log_is_told_by_its_line(tmp_path):
+    run = tiny_runs.train(tmp_path / "run", steps=2)
+    (run.path / "log.jsonl").write_text('{"step": 1}\nnonsense\n{"step": 2}\n')
+    with pytest.raises(ValueError, match=r"log\.jsonl, line 2"):
+        ga.train.read_run(run.path)
+
+

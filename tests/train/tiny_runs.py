@@ -1,0 +1,168 @@
+"""A run that takes milliseconds, with everything that a continued one must restore.
+
+Masks are drawn in the loss, dropout in the model, the order is shuffled, batches are of unequal
+lengths, gradients are accumulated and clipped.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from transformers.trainer_pt_utils import safe_globals
+
+import graphattn as ga
+from graphattn.train import Loss, Objective, RunConfig, fit, mask_tokens
+
+VOCABULARY = 6
+
+
+class Hidden(Objective):
+    """Guess hidden tokens."""
+
+    name = "hidden"
+
+    def collate(self, examples: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        longest = max(len(example["tokens"]) for example in examples)
+        tokens = torch.zeros(len(examples), longest, dtype=torch.long)
+        valid = torch.zeros(len(examples), longest, dtype=torch.bool)
+        for row, example in enumerate(examples):
+            tokens[row, : len(example["tokens"])] = example["tokens"]
+            valid[row, : len(example["tokens"])] = True
+        return {"tokens": tokens, "valid": valid}
+
+    def loss(
+        self, model: nn.Module, batch: dict[str, Any], generator: torch.Generator | None = None
+    ) -> Loss:
+        tokens, valid = batch["tokens"], batch["valid"]
+        seen, masked = mask_tokens(
+            tokens, VOCABULARY, mask_ratio=0.4, valid=valid, generator=generator
+        )
+        logits = model(seen, valid=valid)[masked].float()
+        total = nn.functional.cross_entropy(logits, tokens[masked], reduction="sum")
+        right = (logits.argmax(-1) == tokens[masked]).sum()
+        return Loss(total, int(masked.sum()), {"accuracy": float(right)})
+
+
+class Certain(Objective):
+    """Guess the first token of a sequence: no random numbers."""
+
+    name = "certain"
+    collate = Hidden.collate
+
+    def loss(
+        self, model: nn.Module, batch: dict[str, Any], generator: torch.Generator | None = None
+    ) -> Loss:
+        # As many answers as tokens: batches weigh unequally.
+        labels = batch["tokens"][:, :1].expand_as(batch["tokens"])[batch["valid"]]
+        logits = model(batch["tokens"], valid=batch["valid"])[batch["valid"]]
+        total = nn.functional.cross_entropy(logits, labels, reduction="sum")
+        return Loss(total, len(labels))
+
+
+def examples(count: int = 30, seed: int = 0) -> list[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(4, 16, (count,), generator=generator).tolist()
+    return [
+        {"tokens": torch.randint(VOCABULARY, (n,), generator=generator).sort().values}
+        for n in lengths
+    ]
+
+
+def model(seed: int = 0, **changes: Any) -> nn.Module:
+    torch.manual_seed(seed)
+    options = {"depth": 2, "heads": 2, "dropout": 0.2, **changes}
+    return ga.models.SequenceEncoder(VOCABULARY + 1, 8, **options)
+
+
+def config(out: str | Path, **changes: Any) -> RunConfig:
+    options: dict[str, Any] = {
+        "steps": 14, "batch_tokens": 48, "accumulate": 2, "lr": 1e-2, "warmup_steps": 3,
+        "evaluate_every": 5, "save_every": 3, "log_every": 4, "keep": 2, "record_every": 0,
+    }  # fmt: skip
+    return RunConfig(**{**options, **changes}, out=str(out))
+
+
+def train(out: str | Path, *, callbacks: Sequence[Any] = (), **changes: Any) -> Any:
+    return fit(
+        model(), Hidden(), config(out, **changes), examples(), examples(9, 1), callbacks=callbacks
+    )
+
+
+def results(folder: Path) -> dict[str, bytes]:
+    """What a run must leave the same, whatever happened on the way."""
+    kept = sorted((folder / "checkpoints").glob("step-*"))
+    files = [folder / "log.jsonl", folder / "config.yaml"]
+    files += [path / "running_loss.json" for path in kept]
+    found = {str(path.relative_to(folder)): path.read_bytes() for path in files}
+    for path in [folder / "model", *kept]:
+        numbers = load_file(path / "model.safetensors")
+        found[path.name] = b"".join(numbers[name].numpy().tobytes() for name in sorted(numbers))
+    optimizer = torch.load(kept[-1] / "optimizer.pt", weights_only=True)
+    moments = [value for state in optimizer["state"].values() for value in state.values()]
+    found["moments"] = b"".join(moment.numpy().tobytes() for moment in moments)
+    with safe_globals():
+        random = torch.load(kept[-1] / "rng_state.pth", weights_only=True)
+    found["random"] = random["cpu"].numpy().tobytes()
+    found["config.yaml"] = found["config.yaml"].replace(str(folder).encode(), b"")
+    return found
+
+
+def serve() -> None:
+    """Read "folder event seed" lines; train in a fork of this process, which kills itself.
+
+    event: 0 for never, n for the n-th time that a file is opened, renamed or removed in the folder,
+    -m for after m milliseconds. Answers with the exit status of the fork.
+    """
+    import transformers.trainer  # noqa: F401 (once, not per fork)
+
+    import graphattn.train.trainer  # noqa: F401
+
+    torch.set_num_threads(1)
+    gc.freeze()  # accelerate collects at every start, which takes longer than the run
+    print("ready", flush=True)
+    for line in sys.stdin:
+        folder, event = line.split()
+        pid = os.fork()
+        if pid == 0:
+            _train_until(folder, int(event))
+        if int(event) < 0:
+            time.sleep(-int(event) / 1000)
+            os.kill(pid, signal.SIGKILL)  # of one that is over already, nothing comes
+        print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+    os._exit(0)  # without the complaints of extensions that were loaded
+
+
+def _train_until(folder: str, event: int) -> None:
+    left = event
+
+    def count(name: str, args: tuple[Any, ...]) -> None:
+        nonlocal left
+        if name in ("open", "os.rename", "os.remove", "os.rmdir", "os.mkdir") and any(
+            isinstance(arg, str | os.PathLike) and folder in os.fspath(arg) for arg in args
+        ):
+            left -= 1
+            if left == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    if event > 0:
+        sys.addaudithook(count)
+    try:
+        train(folder)
+    except BaseException as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        os._exit(1)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    serve()
