@@ -41,6 +41,8 @@ from graphattn.train.registry import objective
 from graphattn.train.regression import ResidueRegression
 from graphattn.train.run_folder import Run, read_run
 from graphattn.train.schedules import MaskSchedule, mask_ratios
+from graphattn.train.sweep import read_sweep, run_sweep
+from graphattn.train.sweep_results import MixerSummary, summarize_sweep
 
 if TYPE_CHECKING:
     from graphattn.train.trainer import GraphTrainer as GraphTrainer
@@ -57,6 +59,7 @@ __all__ = [
     "MarkovChain",
     "MaskSchedule",
     "MaskedTokens",
+    "MixerSummary",
     "NextToken",
     "Noise",
     "Objective",
@@ -80,9 +83,12 @@ __all__ = [
     "pseudo_log_likelihood",
     "pseudo_perplexity",
     "read_run",
+    "read_sweep",
     "resume",
+    "run_sweep",
     "sample_diffusion",
     "score_entropy",
+    "summarize_sweep",
 ]
 
 

@@ -1,0 +1,442 @@
+"""Sweeps: every trial is trained once by somebody, whoever is started, stopped or killed."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import graphattn as ga
+from graphattn.train import MixerSummary, Run, RunConfig, read_sweep, run_sweep, summarize_sweep
+from graphattn.train.sweep_grid import Trial, as_rates
+
+pytest.importorskip("optuna", reason="sweeps need the extra `train`")
+pytest.importorskip("yaml", reason="sweeps need the extra `train`")
+
+INFO = {"commit": "c", "config": "d", "versions": {"torch": "2"}, "device": "cpu", "seconds": 1.5}
+
+
+def curve(config: RunConfig, losses: list[float | None], status: str = "finished") -> Run:
+    """A run with these validation losses at steps 1, 2, ..."""
+    rows = [{"step": i + 1, "split": "validation", "loss": v} for i, v in enumerate(losses)]
+    return Run(Path(config.out), config, status, {**INFO, "config": config.digest()}, rows)
+
+
+def parabola(config: RunConfig) -> Run:
+    """Best at 1e-2; at 1 it diverges; each training leaves a line with its process."""
+    folder = Path(config.out)
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder.parent.parent / "taken.txt").open("a") as file:
+        file.write(f"{folder.name} {os.getpid()}\n")
+    if config.lr >= 1:
+        return curve(config, [3.0], "diverged")
+    if config.mixer == "krause":
+        raise MemoryError("no room for krause")
+    loss = (math.log10(config.lr) + 2) ** 2 + 1 + 0.1 * config.seed
+    return curve(config, [loss + 1, loss - 0.01, loss])
+
+
+def sweep(folder: Path, **options: Any) -> list[dict[str, Any]]:
+    changes = {k: options.pop(k) for k in list(options) if k in RunConfig().as_dict()}
+    config = RunConfig(data="x.txt", out=str(folder)).replace(**changes)
+    return run_sweep(
+        config, **{"mixers": "dot,mix", "lrs": "1e-3,1e-2", "train": parabola, **options}
+    )
+
+
+def taken(folder: Path) -> list[str]:
+    return [line.split()[0] for line in (folder / "taken.txt").read_text().splitlines()]
+
+
+# The grid.
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "count"), [(1e-4, 5e-2, 7), (1e-5, 1.0, 2), (2.0, 3.0, 5)]
+)
+def test_a_range_is_geometric_and_holds_its_ends(first: float, last: float, count: int) -> None:
+    import numpy
+
+    rates = as_rates(f"{first}..{last}:{count}")
+    assert (rates[0], rates[-1], len(rates)) == (first, last, count)
+    numpy.testing.assert_allclose(rates, numpy.geomspace(first, last, count), rtol=5e-4)
+
+
+def test_lists_and_ranges_go_together_and_a_rate_counts_once() -> None:
+    assert as_rates("1e-2, 1e-4..1e-2:3") == as_rates([1e-2, 1e-4, 1e-3]) == [1e-4, 1e-3, 1e-2]
+    assert as_rates(0.5) == [0.5]
+
+
+@pytest.mark.parametrize(
+    ("lrs", "says"),
+    [
+        ("1e-4..5e-2", "how many values"),
+        ("1e-4..5e-2:x", "how many values"),
+        ("5e-2..1e-4:3", "must rise"),
+        ("0..1:3", "must rise"),
+        ("1e-4..inf:3", "must rise"),
+        ("nan..1:3", "must rise"),
+        ("1e-4..1e-2:1", "at least 2"),
+        ("1..1.001:9", "differ in 4 digits"),
+        ("", "got ''"),
+        ("fast", "got 'fast'"),
+        ("1e-3,-1", "above 0, got -1.0"),
+        ([], "at least one"),
+        ([math.nan], "above 0, got nan"),
+        ([None], "got None"),
+    ],
+)
+def test_rates_that_are_none_are_refused_by_name(lrs: Any, says: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=f"^lrs.*{says}"):
+        sweep(tmp_path / "a", lrs=lrs)
+    assert not (tmp_path / "a").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"mixers": "dot,dto"}, "mixers must be one of .*got 'dto'"),
+        ({"mixers": []}, "mixers must name at least one"),
+        ({"seeds": 0}, "seeds must be >= 1, got 0"),
+        ({"processes": 0}, "processes must be >= 1"),
+        ({"grace": 1}, "grace must be >= 2"),
+        ({"validation": 0.0}, "validation must be > 0"),
+        ({"mixer_options": {"hops": 3}}, "options of dot, mix, got 'hops'"),
+    ],
+)
+def test_bad_input_is_named_and_leaves_no_folder(
+    options: dict[str, Any], says: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=says):
+        sweep(tmp_path / "a", **options)
+    assert not (tmp_path / "a").exists()
+
+
+def test_a_trial_gets_the_options_that_its_mixer_takes() -> None:
+    shared = RunConfig(mixer_options={"edge_hidden": 8, "sigma": 1.0}, out="s")
+    options = {name: Trial(name, 0.1, 3).config(shared, "x") for name in ("dot", "mix", "gka")}
+    assert "edge_hidden" not in options["dot"].mixer_options
+    assert "edge_hidden" in options["mix"].mixer_options
+    assert "edge_hidden" not in options["gka"].mixer_options
+    own = options["mix"]
+    assert (own.mixer, own.lr, own.seed, own.out) == ("mix", 0.1, 3, "x")
+
+
+# What a sweep leaves.
+
+
+def test_every_combination_is_trained_once_and_never_again(
+    tmp_path: Path,
+) -> None:
+    rows = sweep(tmp_path / "a", seeds=2)
+    wanted = {(m, lr, s) for m in ("dot", "mix") for lr in (1e-3, 1e-2) for s in (0, 1)}
+    assert {(row["mixer"], row["lr"], row["seed"]) for row in rows} == wanted
+    assert len(rows) == len(taken(tmp_path / "a")) == 8
+    assert sweep(tmp_path / "a", seeds=2) == rows == read_sweep(tmp_path / "a")
+    assert len(taken(tmp_path / "a")) == 8
+
+
+def test_a_row_has_the_losses_of_its_run_and_where_they_come_from(tmp_path: Path) -> None:
+    row = sweep(tmp_path / "a", mixers="dot", lrs="1e-3", seeds=1)[0]
+    assert (row["loss"], row["best_loss"], row["best_step"], row["step"]) == (2.0, 1.99, 2, 3)
+    assert (row["status"], row["seconds"], row["error"]) == ("finished", 1.5, None)
+    shared = RunConfig(data="x.txt", mixer="dot", lr=1e-3)
+    assert row["config"] == shared.digest()
+    assert {name: row[name] for name in ("commit", "versions")} == {
+        name: INFO[name] for name in ("commit", "versions")
+    }
+    assert row["folder"] == "trials/mixer=dot,lr=0.001,seed=0"
+    assert (tmp_path / "a" / row["folder"]).is_dir()
+    lines = (tmp_path / "a" / "results.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in lines] == [row]
+
+
+def test_a_diverged_trial_is_a_result_and_a_failed_one_keeps_its_error(tmp_path: Path) -> None:
+    import optuna
+
+    rows = sweep(tmp_path / "a", mixers="krause,dot", lrs="1e-2,1")
+    by_name = {(row["mixer"], row["lr"]): row for row in rows}
+    diverged = by_name["dot", 1.0]
+    assert (diverged["status"], diverged["loss"], diverged["diverged_at"]) == ("diverged", None, 1)
+    failed = by_name["krause", 1e-2]
+    assert (failed["status"], failed["error"]) == ("failed", "MemoryError: no room for krause")
+    assert by_name["dot", 1e-2]["status"] == "finished"  # it came after the one that failed
+    study = optuna.load_study(study_name=None, storage=f"sqlite:///{tmp_path}/a/trials.db")
+    states = [(trial.state.name, trial.value) for trial in study.trials]
+    assert sorted(states, key=str) == [
+        ("COMPLETE", 1.0), ("COMPLETE", math.inf), ("COMPLETE", math.inf), ("FAIL", None)
+    ]  # fmt: skip
+
+
+def test_losses_that_are_not_finite_are_a_divergence(tmp_path: Path) -> None:
+    row = run_sweep(
+        RunConfig(out=str(tmp_path / "a")), mixers="dot", lrs=1e-3,
+        train=lambda config: curve(config, [2.0, None]),
+    )[0]  # fmt: skip
+    assert (row["status"], row["diverged_at"], row["best_loss"]) == ("diverged", 2, 2.0)
+
+
+def test_what_failed_is_trained_again_only_when_asked_for(tmp_path: Path) -> None:
+    sweep(tmp_path / "a", mixers="krause", lrs="1e-2")
+    sweep(tmp_path / "a", mixers="krause", lrs="1e-2")
+    assert len(taken(tmp_path / "a")) == 1
+    mended = {"train": lambda config: curve(config, [1.0])}
+    rows = sweep(tmp_path / "a", mixers="krause", lrs="1e-2", retry_failed=True, **mended)
+    assert [row["status"] for row in rows] == ["finished"]
+
+
+def test_more_may_be_added_and_old_results_stay(tmp_path: Path) -> None:
+    first = sweep(tmp_path / "a", mixers="dot", lrs="1e-2")
+    rows = sweep(tmp_path / "a", mixers="mix,dot", lrs="1e-2,1e-3", seeds=2)
+    assert rows[0] == first[0]
+    assert len(rows) == len(set(taken(tmp_path / "a"))) == len(taken(tmp_path / "a")) == 8
+
+
+def test_other_options_are_refused_by_their_names(tmp_path: Path) -> None:
+    sweep(tmp_path / "a", window=(3, 4))
+    sweep(tmp_path / "a", window=[3, 4], workers=1, lr=1e-1, seed=4)  # of no trial
+    with pytest.raises(ValueError, match="steps is 1000 there, 7 here; clip_norm is 1"):
+        sweep(tmp_path / "a", window=(3, 4), steps=7, clip_norm=2.0)
+
+
+def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "run.json").write_text("{}")
+    with pytest.raises(ValueError, match="something else than a sweep"):
+        sweep(tmp_path / "a")
+    with pytest.raises(FileNotFoundError, match="must be that of a sweep"):
+        read_sweep(tmp_path / "a")
+    assert [path.name for path in (tmp_path / "a").iterdir()] == ["run.json"]
+
+
+# Stopping.
+
+
+def test_a_run_that_was_asked_to_stop_ends_the_sweep_and_is_gone_on_with(tmp_path: Path) -> None:
+    calls: list[str] = []
+
+    def stopped_once(config: RunConfig) -> Run:
+        calls.append(Path(config.out).name)
+        return curve(config, [1.0], "interrupted" if len(calls) == 2 else "finished")
+
+    with pytest.raises(KeyboardInterrupt):
+        sweep(tmp_path / "a", mixers="dot", lrs="1,2,3", train=stopped_once)
+    statuses = [row["status"] for row in read_sweep(tmp_path / "a")]
+    assert statuses == ["finished", "interrupted", "waiting"]
+    rows = sweep(tmp_path / "a", mixers="dot", lrs="1,2,3", train=stopped_once)
+    assert [row["status"] for row in rows] == ["finished"] * 3
+    assert sorted(calls) == sorted([calls[1], *(Path(row["folder"]).name for row in rows)])
+
+
+SCRIPT = """
+import os, sys, time
+from pathlib import Path
+import graphattn as ga
+from graphattn.train import Run, RunConfig, run_sweep
+
+def train(config):
+    folder = Path(config.out)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / str(os.getpid())).touch()
+    with (folder.parent.parent / "taken.txt").open("a") as file:
+        file.write(f"{folder.name} {os.getpid()}\\n")
+    while config.mixer == "mix" and not (folder.parent.parent / "go").exists():
+        time.sleep(0.02)
+    return Run(folder, config, "finished", {}, [{"step": 1, "split": "validation", "loss": 1.0}])
+
+if __name__ == "__main__":
+    out, mixers, lrs, processes = sys.argv[1:]
+    while not Path(out + ".start").exists():
+        time.sleep(0.001)
+    run_sweep(RunConfig(out=out), mixers=mixers, lrs=lrs, processes=int(processes), train=train)
+"""
+
+
+def start(folder: Path, mixers: str, lrs: str, processes: int = 1) -> subprocess.Popen[bytes]:
+    script = folder.parent / "work.py"
+    script.write_text(SCRIPT)
+    return subprocess.Popen([sys.executable, script, folder, mixers, lrs, str(processes)])
+
+
+def wait_for(condition: Any, seconds: float = 60) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "nothing came of it"
+        time.sleep(0.02)
+
+
+@pytest.mark.long
+def test_starts_at_the_same_moment_enqueue_once_and_never_take_the_same_trial(
+    tmp_path: Path,
+) -> None:
+    folder, lrs = tmp_path / "a", ",".join(str(k) for k in range(1, 31))
+    processes = [start(folder, "dot,gka", lrs) for _ in range(3)]
+    time.sleep(6)  # all of them are waiting for the same file
+    (tmp_path / "a.start").touch()
+    assert [process.wait(120) for process in processes] == [0, 0, 0]
+    lines = [line.split() for line in (folder / "taken.txt").read_text().splitlines()]
+    assert len(lines) == len({name for name, _ in lines}) == 60
+    assert len({pid for _, pid in lines}) >= 2
+    assert len(read_sweep(folder)) == 60
+
+
+@pytest.mark.long
+def test_a_killed_worker_loses_no_trial(tmp_path: Path) -> None:
+    folder = tmp_path / "a"
+    (tmp_path / "a.start").touch()
+    killed = start(folder, "mix", "1,2")
+    wait_for(lambda: (folder / "taken.txt").exists())
+    killed.send_signal(signal.SIGKILL)
+    killed.wait()
+    assert [row["status"] for row in read_sweep(folder)] == ["running", "waiting"]
+    (folder / "go").touch()
+    assert start(folder, "mix", "1,2").wait(60) == 0
+    assert [row["status"] for row in read_sweep(folder)] == ["finished", "finished"]
+    first = Trial("mix", 1.0, 0).name
+    assert sorted(taken(folder)) == sorted([first, first, Trial("mix", 2.0, 0).name])
+    assert len([*(folder / "trials" / first).iterdir()]) == 2  # in the same folder, by two
+
+
+@pytest.mark.long
+def test_processes_of_one_start_share_the_work_and_end_with_it(tmp_path: Path) -> None:
+    folder = tmp_path / "a"
+    (tmp_path / "a.start").touch()
+    process = start(folder, "mix", "1,2", processes=2)
+    wait_for(lambda: (folder / "taken.txt").exists() and len(taken(folder)) == 2)
+    pids = [int(line.split()[1]) for line in (folder / "taken.txt").read_text().splitlines()]
+    assert len(set(pids)) == 2
+    process.kill()
+    process.wait()
+    wait_for(lambda: not any(map(is_alive, pids)))
+
+
+def is_alive(pid: int) -> bool:
+    stat = Path(f"/proc/{pid}/stat")
+    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+def test_a_worker_of_another_machine_is_taken_for_dead_after_the_grace_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its lock is not seen here; Optuna's heartbeat is, and a trial without one is left alone."""
+    from graphattn.train import sweep_queue
+
+    folder = tmp_path / "a"
+    with pytest.raises(KeyboardInterrupt):
+        sweep(folder, mixers="dot", lrs="1e-2", train=interrupt)
+    queue = sweep_queue.TrialQueue(folder, grace=2)
+    monkeypatch.setattr(sweep_queue.platform, "node", lambda: "elsewhere")
+    trial = queue.study.ask()
+    trial.set_user_attr("host", "here")
+    queue.study._storage.record_heartbeat(trial._trial_id)
+    assert queue.work(parabola) is None
+    assert not queue.is_over()
+    time.sleep(3.1)
+    row = queue.work(parabola)
+    assert row is not None
+    assert row["status"] == "finished"
+    assert queue.is_over()
+
+
+def interrupt(config: RunConfig) -> Run:
+    raise KeyboardInterrupt
+
+
+def test_who_was_taken_for_dead_and_is_alive_is_waited_for(tmp_path: Path) -> None:
+    """The one that took his trial over finds it locked, and trains after him."""
+    import threading
+
+    from graphattn.train import sweep_queue
+
+    folder = tmp_path / "a"
+    with pytest.raises(KeyboardInterrupt):
+        sweep(folder, mixers="dot", lrs="1e-2", train=interrupt)
+    order: list[str] = []
+    began, go = threading.Event(), threading.Event()
+
+    def slow(config: RunConfig) -> Run:
+        began.set()
+        go.wait(20)
+        order.append("first")
+        return parabola(config)
+
+    def fast(config: RunConfig) -> Run:
+        order.append("second")
+        return parabola(config)
+
+    first, second = (sweep_queue.TrialQueue(folder, grace=60) for _ in range(2))
+    thread = threading.Thread(target=first.work, args=(slow,))
+    thread.start()
+    assert began.wait(20)
+    states = second.optuna.trial.TrialState
+    second.study.tell(second.study.trials[-1].number, state=states.FAIL)  # as after the grace
+    other = threading.Thread(target=second.work, args=(fast,))
+    other.start()
+    time.sleep(0.3)
+    go.set()
+    thread.join(20)
+    other.join(20)
+    assert order == ["first", "second"]
+    assert [row["status"] for row in read_sweep(folder)] == ["finished"]
+
+
+def test_a_trial_that_kills_every_worker_is_given_up(tmp_path: Path) -> None:
+    from graphattn.train import sweep_queue
+
+    folder = tmp_path / "a"
+    with pytest.raises(KeyboardInterrupt):
+        sweep(folder, mixers="dot", lrs="1e-2", train=interrupt)
+    queue = sweep_queue.TrialQueue(folder, grace=60)
+    for _ in range(sweep_queue.MOST_KILLED):
+        assert [row["status"] for row in queue.rows()] == ["interrupted"]
+        trial = queue.study.ask()
+        trial.set_user_attr("host", sweep_queue.platform.node())  # which holds no lock
+        queue.add([])
+    row = queue.rows()[0]
+    assert (row["status"], row["error"]) == ("failed", "its process was killed 5 times")
+
+
+# What it says.
+
+
+def row_of(mixer: str, lr: float, loss: float | None, **more: Any) -> dict[str, Any]:
+    status = "diverged" if loss is None else "finished"
+    return {"mixer": mixer, "lr": lr, "seed": 0, "status": status, "loss": loss, **more}
+
+
+def test_the_best_rate_has_the_lowest_mean_among_those_where_no_seed_diverged() -> None:
+    rows = [
+        row_of("dot", 1e-3, 3.0), row_of("dot", 1e-3, 4.0),
+        row_of("dot", 1e-2, 1.0), row_of("dot", 1e-2, None),
+        row_of("mix", 1e-3, 2.0),
+    ]  # fmt: skip
+    dot, mix = summarize_sweep(rows)
+    assert (dot.best_lr, dot.loss, dot.spread) == (1e-3, 3.5, statistics.stdev([3.0, 4.0]))
+    assert (dot.stable, dot.diverged, dot.trials) == ((1e-3, 1e-3), 1, 4)
+    assert (mix.best_lr, mix.spread) == (1e-3, None)
+
+
+def test_the_stable_range_has_no_gap() -> None:
+    losses = {1e-5: 4.0, 1e-4: None, 1e-3: 3.0, 1e-2: 2.0, 1e-1: 2.5, 1.0: None, 10.0: 9.0}
+    (found,) = summarize_sweep([row_of("mix", lr, loss) for lr, loss in losses.items()])
+    assert (found.best_lr, found.stable, found.highest_loss) == (1e-2, (1e-3, 1e-1), 2.5)
+    waiting = row_of("mix", 5e-2, None, status="waiting")
+    (found,) = summarize_sweep([*(row_of("mix", lr, v) for lr, v in losses.items()), waiting])
+    assert (found.stable, found.open) == ((1e-3, 1e-2), 1)  # what is not known is not stable
+
+
+def test_without_results_nothing_is_said() -> None:
+    rows = [{"mixer": "dot", "lr": 1.0, "seed": 0, "status": "waiting", "loss": None}]
+    assert summarize_sweep(rows) == [
+        MixerSummary("dot", None, None, None, None, None, 1, diverged=0, failed=0, open=1)
+    ]
+    assert ga.train.summarize_sweep([]) == []
