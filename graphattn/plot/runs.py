@@ -18,7 +18,11 @@ if TYPE_CHECKING:
 Runs = Run | Sequence[Row] | Mapping[str, Run | Sequence[Row]]
 
 SIZE = 4.6, 3.2  # inches: what a phone shows without making it much smaller
-DASHES: tuple[Any, ...] = ("-", (0, (4, 2)), (0, (1, 1.5)))  # where there are more lines than colours
+DASHES: tuple[Any, ...] = (
+    "-",
+    (0, (4, 2)),
+    (0, (1, 1.5)),
+)  # where there are more lines than colours
 WHOLE = "whole model"
 LAYER_MEASURES = {  # what a layer's row is called -> the label of its axis
     "alpha_max": "largest stable learning rate",
