@@ -125,7 +125,7 @@ ARROWS = {
     "diagnostics": {"ops", "graphs", "dynamics"},
     "models": {"nn", "ops", "graphs", "data"},
     "integrations": {"nn", "ops", "graphs"},
-    "train": {"models", "integrations", "nn", "ops", "graphs", "data", "diagnostics"},
+    "train": {"models", "integrations", "nn", "ops", "graphs", "data", "diagnostics", "spectral"},
     "plot": {"models", "integrations", "nn", "ops", "graphs", "spectral", "dynamics",
              "diagnostics", "data"},
     "kernels": set(),

@@ -5,12 +5,13 @@ from __future__ import annotations
 import io
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
 import graphattn
+from graphattn.cli.run_options import with_run_options
 from graphattn.data import FileFormatError
 
 app = typer.Typer(
@@ -419,6 +420,85 @@ def models(
     except (ImportError, ValueError, OSError) as error:
         typer.echo(f"graphattn: {error}", err=True)
         raise typer.Exit(2) from None
+
+
+@app.command(no_args_is_help=True)
+@with_run_options("mixer", "lr", "seed", "out")
+def sweep(
+    mixers: Annotated[
+        str | None,
+        typer.Option(help="Names separated by commas: dot,consensus,mix,dot-window."),
+    ] = None,
+    lrs: Annotated[
+        str | None,
+        typer.Option(
+            help="Learning rates: 1e-4,3e-4, or 1e-4..5e-2:7 for 7 values from 1e-4 to 5e-2, each "
+            "the same multiple of the one before."
+        ),
+    ] = None,
+    seeds: Annotated[
+        int | None,
+        typer.Option(min=1, help="Trainings of every combination. Default: 1.", show_default=False),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(file_okay=False, help="Folder of the sweep. A second start continues it."),
+    ] = None,
+    resume: Annotated[
+        Path | None,
+        typer.Option(
+            file_okay=False,
+            help="Go on with the sweep in this folder, or help those who work on it.",
+        ),
+    ] = None,
+    processes: Annotated[
+        int,
+        typer.Option(min=1, help="That train at once, each with its share of the cores."),
+    ] = 1,
+    grace: Annotated[
+        int,
+        typer.Option(
+            min=2,
+            help="Seconds without a sign of life after which a process on another machine counts "
+            "as killed.",
+        ),
+    ] = 60,
+    retry_failed: Annotated[
+        bool, typer.Option("--retry-failed", help="Train again what failed before.")
+    ] = False,
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            exists=True, dir_okay=False, help="YAML with options; those given here come first."
+        ),
+    ] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(dir_okay=False, help="Draw the curves into this file: .png, .svg or .pdf."),
+    ] = None,
+    *,
+    options: dict[str, Any],
+) -> None:
+    """Train with every mixer at every learning rate, and compare.
+
+    Started several times, also on several machines, all work on the same sweep.
+    A training that diverges is a result; one that was killed goes on from its checkpoint.
+    Ends with 1 if a training failed.
+    """
+    from graphattn.cli.sweep import run_sweeps
+
+    grid = {"mixers": mixers, "lrs": lrs, "seeds": seeds}
+    try:
+        is_whole = run_sweeps(
+            out, resume, grid, processes, grace, retry_failed, config, plot, options, _console()
+        )
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+    except (ImportError, ValueError, OSError) as error:
+        typer.echo(f"graphattn: {error}", err=True)
+        raise typer.Exit(2) from None
+    if not is_whole:
+        raise typer.Exit(1)
 
 
 @app.command()

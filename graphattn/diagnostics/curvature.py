@@ -56,16 +56,20 @@ def slope_and_curvature(
     if method == "hvp":
         gradients = loss.gradient(batch, create_graph=True)
         u = direction([None if g is None else g.detach() for g in gradients])
-        return _dot(gradients, u), _curvature_by_autograd(loss.parameters, gradients, u)
+        return dot(gradients, u), curvature_by_autograd(loss.parameters, gradients, u)
     # The same dropout in every evaluation: differences must come from the parameters alone.
     start = random_state(loss.parameters)
     gradients = loss.gradient(batch)
     u = direction(gradients)
-    return _dot(gradients, u), _curvature_by_differences(loss, batch, u, epsilon, start)
+    return dot(gradients, u), curvature_by_differences(loss, batch, u, epsilon, start)
 
 
-def _curvature_by_autograd(
-    parameters: list[nn.Parameter], gradients: Gradients, u: list[Tensor]
+def curvature_by_autograd(
+    parameters: list[nn.Parameter],
+    gradients: Gradients,
+    u: list[Tensor],
+    *,
+    retain_graph: bool = False,
 ) -> float:
     """<u, H u>, H u being the gradient of <g, u>."""
     known = [(g, v) for g, v in zip(gradients, u, strict=True) if g is not None and g.requires_grad]
@@ -78,6 +82,7 @@ def _curvature_by_autograd(
             parameters,
             grad_outputs=[v.to(g.dtype) for g, v in known],
             allow_unused=True,
+            retain_graph=retain_graph,
         )
     except RuntimeError as error:
         error.add_note(
@@ -85,7 +90,7 @@ def _curvature_by_autograd(
             "derivatives only"
         )
         raise
-    return _dot(list(product), u)
+    return dot(list(product), u)
 
 
 def _check_differentiable_twice(gradients: list[Tensor]) -> None:
@@ -109,7 +114,7 @@ def _check_differentiable_twice(gradients: list[Tensor]) -> None:
         ahead += [before for before, _ in node.next_functions]
 
 
-def _curvature_by_differences(
+def curvature_by_differences(
     loss: Loss, batch: Any, u: list[Tensor], epsilon: float, start: Any
 ) -> float:
     """<u, H u> with H v = [g(theta + epsilon v) - g(theta - epsilon v)] / (2 epsilon), Eq. 20."""
@@ -125,14 +130,14 @@ def _curvature_by_differences(
                 moved = value.double() + v * (sign * epsilon / scale)
                 parameter.data = moved.to(parameter.dtype)
             set_random_state(start)
-            sides.append(_dot(loss.gradient(batch), u))
+            sides.append(dot(loss.gradient(batch), u))
     finally:
         for parameter, value in zip(loss.parameters, here, strict=True):
             parameter.data = value
     return (sides[0] - sides[1]) / (2 * epsilon) * scale
 
 
-def _dot(gradients: Gradients, u: list[Tensor]) -> float:
+def dot(gradients: Gradients, u: list[Tensor]) -> float:
     """The inner product over all parameters, summed in float64."""
     return sum(
         float((g.detach().double() * v).sum())

@@ -160,12 +160,12 @@ def max_stable_lr(
                 twin.step(loss.gradient(batch))
             else:
                 slope, curvature = slope_and_curvature(loss, batch, twin.step, method, epsilon)
-                values.append(_alpha_max(slope, curvature))
+                values.append(alpha_max(slope, curvature))
             twin.write()
     return StableLearningRate(tuple(values), twin.lr)
 
 
-def _alpha_max(slope: float, curvature: float) -> float:
+def alpha_max(slope: float, curvature: float) -> float:
     """Eq. 18 and its cases."""
     if not (math.isfinite(slope) and math.isfinite(curvature)):
         return math.nan

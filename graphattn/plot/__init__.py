@@ -32,6 +32,7 @@ from graphattn.plot.runs import (
 )
 from graphattn.plot.spectra import laplacian_spectrum, path_fiedler_values, theorem_margins
 from graphattn.plot.structures import structure_attention
+from graphattn.plot.sweeps import sweep_curves
 from graphattn.plot.training import loss_curves
 
 __all__ = [
@@ -60,6 +61,7 @@ __all__ = [
     "reliability_diagram",
     "sink_shares",
     "structure_attention",
+    "sweep_curves",
     "theorem_margins",
     "training_curves",
 ]

@@ -188,7 +188,7 @@ def _certify_call(layer: nn.Module, given: Mapping[str, Any]) -> Certificate:
         of_edges = _checked_features(layer, of_edges, x, graph)
     parts = {
         name: certify_sequence(layer, *sequence)
-        for name, sequence in _sequences(
+        for name, sequence in sequences_of(
             x, graph, given.get("valid"), given.get("positions"), of_edges
         )
     }
@@ -211,7 +211,7 @@ def _checked_features(layer: nn.Module, features: Any, x: Tensor, graph: TokenGr
     return found["edge_features"]
 
 
-def _sequences(
+def sequences_of(
     x: Tensor, graph: TokenGraph, valid: Any, positions: Any, edge_features: Tensor | None
 ) -> Iterator[tuple[str, Sequence]]:
     """Every sequence of a batch [*, N, C] or a packed graph by itself, without its padding."""

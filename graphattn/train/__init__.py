@@ -41,7 +41,7 @@ from graphattn.train.registry import objective
 from graphattn.train.regression import ResidueRegression
 from graphattn.train.run_folder import Run, read_run
 from graphattn.train.schedules import MaskSchedule, mask_ratios
-from graphattn.train.sweep import read_sweep, run_sweep
+from graphattn.train.sweep import read_sweep, resume_sweep, run_sweep
 from graphattn.train.sweep_results import MixerSummary, summarize_sweep
 
 if TYPE_CHECKING:
@@ -85,6 +85,7 @@ __all__ = [
     "read_run",
     "read_sweep",
     "resume",
+    "resume_sweep",
     "run_sweep",
     "sample_diffusion",
     "score_entropy",

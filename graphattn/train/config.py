@@ -6,7 +6,9 @@ import dataclasses
 import difflib
 import hashlib
 import json
+import operator
 import os
+import re
 import typing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +31,8 @@ class RunConfig:
         tokenizer: of text: "bytes", "characters", or the file of a `tokenizers` tokenizer.
         length: the longest window of tokens; longer records are cut.
         validation, test: shares that are set aside.
+        validation_tokens: how many tokens of the validation set are looked at while training,
+            windows evenly spread over it; 0 for all. ``graphattn evaluate`` takes all.
         split: "position" (the end of a text), "record" or "group" (whole groups stay together).
         group: a regular expression whose first group names a record's group in its header.
         model: a preset (:func:`graphattn.models.presets`) or the folder of a saved model.
@@ -59,7 +63,7 @@ class RunConfig:
         >>> from graphattn.train import RunConfig
         >>> config = RunConfig(data="proteins.fasta", model="protein-6m", steps=100)
         >>> config.lr, config.replace(lr=1e-2).lr
-        (0.0003, 0.01)
+        (0.001, 0.01)
     """
 
     data: str = ""
@@ -68,6 +72,7 @@ class RunConfig:
     length: int = 0
     validation: float = 0.05
     test: float = 0.05
+    validation_tokens: int = 65536
     split: Literal["auto", "position", "record", "group"] = "auto"
     group: str = ""
     model: str = "auto"
@@ -77,11 +82,11 @@ class RunConfig:
     window: Any = None
     objective: str = "auto"
     objective_options: dict[str, Any] = field(default_factory=dict)
-    steps: int = 1000
-    batch_tokens: int = 8192
+    steps: int = 500
+    batch_tokens: int = 4096
     accumulate: int = 1
-    lr: float = 3e-4
-    warmup_steps: int = 100
+    lr: float = 1e-3
+    warmup_steps: int = 50
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     weight_decay: float = 0.01
     clip_norm: float = 1.0
@@ -89,8 +94,8 @@ class RunConfig:
     gradient_checkpointing: bool = False
     compile: bool = False
     seed: int = 0
-    evaluate_every: int = 200
-    save_every: int = 200
+    evaluate_every: int = 100
+    save_every: int = 100
     log_every: int = 10
     keep: int = 2
     record_every: int = 0
@@ -99,6 +104,8 @@ class RunConfig:
     out: str = ""
 
     def __post_init__(self) -> None:
+        for own in dataclasses.fields(self):
+            setattr(self, own.name, _plain(own.name, getattr(self, own.name)))
         for name, least in _INTEGERS.items():
             setattr(self, name, as_int(name, getattr(self, name), least))
         for name, is_positive in _NUMBERS.items():
@@ -135,10 +142,38 @@ class RunConfig:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a YAML file."""
-        import yaml
-
+        yaml = _yaml()
         text = yaml.safe_dump(self.as_dict(), sort_keys=False, allow_unicode=True)
         Path(path).write_text(text, encoding="utf-8")
+
+    @classmethod
+    def parse(cls, name: str, text: str) -> Any:
+        """The value that a text says, as the command line has it: numbers, lists and dicts in YAML.
+
+        Args:
+            name: of the option; one that holds text gets it as it is.
+            text: what was given.
+
+        Raises:
+            ValueError: the text is not YAML.
+
+        Example:
+            >>> from graphattn.train import RunConfig
+            >>> RunConfig.parse("lr", "1e-4"), RunConfig.parse("data", "1e-4")
+            (0.0001, '1e-4')
+            >>> RunConfig.parse("model_options", '{"dropout": 0.1}')
+            {'dropout': 0.1}
+        """
+        hint = typing.get_type_hints(cls)[name]
+        if hint is str or typing.get_origin(hint) is Literal:
+            return text
+        try:
+            return from_yaml(text)
+        except _yaml().YAMLError as error:
+            raise ValueError(
+                f"{name} must be a value as YAML or JSON has it, got {text!r}: "
+                f"{' '.join(str(error).split())}"
+            ) from None
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], **changes: Any) -> RunConfig:
@@ -151,10 +186,9 @@ class RunConfig:
         Raises:
             ValueError: it is no YAML, or names what is not known; the message has the file.
         """
-        import yaml
-
+        yaml = _yaml()
         try:
-            found = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
+            found = from_yaml(Path(path).read_text(encoding="utf-8")) or {}
         except (yaml.YAMLError, UnicodeDecodeError) as error:
             raise ValueError(
                 f"{os.fspath(path)}: is not YAML: {' '.join(str(error).split())}"
@@ -173,6 +207,7 @@ class RunConfig:
 
 _INTEGERS = {
     "length": 0,
+    "validation_tokens": 0,
     "steps": 0,
     "batch_tokens": 1,
     "accumulate": 1,
@@ -192,6 +227,65 @@ _NUMBERS = {
     "weight_decay": False,
     "clip_norm": False,
 }
+
+
+def _plain(name: str, value: Any) -> Any:
+    """A value as YAML keeps it: paths as text, tuples as lists; ValueError for other objects."""
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if isinstance(value, list | tuple):
+        return [_plain(name, entry) for entry in value]
+    if isinstance(value, dict):
+        if wrong := [key for key in value if not isinstance(key, str)]:
+            raise ValueError(f"{name} must have names as keys, got {wrong[0]!r}")
+        return {key: _plain(name, entry) for key, entry in value.items()}
+    if value is None or isinstance(value, str | bool | int | float):
+        return value
+    try:
+        return operator.index(value)  # numpy's integers, for instance
+    except TypeError:
+        pass
+    if callable(getattr(value, "item", None)) and not getattr(value, "shape", ()):
+        return value.item()
+    raise ValueError(
+        f"{name} must be made of text, numbers, lists and dicts, which a file keeps, got "
+        f"{type(value).__name__}"
+    )
+
+
+def from_yaml(text: str) -> Any:
+    """What YAML says, with ``1e-4`` as the number that it is in YAML 1.2 and in JSON.
+
+    Example:
+        >>> from graphattn.train.config import from_yaml
+        >>> from_yaml("{lr: 1e-4, mixer: dot}")
+        {'lr': 0.0001, 'mixer': 'dot'}
+    """
+    yaml = _yaml()
+
+    class Loader(yaml.SafeLoader):  # type: ignore[misc, name-defined]
+        def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+            keys = [key.value for key, _ in node.value]
+            for key in keys:
+                if keys.count(key) > 1:
+                    raise yaml.constructor.ConstructorError(
+                        None, None, f"{key!r} stands there twice", node.start_mark
+                    )
+            return super().construct_mapping(node, deep)  # type: ignore[no-any-return]
+
+    Loader.add_implicit_resolver("tag:yaml.org,2002:float", _WITH_EXPONENT, list("-+0123456789."))
+    return yaml.load(text, Loader)  # a SafeLoader: plain values alone
+
+
+_WITH_EXPONENT = re.compile(r"^[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)[eE][-+]?[0-9]+$")
+
+
+def _yaml() -> Any:
+    try:
+        import yaml
+    except ImportError as error:
+        raise ImportError("files of runs need PyYAML: pip install 'graphattn[train]'") from error
+    return yaml
 
 
 def _check_keys(found: dict[Any, Any], where: str) -> None:

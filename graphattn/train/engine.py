@@ -7,8 +7,9 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -125,12 +126,12 @@ def resume(
         >>> ga.train.resume("runs/a").status  # doctest: +SKIP
         'finished'
     """
-    from importlib import import_module
-
     config = read_run(folder).config.replace(out=os.fspath(folder))
     if steps is not None:
         if steps < config.steps:
-            raise ValueError(f"steps must be at least those of the run, {config.steps}, got {steps}")
+            raise ValueError(
+                f"steps must be at least those of the run, {config.steps}, got {steps}"
+            )
         config = config.replace(steps=steps)
     found = import_module("graphattn.train.setup").prepare(config)
     return fit(
@@ -147,9 +148,7 @@ def resume(
 # Before a run.
 
 
-def _check(
-    model: Any, objective: Any, config: Any, train: Any, validation: Any
-) -> None:
+def _check(model: Any, objective: Any, config: Any, train: Any, validation: Any) -> None:
     if not isinstance(model, nn.Module):
         raise ValueError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     if not isinstance(objective, Objective):
@@ -211,10 +210,8 @@ def _open(path: Path, config: RunConfig, tokenizer: Any, args: Any) -> None:
     newest = max(checkpoints.complete_checkpoints(path), default=0)
     keep_rows(path / run_folder.LOG, newest)
     if tokenizer is not None and not (path / "tokenizer.json").is_file():
-        import graphattn.data
-
-        save_tokenizer: Callable[..., None] = graphattn.data.save_tokenizer
-        save_tokenizer(tokenizer, path / "tokenizer.json")
+        data: Any = import_module("graphattn.data")
+        data.save_tokenizer(tokenizer, path / "tokenizer.json")
     before = run_folder.read_state(path)
     run_folder.write_state(
         path,
@@ -293,9 +290,7 @@ def _train(
         return read_run(path)
 
 
-def _recorders(
-    objective: Objective, config: RunConfig, train: Any, validation: Any
-) -> list[Any]:
+def _recorders(objective: Objective, config: RunConfig, train: Any, validation: Any) -> list[Any]:
     if not config.record_every:
         return []
     from graphattn.train.layer_callback import LayerRecords

@@ -19,14 +19,15 @@ from torch.optim import Optimizer
 from graphattn.diagnostics import record
 from graphattn.diagnostics.call_statistics import ranks
 from graphattn.diagnostics.curvature import Loss as LossOfBatch
-from graphattn.diagnostics.curvature import _curvature_by_differences, _dot
+from graphattn.diagnostics.curvature import curvature_by_autograd, curvature_by_differences, dot
 from graphattn.diagnostics.evaluating import dropout_off
 from graphattn.diagnostics.restore import left_as_found, random_state
+from graphattn.diagnostics.stable_learning_rate import alpha_max
 from graphattn.diagnostics.twin_optimizer import TwinOptimizer
 from graphattn.nn import SelfConsensus
 from graphattn.ops.inputs import check_graph
 from graphattn.spectral.frozen_steps import FrozenStep
-from graphattn.spectral.module_certificates import _sequences
+from graphattn.spectral.module_certificates import sequences_of
 from graphattn.train.objective import Batch, Objective
 from graphattn.train.records import Row
 
@@ -191,7 +192,7 @@ def _step_sizes(layer: SelfConsensus, given: dict[str, Any]) -> tuple[float | No
         name: None if given.get(name) is None else _first(given[name], x.dim())
         for name in ("valid", "positions", "edge_features")
     }
-    sequence = next(iter(_sequences(rows, graph, *first.values())))[1]
+    sequence = next(iter(sequences_of(rows, graph, *first.values())))[1]
     if not bool(sequence[0].isfinite().all()):
         return None, None
     step = FrozenStep(layer, *sequence)
@@ -239,68 +240,55 @@ def _add_learning_rates(
     seed: int,
 ) -> None:
     """alpha_max and the share of stable steps, of the model and of every layer that learns."""
-    twin = TwinOptimizer(optimizer, max_norm or None)
-    loss = LossOfBatch(model, lambda m, b: _loss(objective, m, b, seed), twin.parameters)
-    parts: list[tuple[Row, list[bool]]] = [(found, [True] * len(twin.parameters))]
+    first = TwinOptimizer(optimizer, max_norm or None)
+    parts: list[tuple[Row, list[bool]]] = [(found, [True] * len(first.parameters))]
     for name, row in found["layers"].items():
         try:
             own = {id(parameter) for parameter in model.get_submodule(name).parameters()}
-        except AttributeError:
+        except AttributeError:  # a shortcut beside a layer is no module of the model
             continue
-        chosen = [id(parameter) in own for parameter in twin.parameters]
+        chosen = [id(parameter) in own for parameter in first.parameters]
         if any(chosen):
             parts.append((row, chosen))
+    loss = LossOfBatch(model, lambda m, b: _loss(objective, m, b, seed), first.parameters)
     values: list[list[float]] = [[] for _ in parts]
     for batch in batches:
+        # Every batch meets the optimizer as it is now.
+        twin = TwinOptimizer(optimizer, max_norm or None)
         pairs = _slopes_and_curvatures(loss, batch, twin, [chosen for _, chosen in parts])
         for own_values, pair in zip(values, pairs, strict=True):
-            own_values.append(_alpha_max(*pair))
+            own_values.append(alpha_max(*pair))
     for (row, _), own_values in zip(parts, values, strict=True):
         known = sorted(value for value in own_values if not math.isnan(value))
         row["alpha_max"] = known[len(known) // 2] if known else None
-        row["share_stable"] = sum(value > twin.lr for value in own_values) / len(own_values)
+        row["share_stable"] = sum(value > first.lr for value in own_values) / len(own_values)
 
 
 def _slopes_and_curvatures(
     loss: LossOfBatch, batch: Batch, twin: TwinOptimizer, parts: list[list[bool]]
 ) -> list[tuple[float, float]]:
     """<g, u> and <u, H u> for u restricted to some parameters, of every part."""
+
+    def restricted(u: list[Tensor]) -> Iterator[list[Tensor]]:
+        for chosen in parts:
+            yield [v if kept else torch.zeros_like(v) for v, kept in zip(u, chosen, strict=True)]
+
     start = random_state(loss.parameters)
-    found = []
+    gradients = loss.gradient(batch, create_graph=True)
+    u = twin.step([None if g is None else g.detach() for g in gradients])
     try:
-        gradients = loss.gradient(batch, create_graph=True)
-        u = twin.step([None if g is None else g.detach() for g in gradients])
-        twin.stay()
-        known = [i for i, g in enumerate(gradients) if g is not None and g.requires_grad]
-        for chosen in parts:
-            own = [v if kept else torch.zeros_like(v) for v, kept in zip(u, chosen, strict=True)]
-            moved = [i for i in known if chosen[i]]
-            product: Sequence[Tensor | None] = [None] * len(own)
-            if moved:
-                product = torch.autograd.grad(
-                    [gradients[i] for i in moved],  # type: ignore[misc]
-                    loss.parameters,
-                    grad_outputs=[own[i].to(gradients[i].dtype) for i in moved],  # type: ignore[union-attr]
-                    allow_unused=True,
-                    retain_graph=True,
-                )
-            found.append((_dot(gradients, own), _dot(list(product), own)))
+        return [
+            (
+                dot(gradients, own),
+                curvature_by_autograd(loss.parameters, gradients, own, retain_graph=True),
+            )
+            for own in restricted(u)
+        ]
     except RuntimeError:  # kernels and fused attention cannot be differentiated twice
-        gradients = loss.gradient(batch)
-        u = twin.step(gradients)
-        twin.stay()
-        found = []
-        for chosen in parts:
-            own = [v if kept else torch.zeros_like(v) for v, kept in zip(u, chosen, strict=True)]
-            curvature = _curvature_by_differences(loss, batch, own, EPSILON, start)
-            found.append((_dot(gradients, own), curvature))
-    return found
-
-
-def _alpha_max(slope: float, curvature: float) -> float:
-    """Eq. 18 of the paper and its cases."""
-    if not (math.isfinite(slope) and math.isfinite(curvature)):
-        return math.nan
-    if slope >= 0:
-        return 0.0 if slope > 0 else math.inf
-    return math.inf if curvature <= 0 else -2 * slope / curvature
+        return [
+            (
+                dot(gradients, own),
+                curvature_by_differences(loss, batch, own, EPSILON, start),
+            )
+            for own in restricted(u)
+        ]

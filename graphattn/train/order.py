@@ -19,6 +19,7 @@ class Batches(Protocol):
     def __iter__(self) -> Iterator[list[int]]: ...
     def __len__(self) -> int: ...
     def set_epoch(self, epoch: int) -> None: ...
+    def start_at(self, batch: int) -> None: ...
 
 
 def token_batches(
@@ -37,12 +38,23 @@ class PlainBatches(Sampler[list[int]]):
 
     def __init__(self, lengths: Tensor, max_tokens: int, *, seed: int, shuffle: bool) -> None:
         self.lengths, self.max_tokens = lengths, max_tokens
-        self.seed, self.shuffle, self.epoch = seed, shuffle, 0
+        self.seed, self.shuffle = seed, shuffle
+        self.epoch = self.start = 0
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
 
+    def start_at(self, batch: int) -> None:
+        self.start = batch
+
     def __iter__(self) -> Iterator[list[int]]:
+        start, self.start = self.start, 0
+        return itertools.islice(self._all(), start, None)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self._all())
+
+    def _all(self) -> Iterator[list[int]]:
         order = torch.arange(len(self.lengths))
         if self.shuffle:
             generator = torch.Generator().manual_seed(self.seed + 1_000_003 * self.epoch)
@@ -57,9 +69,6 @@ class PlainBatches(Sampler[list[int]]):
             batch.append(index)
         if batch:
             yield batch
-
-    def __len__(self) -> int:
-        return sum(1 for _ in iter(self))
 
 
 class EndlessBatches(Sampler[list[int]]):
@@ -84,17 +93,19 @@ class EndlessBatches(Sampler[list[int]]):
             if skipped and skipped >= (size := len(self.batches)):
                 skipped -= size
                 continue
-            yield from itertools.islice(iter(self.batches), skipped, None)
+            self.batches.start_at(skipped)
+            yield from self.batches
             skipped = 0
 
 
 class TrainingLoader(torch.utils.data.DataLoader):
     """A loader of batches without end that says how many of them a run takes."""
 
-    def __init__(self, *args: Any, batches: int, **kwargs: Any) -> None:
+    def __init__(self, dataset: Any, *, batches: int, **options: Any) -> None:
         # A generator of its own: torch's is that of masks and dropout, whose numbers must be the
         # same whether a run is continued or not.
-        super().__init__(*args, generator=torch.Generator().manual_seed(0), **kwargs)
+        own: dict[str, Any] = {"generator": torch.Generator().manual_seed(0), **options}
+        super().__init__(dataset, **own)
         self._batches = batches
 
     def __len__(self) -> int:

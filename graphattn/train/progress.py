@@ -43,9 +43,7 @@ class ProgressLine(TrainerCallback):
         if self.bar is not None and self.task is not None:
             self.bar.update(self.task, completed=state.global_step)
 
-    def on_log(
-        self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any
-    ) -> None:
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if self.bar is None or self.task is None:
             return
         for name, title in (("loss", "loss"), ("eval_loss", "validation")):

@@ -6,6 +6,7 @@ import json
 import os
 import platform
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,7 +15,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import graphattn
 from graphattn.train.config import RunConfig
 from graphattn.train.records import Row, read_rows, replace_file, replace_text
 
@@ -162,7 +162,7 @@ def locked(path: Path) -> Iterator[None]:
     handle = os.open(path / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
     holding = [handle]
     # Processes that load data must not hold the lock of one that was killed.
-    os.register_at_fork(after_in_child=lambda: [os.close(holding.pop()) for _ in holding[:]])
+    os.register_at_fork(after_in_child=lambda: _close(holding))
     try:
         if not _lock(handle):
             raise ValueError(
@@ -173,6 +173,11 @@ def locked(path: Path) -> Iterator[None]:
     finally:
         holding.clear()
         os.close(handle)
+
+
+def _close(handles: list[int]) -> None:
+    while handles:
+        os.close(handles.pop())
 
 
 def _is_locked(path: Path) -> bool:
@@ -209,7 +214,7 @@ def provenance(config: RunConfig, device: str, processes: int) -> dict[str, Any]
         "config": config.digest(),
         "seed": config.seed,
         "versions": {
-            "graphattn": graphattn.__version__,
+            "graphattn": sys.modules[__name__.partition(".")[0]].__version__,
             "python": platform.python_version(),
             **{name: _version(name) for name in names},
         },
@@ -220,7 +225,7 @@ def provenance(config: RunConfig, device: str, processes: int) -> dict[str, Any]
 
 def commit() -> str | None:
     """The commit of graphattn's own checkout, with "-dirty" where files differ; None elsewhere."""
-    own = Path(graphattn.__file__)
+    own = Path(__file__)
     git = ["git", "-C", str(own.parent)]
     try:
         known = subprocess.run(

@@ -53,9 +53,7 @@ class RunningLoss:
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps."""
-        return {
-            "total": self.total, "count": self.count, "first": self.first, "above": self.above
-        }
+        return {"total": self.total, "count": self.count, "first": self.first, "above": self.above}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Go on from :meth:`state`."""

@@ -23,8 +23,10 @@ from graphattn.train.run_folder import Run
 from graphattn.train.sweep_grid import Trial, as_mixers, as_rates, as_seeds, trials_of
 from graphattn.train.sweep_queue import (
     ROWS,
+    SHARED,
     STORAGE,
     Interrupted,
+    Train,
     TrialQueue,
     check_folder,
     open_folder,
@@ -91,20 +93,46 @@ def run_sweep(
         (0.0001, 0.01)
     """
     trials = trials_of(as_mixers(mixers, config.mixer_options), as_rates(lrs), as_seeds(seeds))
-    processes, grace = as_int("processes", processes, 1), as_int("grace", grace, 2)
-    _check(config)
+    processes, grace = _checked(processes, grace)
+    if not config.out:
+        raise ValueError("out must be the folder of the sweep, got ''")
+    if config.validation <= 0:
+        raise ValueError("validation must be > 0 in a sweep, which compares by it, got 0")
     folder = Path(config.out)
-    shared = config.replace(mixer=None, out="", seed=0)
+    shared = _with_whole_paths(config.replace(mixer=None, out="", seed=0))
     check_folder(folder, shared)
     if train is None:
-        _try_to_prepare(trials, config, folder)
-    work = train or prepare_and_fit
+        _try_to_prepare(trials, shared, folder)
     open_folder(folder, shared)
-    queue = TrialQueue(folder, grace)
-    queue.add(trials, retry_failed=retry_failed)
-    with _others(processes - 1, folder, grace, work, tell), _threads(processes):
-        _work_until_over(queue, work, tell)
-    return queue.rows()
+    return _run(folder, trials, processes, grace, retry_failed, train, tell)
+
+
+def resume_sweep(
+    folder: str | os.PathLike[str],
+    *,
+    processes: int = 1,
+    grace: int = 60,
+    retry_failed: bool = False,
+    train: Callable[[RunConfig], Run] | None = None,
+    tell: Tell | None = None,
+) -> list[Row]:
+    """Go on with the sweep in a folder, or help those who work on it.
+
+    Args:
+        folder: of the sweep.
+        processes, grace, retry_failed, train, tell: as :func:`run_sweep` has them.
+
+    Raises:
+        FileNotFoundError: it is no folder of a sweep.
+        KeyboardInterrupt: somebody asked to stop; the trials have saved their state.
+
+    Example:
+        >>> import graphattn as ga
+        >>> rows = ga.train.resume_sweep("sweeps/a", processes=2)  # doctest: +SKIP
+    """
+    processes, grace = _checked(processes, grace)
+    _check_is_sweep(Path(folder))
+    return _run(Path(folder), [], processes, grace, retry_failed, train, tell)
 
 
 def read_sweep(folder: str | os.PathLike[str]) -> list[Row]:
@@ -129,8 +157,7 @@ def read_sweep(folder: str | os.PathLike[str]) -> list[Row]:
         [2.41, 2.38]
     """
     path = Path(folder)
-    if not (path / STORAGE).is_file() or not (path / ROWS).is_file():
-        raise FileNotFoundError(f"folder must be that of a sweep, got {str(path)!r}: no {STORAGE}")
+    _check_is_sweep(path)
     try:
         return TrialQueue(path, grace=60).rows()
     except ImportError:  # results can be read where nothing is trained
@@ -153,15 +180,40 @@ def prepare_and_fit(config: RunConfig) -> Run:
     )
 
 
-def _check(config: RunConfig) -> None:
-    if not config.out:
-        raise ValueError("out must be the folder of the sweep, got ''")
-    if config.validation <= 0:
-        raise ValueError("validation must be > 0 in a sweep, which compares by it, got 0")
+def _run(
+    folder: Path,
+    trials: Sequence[Trial],
+    processes: int,
+    grace: int,
+    retry_failed: bool,
+    train: Train | None,
+    tell: Tell | None,
+) -> list[Row]:
+    queue, work = TrialQueue(folder, grace), train or prepare_and_fit
+    queue.add(trials, retry_failed=retry_failed)
+    with _others(processes - 1, folder, grace, work, tell), _threads(processes):
+        _work_until_over(queue, work, tell)
+    return queue.rows()
+
+
+def _checked(processes: Any, grace: Any) -> tuple[int, int]:
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ValueError(
             "a sweep trains every trial in one process: start it without torchrun, once per GPU"
         )
+    return as_int("processes", processes, 1), as_int("grace", grace, 2)
+
+
+def _check_is_sweep(path: Path) -> None:
+    if not all((path / name).is_file() for name in (SHARED, STORAGE, ROWS)):
+        raise FileNotFoundError(f"folder must be that of a sweep, got {str(path)!r}: no {STORAGE}")
+
+
+def _with_whole_paths(config: RunConfig) -> RunConfig:
+    """Files as they are called from everywhere: the sweep may be gone on with from there."""
+    given = {name: getattr(config, name) for name in ("data", "tokenizer", "model")}
+    paths = {name: os.path.abspath(own) for name, own in given.items() if os.path.exists(own)}
+    return config.replace(**paths)
 
 
 def _try_to_prepare(trials: Sequence[Trial], config: RunConfig, folder: Path) -> None:

@@ -95,6 +95,9 @@ class GraphTrainer(Trainer):
         callbacks: transformers' TrainerCallback.
     """
 
+    optimizer: Any
+    control: Any
+
     def __init__(
         self,
         model: nn.Module,
@@ -147,7 +150,7 @@ class GraphTrainer(Trainer):
         )
         return torch.utils.data.DataLoader(
             dataset,  # type: ignore[arg-type]
-            batch_sampler=order,  # type: ignore[arg-type]
+            batch_sampler=order,
             collate_fn=self.data_collator,
             num_workers=self.args.dataloader_num_workers,
             generator=torch.Generator().manual_seed(0),
@@ -213,9 +216,7 @@ class GraphTrainer(Trainer):
             numbers = self.objective.evaluate(self.learned, batches, seed=self.config.seed)
         found = {f"{metric_key_prefix}_{name}": value for name, value in numbers.items()}
         self.log(dict(found))
-        self.control = self.callback_handler.on_evaluate(
-            self.args, self.state, self.control, found
-        )
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, found)
         return found
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
@@ -242,39 +243,49 @@ class GraphTrainer(Trainer):
     # Checkpoints.
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        step = self.state.global_step
-        path = checkpoints.checkpoint_path(self.folder, step)
-        aside = checkpoints.unfinished_path(self.folder, step)
-        error: Exception | None = None
-        try:
+        """Write a checkpoint aside, every process its part; complete, it gets its name."""
+        path = checkpoints.checkpoint_path(self.folder, self.state.global_step)
+        aside = checkpoints.unfinished_path(self.folder, self.state.global_step)
+
+        def make_room() -> None:
             if self.args.should_save:
                 shutil.rmtree(aside, ignore_errors=True)
+                aside.mkdir(parents=True)
+
+        def write() -> None:
+            if self.args.should_save:
                 checkpoints.save_model(self.learned, aside)
                 replace_text(aside / "running_loss.json", json.dumps(self.running.state()))
                 self.state.save_to_json(str(aside / checkpoints.STATE))
-            aside.mkdir(parents=True, exist_ok=True)
             self._save_optimizer_and_scheduler(str(aside))
             self._save_scaler(str(aside))
             self._save_rng_state(str(aside))
-        except Exception as failure:  # torch and safetensors tell of a full disk in several ways
-            error = failure
-        try:
-            if not self._over_processes([float(error is not None)])[0] and self.args.should_save:
+
+        def publish() -> None:
+            if self.args.should_save:
                 sync(self.folder / run_folder.LOG)
                 checkpoints.publish(aside, path)
-                checkpoints.keep_checkpoints(
-                    self.folder, self.config.keep, self.state.best_global_step
-                )
-        except OSError as failure:
-            error = failure
-        if self._over_processes([float(error is not None)])[0]:
-            shutil.rmtree(aside, ignore_errors=True)
-            last = max(checkpoints.complete_checkpoints(self.folder), default=None)
-            kept = "nothing was saved before" if last is None else f"that of step {last} is kept"
-            raise OSError(
-                f"the checkpoint of step {step} could not be written to {str(path.parent)!r}: "
-                f"{error}; {kept}. Make room and start again: the run goes on from there"
-            ) from error
+                best = self.state.best_global_step
+                checkpoints.keep_checkpoints(self.folder, self.config.keep, best)
+
+        for part in (make_room, write, publish):
+            failure: Exception | None = None
+            try:
+                part()
+            except Exception as error:  # torch and safetensors tell of a full disk in several ways
+                failure = error
+            if self._over_processes([float(failure is not None)])[0]:
+                shutil.rmtree(aside, ignore_errors=True)
+                raise self._not_saved(path, failure) from failure
+
+    def _not_saved(self, path: Path, failure: Exception | None) -> OSError:
+        last = max(checkpoints.complete_checkpoints(self.folder), default=None)
+        kept = "nothing was saved before" if last is None else f"that of step {last} is kept"
+        return OSError(
+            f"the checkpoint of step {self.state.global_step} could not be written to "
+            f"{str(path.parent)!r}: {failure or 'another process failed'}; {kept}. Make room and "
+            "start again: the run goes on from there"
+        )
 
     def _load_from_checkpoint(
         self, resume_from_checkpoint: str, model: nn.Module | None = None
@@ -291,9 +302,7 @@ class _Flow(TrainerCallback):
     def __init__(self, trainer: GraphTrainer) -> None:
         self.trainer = trainer
 
-    def on_step_end(
-        self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any
-    ) -> Any:
+    def on_step_end(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> Any:
         running = self.trainer.running
         if state.global_step >= state.max_steps:
             control.should_training_stop = control.should_log = control.should_save = True

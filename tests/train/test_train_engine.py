@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 import os
 import resource
 import signal
+import sys
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -40,6 +43,12 @@ class At(transformers.TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         if state.global_step == self.step:
             self.do(given["model"].model)
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> ga.train.Run:
+    """A run that nothing disturbed."""
+    return tiny_runs.train(tmp_path_factory.mktemp("straight") / "run")
 
 
 # The mathematics.
@@ -112,6 +121,7 @@ def test_the_rate_rises_and_then_follows_its_schedule(tmp_path, schedule):
     assert rates == pytest.approx([0, 0.5, *falls])
 
 
+@pytest.mark.long
 def test_training_in_bfloat16_keeps_weights_in_float32_and_learns(tmp_path):
     model = tiny_runs.model(dropout=0.0)
     config = tiny_runs.config(tmp_path / "run", steps=40, precision="bfloat16", log_every=10)
@@ -128,6 +138,7 @@ def test_training_in_bfloat16_keeps_weights_in_float32_and_learns(tmp_path):
     assert 0 < difference < 0.05
 
 
+@pytest.mark.long
 def test_gradient_checkpointing_changes_no_loss(tmp_path):
     runs = [
         tiny_runs.train(tmp_path / str(on), steps=4, log_every=1, gradient_checkpointing=on)
@@ -152,14 +163,13 @@ def test_batches_without_end_start_anywhere_and_are_shared_among_processes():
     assert stream(start=17) == stream()[17:] + stream(start=30)[:17]
     assert stream(rank=1, processes=2)[:15] == whole[1::2]
     epoch = len(order.token_batches(lengths, 20, seed=3))
-    assert sorted(sum(whole[:epoch], [])) == list(range(25))
+    assert sorted(itertools.chain(*whole[:epoch])) == list(range(25))
 
 
 # Going on.
 
 
-def test_a_run_that_was_interrupted_ends_as_if_undisturbed(tmp_path):
-    straight = tiny_runs.train(tmp_path / "straight")
+def test_a_run_that_was_interrupted_ends_as_if_undisturbed(tmp_path, straight):
     interrupt = At(7, lambda _: os.kill(os.getpid(), signal.SIGINT))
     stopped = tiny_runs.train(tmp_path / "run", callbacks=[interrupt])
     assert (stopped.status, checkpoints.complete_checkpoints(stopped.path)[-1]) == (
@@ -190,7 +200,9 @@ def test_a_second_control_c_does_not_wait(tmp_path):
 def test_steps_may_grow_and_a_run_that_is_over_is_returned_as_it_is(tmp_path):
     first = tiny_runs.train(tmp_path / "run", steps=4, schedule="constant", keep=9)
     written = (first.path / "run.json").read_bytes()
-    assert tiny_runs.train(tmp_path / "run", steps=4, schedule="constant", keep=9).rows == first.rows
+    assert (
+        tiny_runs.train(tmp_path / "run", steps=4, schedule="constant", keep=9).rows == first.rows
+    )
     assert (first.path / "run.json").read_bytes() == written
     grown = tiny_runs.train(tmp_path / "run", steps=9, schedule="constant", keep=9)
     straight = tiny_runs.train(tmp_path / "straight", steps=9, schedule="constant", keep=9)
@@ -201,7 +213,9 @@ def test_steps_may_grow_and_a_run_that_is_over_is_returned_as_it_is(tmp_path):
 
 def test_a_folder_of_another_config_is_refused_by_the_names_that_differ(tmp_path):
     before = tiny_runs.train(tmp_path / "run", steps=4)
-    with pytest.raises(ValueError, match=r"out: .* accumulate is 2 there, 1 here; lr is 0.01") as told:
+    with pytest.raises(
+        ValueError, match=r"out: .* accumulate is 2 there, 1 here; lr is 0.01"
+    ) as told:
         tiny_runs.train(tmp_path / "run", steps=4, accumulate=1, lr=0.5)
     assert "seed" not in str(told.value)
     with pytest.raises(ValueError, match="steps is 4 there, 3 here"):
@@ -209,7 +223,7 @@ def test_a_folder_of_another_config_is_refused_by_the_names_that_differ(tmp_path
     assert ga.train.read_run(tmp_path / "run").rows == before.rows
 
 
-def test_what_is_half_written_is_removed_and_never_read(tmp_path):
+def test_what_is_half_written_is_removed_and_never_read(tmp_path, straight):
     folder = tmp_path / "run"
     tiny_runs.train(folder, callbacks=[At(7, lambda _: os.kill(os.getpid(), signal.SIGINT))])
     aside = checkpoints.unfinished_path(folder, 11)
@@ -221,9 +235,7 @@ def test_what_is_half_written_is_removed_and_never_read(tmp_path):
     assert checkpoints.complete_checkpoints(folder)[-1] == 8
     run = tiny_runs.train(folder)
     assert not [path for path in folder.rglob(".*") if path.name != ".lock"]
-    assert (folder / "log.jsonl").read_bytes() == (
-        tiny_runs.train(tmp_path / "straight").path / "log.jsonl"
-    ).read_bytes()
+    assert (folder / "log.jsonl").read_bytes() == (straight.path / "log.jsonl").read_bytes()
     assert run.status == "finished"
 
 
@@ -236,13 +248,13 @@ def test_the_newest_and_the_best_checkpoints_are_kept(tmp_path):
     assert files["model"] == files[f"step-{best:08d}"]
 
 
-def test_a_full_disk_while_saving_keeps_the_checkpoint_before(tmp_path):
+def test_a_full_disk_while_saving_keeps_the_checkpoint_before(tmp_path, straight):
     """The system refuses to write beyond a size that the first checkpoints do not reach."""
     folder, most = tmp_path / "run", resource.getrlimit(resource.RLIMIT_FSIZE)
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     shut = At(7, lambda _: resource.setrlimit(resource.RLIMIT_FSIZE, (2000, most[1])))
     try:
-        with pytest.raises(OSError, match="checkpoint of step 9 .* that of step 6 is kept"):
+        with pytest.raises(OSError, match=r"checkpoint of step 9 .* that of step 6 is kept"):
             tiny_runs.train(folder, callbacks=[shut])
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, most)
@@ -252,7 +264,7 @@ def test_a_full_disk_while_saving_keeps_the_checkpoint_before(tmp_path):
     assert checkpoints.complete_checkpoints(folder)[-1] == 6
     again = tiny_runs.train(folder)
     assert again.status == "finished"
-    assert again.rows == tiny_runs.train(tmp_path / "straight").rows
+    assert again.rows == straight.rows
 
 
 def test_checkpoints_are_read_as_numbers_only(tmp_path):
@@ -268,11 +280,37 @@ def test_checkpoints_are_read_as_numbers_only(tmp_path):
         path = checkpoints.checkpoint_path(folder, 8) / name
         whole = path.read_bytes()
         torch.save({"state": Touch()}, path)
-        with pytest.raises(Exception, match="[Ww]eights.only"):
+        with pytest.raises(Exception, match=r"[Ww]eights.only"):
             tiny_runs.train(folder)
         path.write_bytes(whole)
     assert not (tmp_path / "executed").exists()
     assert tiny_runs.train(folder).status == "finished"
+
+
+def test_a_folder_is_enough_to_go_on(tmp_path, monkeypatch):
+    """What `resume` makes of the config is what `graphattn.train.setup` prepares."""
+    straight = tiny_runs.train(tmp_path / "straight", steps=9, schedule="constant")
+    tiny_runs.train(tmp_path / "run", steps=6, schedule="constant")
+
+    def prepare(config: ga.train.RunConfig) -> Any:
+        return types.SimpleNamespace(
+            config=config,
+            model=tiny_runs.model(config.seed),
+            objective=tiny_runs.Hidden(),
+            train=tiny_runs.examples(),
+            validation=tiny_runs.examples(9, 1),
+            tokenizer=None,
+        )
+
+    setup = types.SimpleNamespace(prepare=prepare)
+    monkeypatch.setitem(sys.modules, "graphattn.train.setup", setup)
+    moved = (tmp_path / "run").rename(tmp_path / "moved")
+    run = ga.train.resume(moved, steps=9)
+    assert (run.status, run.step, run.path) == ("finished", 9, moved)
+    weights = [tiny_runs.results(one.path)["step-00000009"] for one in (run, straight)]
+    assert weights[0] == weights[1]
+    with pytest.raises(ValueError, match="steps must be at least those of the run, 9, got 8"):
+        ga.train.resume(moved, steps=8)
 
 
 # How runs end.
@@ -308,7 +346,7 @@ def test_a_loss_that_stays_far_above_its_start_is_diverged_and_one_peak_is_not()
     assert after([2.0, float("inf")])
 
 
-def test_an_error_leaves_a_failed_run_that_can_go_on(tmp_path):
+def test_an_error_leaves_a_failed_run_that_can_go_on(tmp_path, straight):
     def fail(_: nn.Module) -> None:
         raise RuntimeError("the data is gone")
 
@@ -316,10 +354,10 @@ def test_an_error_leaves_a_failed_run_that_can_go_on(tmp_path):
         tiny_runs.train(tmp_path / "run", callbacks=[At(5, fail)])
     run = ga.train.read_run(tmp_path / "run")
     assert (run.status, run.info["error"]) == ("failed", "RuntimeError: the data is gone")
-    assert tiny_runs.train(tmp_path / "run").rows == tiny_runs.train(tmp_path / "other").rows
+    assert tiny_runs.train(tmp_path / "run").rows == straight.rows
 
 
-def test_two_processes_do_not_train_in_one_folder(tmp_path):
+def test_two_processes_do_not_train_in_one_folder(tmp_path, straight):
     told = []
 
     def meet(_: nn.Module) -> None:
@@ -335,7 +373,7 @@ def test_two_processes_do_not_train_in_one_folder(tmp_path):
 
     run = tiny_runs.train(tmp_path / "run", callbacks=[At(5, meet)])
     assert told == ["running", 7]
-    assert run.rows == tiny_runs.train(tmp_path / "straight").rows
+    assert run.rows == straight.rows
 
 
 def test_a_run_says_where_it_comes_from(tmp_path):
@@ -413,6 +451,12 @@ def test_a_frozen_model_is_refused(tmp_path):
         )
 
 
+def test_what_is_missing_is_named_with_how_to_install_it(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "graphattn.train.trainer", None)
+    with pytest.raises(ImportError, match=r"pip install 'graphattn\[train\]'"):
+        tiny_runs.train(tmp_path / "run")
+
+
 def test_a_folder_without_a_run_is_not_read(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"folder must be that of a run.*config\.yaml"):
         ga.train.read_run(tmp_path)
@@ -423,5 +467,3 @@ def test_a_broken_log_is_told_by_its_line(tmp_path):
     (run.path / "log.jsonl").write_text('{"step": 1}\nnonsense\n{"step": 2}\n')
     with pytest.raises(ValueError, match=r"log\.jsonl, line 2"):
         ga.train.read_run(run.path)
-
-

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import random
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,44 +18,19 @@ pytest.importorskip("accelerate")
 KILLED = -9
 
 
-class Server:
-    """A process that trains in forks of itself, so that transformers is imported once."""
-
-    def __init__(self) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, tiny_runs.__file__],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-        assert self._answer() == "ready"
-
-    def train(self, folder: Path, event: int) -> int:
-        assert self.process.stdin is not None
-        self.process.stdin.write(f"{folder} {event}\n")
-        self.process.stdin.flush()
-        return int(self._answer())
-
-    def _answer(self) -> str:
-        assert self.process.stdout is not None
-        return self.process.stdout.readline().strip()
-
-    def close(self) -> None:
-        self.process.communicate()
-
-
 @pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    own = Server()
+def server() -> Iterator[tiny_runs.Server]:
+    own = tiny_runs.Server()
     yield own
     own.close()
 
 
 @pytest.fixture(scope="module")
-def undisturbed(server: Server, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+def undisturbed(
+    server: tiny_runs.Server, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, bytes]:
     folder = tmp_path_factory.mktemp("undisturbed") / "run"
-    assert server.train(folder, 0) == 0
+    assert server.train(folder) == [0]
     return tiny_runs.results(folder)
 
 
@@ -76,26 +48,32 @@ def check_is_readable(folder: Path) -> None:
         assert run.status in ("interrupted", "finished")
 
 
-def kill_until_finished(server: Server, folder: Path, events: list[int]) -> int:
-    """How many of the events came before the run was over, beginning anew where it was."""
+def kill_until_finished(
+    server: tiny_runs.Server, folder: Path, moments: list[dict[str, int]]
+) -> int:
+    """How many of the moments came before the run was over, which begins anew after each."""
     kills = 0
-    for event in events:
-        status = server.train(folder, event)
+    for moment in moments:
+        (status,) = server.train(folder, **moment)
         assert status in (0, KILLED)
         kills += status == KILLED
         check_is_readable(folder)
-    assert server.train(folder, 0) == 0
+    assert server.train(folder) == [0]
     return kills
 
 
-def drawn(seed: int, count: int) -> list[int]:
+def drawn(seed: int, count: int) -> list[dict[str, int]]:
     """Moments: half of them at the n-th change of a file, half after some milliseconds."""
     source = random.Random(seed)
-    return [source.choice((source.randint(1, 120), -source.randint(100, 1200))) for _ in range(count)]
+    return [
+        source.choice((source.randint(1, 120), -source.randint(100, 1200))) for _ in range(count)
+    ]
 
 
 def test_a_run_killed_at_random_moments_ends_as_if_undisturbed(server, undisturbed, tmp_path):
-    kills = kill_until_finished(server, tmp_path / "run", [31, -400, 47])
+    kills = kill_until_finished(
+        server, tmp_path / "run", [{"event": 31}, {"after": 400}, {"event": 47}]
+    )
     assert kills >= 1
     assert tiny_runs.results(tmp_path / "run") == undisturbed
 
@@ -117,5 +95,5 @@ def test_a_run_killed_at_every_change_of_a_file_while_it_saves_goes_on(
     # Far enough for the opening of the folder, two checkpoints, and the removal of an old one.
     for event in range(1, 130, 5):
         folder = tmp_path / str(event)
-        kill_until_finished(server, folder, [event])
+        kill_until_finished(server, folder, [{"event": event}])
         assert tiny_runs.results(folder) == undisturbed

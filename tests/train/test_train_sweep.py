@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import multiprocessing
 import os
 import signal
 import statistics
@@ -202,9 +203,9 @@ def test_more_may_be_added_and_old_results_stay(tmp_path: Path) -> None:
 
 
 def test_other_options_are_refused_by_their_names(tmp_path: Path) -> None:
-    sweep(tmp_path / "a", window=(3, 4))
-    sweep(tmp_path / "a", window=[3, 4], workers=1, lr=1e-1, seed=4)  # of no trial
-    with pytest.raises(ValueError, match="steps is 1000 there, 7 here; clip_norm is 1"):
+    sweep(tmp_path / "a", window=(3, 4), steps=9)
+    sweep(tmp_path / "a", window=[3, 4], steps=9, workers=1, lr=1e-1, seed=4)  # of no trial
+    with pytest.raises(ValueError, match="steps is 9 there, 7 here; clip_norm is 1"):
         sweep(tmp_path / "a", window=(3, 4), steps=7, clip_norm=2.0)
 
 
@@ -237,86 +238,92 @@ def test_a_run_that_was_asked_to_stop_ends_the_sweep_and_is_gone_on_with(tmp_pat
     assert sorted(calls) == sorted([calls[1], *(Path(row["folder"]).name for row in rows)])
 
 
-SCRIPT = """
-import os, sys, time
-from pathlib import Path
-import graphattn as ga
-from graphattn.train import Run, RunConfig, run_sweep
-
-def train(config):
-    folder = Path(config.out)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / str(os.getpid())).touch()
-    with (folder.parent.parent / "taken.txt").open("a") as file:
-        file.write(f"{folder.name} {os.getpid()}\\n")
-    while config.mixer == "mix" and not (folder.parent.parent / "go").exists():
-        time.sleep(0.02)
-    return Run(folder, config, "finished", {}, [{"step": 1, "split": "validation", "loss": 1.0}])
-
-if __name__ == "__main__":
-    out, mixers, lrs, processes = sys.argv[1:]
-    while not Path(out + ".start").exists():
-        time.sleep(0.001)
-    run_sweep(RunConfig(out=out), mixers=mixers, lrs=lrs, processes=int(processes), train=train)
-"""
+def patient(config: RunConfig) -> Run:
+    """Trials of mix go on until a file `go` lies in the folder of the sweep."""
+    run = parabola(config)
+    while config.mixer == "mix" and not (Path(config.out).parent.parent / "go").exists():
+        time.sleep(0.01)
+    return run
 
 
-def start(folder: Path, mixers: str, lrs: str, processes: int = 1) -> subprocess.Popen[bytes]:
-    script = folder.parent / "work.py"
-    script.write_text(SCRIPT)
-    return subprocess.Popen([sys.executable, script, folder, mixers, lrs, str(processes)])
+FORK = multiprocessing.get_context("fork")  # a process that need not import anything
 
 
-def wait_for(condition: Any, seconds: float = 60) -> None:
+def works(folder: Path, barrier: Any, **options: Any) -> None:
+    barrier.wait(60)
+    sweep(folder, train=patient, **options)
+
+
+def wait_for(condition: Any, seconds: float = 100) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "nothing came of it"
         time.sleep(0.02)
 
 
-@pytest.mark.long
 def test_starts_at_the_same_moment_enqueue_once_and_never_take_the_same_trial(
     tmp_path: Path,
 ) -> None:
-    folder, lrs = tmp_path / "a", ",".join(str(k) for k in range(1, 31))
-    processes = [start(folder, "dot,gka", lrs) for _ in range(3)]
-    time.sleep(6)  # all of them are waiting for the same file
-    (tmp_path / "a.start").touch()
-    assert [process.wait(120) for process in processes] == [0, 0, 0]
+    folder, barrier = tmp_path / "a", FORK.Barrier(3)
+    options = {"mixers": "dot,gka", "lrs": [0.01 * k for k in range(1, 9)]}
+    workers = [FORK.Process(target=works, args=(folder, barrier), kwargs=options) for _ in range(3)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(200)
+    assert [worker.exitcode for worker in workers] == [0, 0, 0]
     lines = [line.split() for line in (folder / "taken.txt").read_text().splitlines()]
-    assert len(lines) == len({name for name, _ in lines}) == 60
+    assert len(lines) == len({name for name, _ in lines}) == 16
     assert len({pid for _, pid in lines}) >= 2
-    assert len(read_sweep(folder)) == 60
+    assert [row["status"] for row in read_sweep(folder)] == ["finished"] * 16
 
 
-@pytest.mark.long
 def test_a_killed_worker_loses_no_trial(tmp_path: Path) -> None:
-    folder = tmp_path / "a"
-    (tmp_path / "a.start").touch()
-    killed = start(folder, "mix", "1,2")
+    folder, options = tmp_path / "a", {"mixers": "mix", "lrs": "1e-3,1e-2"}
+    killed = FORK.Process(target=works, args=(folder, FORK.Barrier(1)), kwargs=options)
+    killed.start()
     wait_for(lambda: (folder / "taken.txt").exists())
-    killed.send_signal(signal.SIGKILL)
-    killed.wait()
+    killed.kill()
+    killed.join()
     assert [row["status"] for row in read_sweep(folder)] == ["running", "waiting"]
     (folder / "go").touch()
-    assert start(folder, "mix", "1,2").wait(60) == 0
-    assert [row["status"] for row in read_sweep(folder)] == ["finished", "finished"]
-    first = Trial("mix", 1.0, 0).name
-    assert sorted(taken(folder)) == sorted([first, first, Trial("mix", 2.0, 0).name])
-    assert len([*(folder / "trials" / first).iterdir()]) == 2  # in the same folder, by two
+    began = time.monotonic()
+    rows = sweep(folder, **options, grace=600)
+    assert time.monotonic() - began < 300  # known by its lock, without waiting for the grace
+    assert [row["status"] for row in rows] == ["finished", "finished"]
+    first, second = (Trial("mix", lr, 0).name for lr in (1e-3, 1e-2))
+    assert sorted(taken(folder)) == sorted([first, first, second])
+
+
+SCRIPT = """
+import sys
+sys.path.insert(0, {here!r})
+from pathlib import Path
+from test_train_sweep import patient, sweep
+
+if __name__ == "__main__":
+    sweep(Path(sys.argv[1]), mixers="mix", processes=2, train=patient)
+"""
 
 
 @pytest.mark.long
-def test_processes_of_one_start_share_the_work_and_end_with_it(tmp_path: Path) -> None:
-    folder = tmp_path / "a"
-    (tmp_path / "a.start").touch()
-    process = start(folder, "mix", "1,2", processes=2)
-    wait_for(lambda: (folder / "taken.txt").exists() and len(taken(folder)) == 2)
-    pids = [int(line.split()[1]) for line in (folder / "taken.txt").read_text().splitlines()]
-    assert len(set(pids)) == 2
-    process.kill()
-    process.wait()
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGINT])
+def test_processes_of_one_start_share_the_work_and_end_with_it(
+    tmp_path: Path, end: signal.Signals
+) -> None:
+    folder, script = tmp_path / "a", tmp_path / "work.py"
+    script.write_text(SCRIPT.format(here=str(Path(__file__).parent)))
+    process = subprocess.Popen([sys.executable, script, folder])
+    try:
+        wait_for(lambda: (folder / "taken.txt").exists() and len(taken(folder)) == 2)
+        pids = [int(line.split()[1]) for line in (folder / "taken.txt").read_text().splitlines()]
+        assert len(set(pids)) == 2
+    finally:
+        process.send_signal(end)
+        process.wait(100)
     wait_for(lambda: not any(map(is_alive, pids)))
+    (folder / "go").touch()
+    assert [row["status"] for row in sweep(folder, mixers="mix")] == ["finished", "finished"]
 
 
 def is_alive(pid: int) -> bool:

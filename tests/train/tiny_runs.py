@@ -7,8 +7,11 @@ lengths, gradients are accumulated and clipped.
 from __future__ import annotations
 
 import gc
+import json
 import os
 import signal
+import socket
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -117,12 +120,36 @@ def results(folder: Path) -> dict[str, bytes]:
     return found
 
 
-def serve() -> None:
-    """Read "folder event seed" lines; train in a fork of this process, which kills itself.
+class Server:
+    """A process that trains in forks of itself, so that transformers is imported once."""
 
-    event: 0 for never, n for the n-th time that a file is opened, renamed or removed in the folder,
-    -m for after m milliseconds. Answers with the exit status of the fork.
-    """
+    def __init__(self) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, __file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        assert self._answer() == "ready"
+
+    def train(self, folder: Path, **given: Any) -> list[int]:
+        """The exit statuses of all processes of a run; see :func:`_fork` for what is given."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps({"folder": str(folder), **given}) + "\n")
+        self.process.stdin.flush()
+        return [int(status) for status in self._answer().split()]
+
+    def _answer(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
+
+    def close(self) -> None:
+        self.process.communicate()
+
+
+def serve() -> None:
+    """Train as every line says, and answer with the exit statuses."""
     import transformers.trainer  # noqa: F401 (once, not per fork)
 
     import graphattn.train.trainer  # noqa: F401
@@ -131,18 +158,64 @@ def serve() -> None:
     gc.freeze()  # accelerate collects at every start, which takes longer than the run
     print("ready", flush=True)
     for line in sys.stdin:
-        folder, event = line.split()
-        pid = os.fork()
-        if pid == 0:
-            _train_until(folder, int(event))
-        if int(event) < 0:
-            time.sleep(-int(event) / 1000)
-            os.kill(pid, signal.SIGKILL)  # of one that is over already, nothing comes
-        print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+        given = json.loads(line)
+        processes, after = given.pop("processes", 1), given.pop("after", None)
+        port = str(_free_port())
+        pids = [_fork(rank, processes, port, given) for rank in range(processes)]
+        if after is not None:
+            time.sleep(after / 1000)
+            for pid in pids:
+                os.kill(pid, signal.SIGKILL)  # to one that is over already, nothing comes
+        statuses = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+        print(*statuses, flush=True)
     os._exit(0)  # without the complaints of extensions that were loaded
 
 
-def _train_until(folder: str, event: int) -> None:
+def _free_port() -> int:
+    with socket.socket() as own:
+        own.bind(("127.0.0.1", 0))
+        port: int = own.getsockname()[1]
+        return port
+
+
+def _fork(rank: int, processes: int, port: str, given: dict[str, Any]) -> int:
+    """A process that trains.
+
+    given: "event" kills it at the n-th time that a file is opened, renamed or removed in the
+    folder; "interrupt" sends it a signal when a step ends; "certain" has no random numbers; the
+    rest is of the config.
+    """
+    pid = os.fork()
+    if pid:
+        return pid
+    if processes > 1:  # as torchrun does
+        names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes, "MASTER_PORT": port}
+        os.environ.update({name: str(value) for name, value in names.items()})
+        os.environ["MASTER_ADDR"] = "127.0.0.1"
+    try:
+        train_as_told(rank, **given)
+    except BaseException as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        os._exit(1)
+    os._exit(0)
+
+
+def train_as_told(
+    rank: int,
+    folder: str,
+    event: int = 0,
+    interrupt: int = 0,
+    certain: bool = False,
+    **changes: Any,
+) -> None:
+    from transformers import TrainerCallback
+
+    class Interrupt(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            # One process alone is asked: all must stop after the same step.
+            if state.global_step == interrupt and rank == args.world_size - 1:
+                os.kill(os.getpid(), signal.SIGINT)
+
     left = event
 
     def count(name: str, args: tuple[Any, ...]) -> None:
@@ -154,15 +227,16 @@ def _train_until(folder: str, event: int) -> None:
             if left == 0:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-    if event > 0:
+    if event:
         sys.addaudithook(count)
-    try:
-        train(folder)
-    except BaseException as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
-        os._exit(1)
-    os._exit(0)
+    if certain:
+        fit(model(dropout=0.0), Certain(), config(folder, **changes), examples())
+    else:
+        train(folder, callbacks=[Interrupt()], **changes)
 
 
 if __name__ == "__main__":
-    serve()
+    if len(sys.argv) > 1:  # by torchrun
+        train_as_told(int(os.environ["RANK"]), **json.loads(sys.argv[1]))
+    else:
+        serve()
