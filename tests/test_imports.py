@@ -122,7 +122,7 @@ ARROWS = {
     "spectral": {"graphs"},
     "data": {"graphs"},
     "dynamics": {"ops", "graphs"},
-    "diagnostics": {"ops", "graphs", "dynamics"},
+    "diagnostics": {"nn", "ops", "graphs", "dynamics"},
     "models": {"nn", "ops", "graphs", "data"},
     "integrations": {"nn", "ops", "graphs"},
     "train": {"models", "integrations", "nn", "ops", "graphs", "data", "diagnostics", "spectral"},

@@ -1041,7 +1041,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the demo does not see that two records are relatives",
-        "graphattn/cli/demo/split.py",
+        "graphattn/data/families.py",
         "least = (SHARED_WORDS * torch.minimum(num_words[a], num_words[b])).clamp(min=2)",
         "least = torch.minimum(num_words[a], num_words[b])",
         (f"{DEMO}::test_copies_fragments_and_near_relatives_are_found_and_unrelated_ones_are_not",),

@@ -137,7 +137,7 @@ def bench(
 
 @app.command()
 def embed(
-    file: Annotated[Path, typer.Argument(help="FASTA, PDB or mmCIF, also gzipped.")],
+    file: Annotated[Path, typer.Argument(help="FASTA, PDB or mmCIF, also gzipped; - for a pipe.")],
     model: Annotated[
         Path | None,
         typer.Option(
@@ -287,8 +287,8 @@ def graph(
         str | None,
         typer.Argument(
             help="window-path, window-cycle, causal-window, causal, complete, block-window, "
-            "dilated-window, longformer, bigbird, grid-window, volume-window. Without one: a list "
-            "of them all, with their options.",
+            "dilated-window, longformer, bigbird, grid-window, grid-block, volume-window. Without "
+            "one: a list of them all, with their options.",
             show_default=False,
         ),
     ] = None,
@@ -303,7 +303,8 @@ def graph(
         bool | None, typer.Option(help="Whether a token sees itself.", show_default=False)
     ] = None,
     block_size: Annotated[
-        int | None, typer.Option(help="Tokens per block.", show_default=False)
+        int | None,
+        typer.Option(help="Tokens per block, on a grid along each axis.", show_default=False),
     ] = None,
     shift: Annotated[
         int | None, typer.Option(help="Of the borders of the blocks.", show_default=False)
@@ -559,3 +560,44 @@ def verify(
         raise typer.Exit(2) from None
     if not passed:
         raise typer.Exit(1)
+
+
+@app.command(no_args_is_help=True)
+@with_run_options()
+def train(
+    file: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="[CONFIG]", help="A YAML file of these options.", show_default=False
+        ),
+    ] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="The same file, as an option.", show_default=False)
+    ] = None,
+    resume: Annotated[
+        Path | None,
+        typer.Option(
+            help="Go on with the run in this folder; --steps may grow.", show_default=False
+        ),
+    ] = None,
+    *,
+    options: dict[str, Any],
+) -> None:
+    """Train a model on a file or folder of data, or go on with a run.
+
+    Options take the place of what the file says.
+    A second start of an interrupted run goes on from its last checkpoint.
+    Ends with 0 when done, 1 if training failed (a full disk), 2 for bad input, 3 if the loss ran
+    away, 130 after Control-C.
+    """
+    from graphattn.cli.train import run_train
+
+    try:
+        if file is not None and config is not None:
+            raise ValueError("CONFIG and --config are the same: give one of them")
+        code = run_train(config if file is None else file, resume, options, _console())
+    except (ImportError, ValueError, OSError) as error:  # FileFormatError is a ValueError
+        typer.echo(f"graphattn: {error}", err=True)
+        raise typer.Exit(2) from None
+    if code:
+        raise typer.Exit(code)

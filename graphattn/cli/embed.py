@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -22,6 +24,7 @@ from graphattn.data import (
     NucleotideTokenizer,
     ProteinTokenizer,
     Structure,
+    read_bytes,
     read_fasta,
     read_structure,
     read_text,
@@ -43,6 +46,7 @@ class Protein:
     sequence: str
     chains: list[str]  # of every residue; "" in FASTA
     numbers: list[int]
+    codes: list[str]  # insertion codes; "" in FASTA
 
 
 def run_embed(
@@ -57,11 +61,15 @@ def run_embed(
     console: Console,
 ) -> None:
     """Read, compute, write; the path of what was written is the last line printed."""
-    stem = file.name.removesuffix(".gz").rpartition(".")[0] or file.name
-    target = Path(f"{stem}-embeddings.npz") if out is None else out
+    if str(file) == "-":
+        file = Path("/dev/stdin")
+    target = Path(f"{name_of(file)}-embeddings.npz") if out is None else out
     if target.suffix and not target.is_dir():
         check_output("--out", target, (".npz", ".pt"))
-    proteins = read_proteins(file, chains, max_bytes)
+    elif inner := next((own for own in (target, *target.parents) if own.is_file()), None):
+        raise ValueError(f"--out: {inner} is a file, and no folder")
+    with rereadable(file, max_bytes) as copy:
+        proteins = read_proteins(copy, chains, max_bytes)
     model = model_of(model_folder, preset, seed)
     with console.status(f"computing {len(proteins):,} proteins"):
         residues = features_of(model, proteins, batch_size)
@@ -82,6 +90,26 @@ def run_embed(
     typer.echo(str(target))
 
 
+def name_of(file: Path) -> str:
+    """The name of a file without its ending."""
+    return file.name.removesuffix(".gz").rpartition(".")[0] or file.name
+
+
+@contextmanager
+def rereadable(file: Path, max_bytes: int) -> Iterator[Path]:
+    """The file, or a copy of what a pipe holds: that can be read once, and is looked at twice."""
+    if not file.is_fifo():
+        yield file
+        return
+    with TemporaryDirectory() as folder:
+        copy = Path(folder, file.name.removesuffix(".gz") or "stdin")
+        copy.write_bytes(read_bytes(file, max_bytes=max_bytes))  # unpacked
+        try:
+            yield copy
+        except FileFormatError as error:
+            raise FileFormatError(file, error.reason, line=error.line) from error
+
+
 def read_proteins(file: Path, chains: str | None, max_bytes: int) -> list[Protein]:
     """The proteins of a file: records of FASTA, or one structure.
 
@@ -96,24 +124,32 @@ def read_proteins(file: Path, chains: str | None, max_bytes: int) -> list[Protei
         return _of_fasta(file, max_bytes)
     if kind not in ("pdb", "mmcif"):
         raise FileFormatError(file, "is neither FASTA, PDB nor mmCIF, by its name and its content")
-    wanted: Any = "all" if chains is None else chains.split(",")
+    wanted: Any = "all" if chains is None else [name.strip() for name in chains.split(",")]
     structure = read_structure(file, chains=wanted, max_bytes=max_bytes)
     owners = [structure.chain_ids[chain] for chain in structure.chain_index.tolist()]
-    name = file.name.removesuffix(".gz").rpartition(".")[0] or file.name
-    numbers = structure.residue_numbers.tolist()
-    return [Protein(name, structure, structure.sequence, owners, numbers)]
+    numbers, codes = structure.residue_numbers.tolist(), list(structure.insertion_codes)
+    return [Protein(name_of(file), structure, structure.sequence, owners, numbers, codes)]
 
 
 def _of_fasta(file: Path, max_bytes: int) -> list[Protein]:
-    tokenizer, found, nucleic = ProteinTokenizer(), [], 0
+    tokenizer, found, nucleic, empty = ProteinTokenizer(), [], 0, 0
     for record in read_fasta(file, max_bytes=max_bytes):
         sequence = tokenizer.decode(tokenizer.encode(record.sequence))
         if sequence:
             nucleic += isinstance(tokenizer_for_sequence(record.sequence), NucleotideTokenizer)
             numbers = list(range(1, len(sequence) + 1))
-            found.append(Protein(record.header, sequence, sequence, [""] * len(sequence), numbers))
+            blank = [""] * len(sequence)
+            found.append(Protein(record.header, sequence, sequence, blank, numbers, blank))
+        else:
+            empty += 1
     if not found:
         raise FileFormatError(file, "all its sequences are gaps")
+    if empty:
+        typer.echo(
+            f"graphattn: warning: {empty:,} of {len(found) + empty:,} records are nothing but "
+            "gaps, and are left out",
+            err=True,
+        )
     if nucleic:
         typer.echo(
             f"graphattn: warning: {nucleic:,} of {len(found):,} records look like DNA or RNA, and "
@@ -198,6 +234,7 @@ def arrays_of(proteins: list[Protein], residues: list[Tensor]) -> dict[str, Any]
         "letters": [letter for own in proteins for letter in own.sequence],
         "chains": [chain for own in proteins for chain in own.chains],
         "numbers": torch.tensor([number for own in proteins for number in own.numbers]),
+        "insertion_codes": [code for own in proteins for code in own.codes],
     }
 
 

@@ -13,7 +13,7 @@ from torch import nn
 import graphattn as ga
 from graphattn.cli.tables import plain_table
 from graphattn.graphs.arguments import as_choice
-from graphattn.models.overview import layer_rows, takes_num_tokens
+from graphattn.models.overview import layer_rows, neighborhood, takes_num_tokens
 
 TOKENS = 512  # of a text, where nothing else is said
 
@@ -32,9 +32,12 @@ def run_models(name: str | None, tokens: int | None, console: Console) -> None:
     title = f"{name}: {preset.model}, {model.num_parameters():,} parameters"
     console.print(title, style="bold", highlight=False, markup=False, soft_wrap=True)
     console.print(preset.about, highlight=False, markup=False)
+    console.print("A shape with random weights, not a trained model.", highlight=False)
     console.print()
     console.print(arguments_table(model, preset.arguments))
     console.print(layers_table(model, graphs))
+    if known := neighborhood(model):
+        console.print(f"This is without a structure; with one: {known}.", highlight=False)
 
 
 def on_meta(name: str) -> Any:
@@ -55,7 +58,7 @@ def graphs_of(name: str, model: Any, tokens: int | None) -> list[ga.TokenGraph]:
 
 def presets_table() -> Table:
     """A line per preset, below the name of its class."""
-    table = plain_table("Models by name: ga.models.CLASS.from_preset(NAME)")
+    table = plain_table("Models by name, with random weights: ga.models.CLASS.from_preset(NAME)")
     table.add_column("NAME", no_wrap=True)
     table.add_column("parameters", justify="right", no_wrap=True)
     table.add_column("what it is")
@@ -72,13 +75,15 @@ def presets_table() -> Table:
 
 def arguments_table(model: Any, given: dict[str, Any]) -> Table:
     """What the constructor is called with; what the preset leaves as it is comes last."""
-    table = plain_table("Arguments: those of the preset, then the defaults")
+    table = plain_table("Arguments")
     table.add_column("argument", no_wrap=True)
     table.add_column("value")
     config = model.config
-    for name in [*given, *(name for name in config if name not in given)]:
-        style = None if name in given else "dim"
-        table.add_row(name, escape(repr(config[name])), style=style)
+    others = [name for name in config if name not in given]
+    for heading, names in (("of the preset", list(given)), ("defaults", others)):
+        table.add_row(heading, style="bold")
+        for name in names:
+            table.add_row(f" {name}", escape(repr(config[name])))
     return table
 
 

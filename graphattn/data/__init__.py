@@ -41,6 +41,7 @@ from graphattn.data.tokenizers import (
 from graphattn.data.windows import Windows
 
 __all__ = [
+    "MAX_BYTES",
     "ByteTokenizer",
     "CharacterTokenizer",
     "Corpus",
@@ -49,7 +50,6 @@ __all__ = [
     "FileFormatError",
     "FileTokenizer",
     "GenBankRecord",
-    "MAX_BYTES",
     "NucleotideTokenizer",
     "Part",
     "ProteinTokenizer",

@@ -142,10 +142,10 @@ def _checked(lengths: Tensor | Sequence[int], max_tokens: int) -> Tensor:
         found = torch.as_tensor(lengths)
     except (TypeError, ValueError, RuntimeError):
         found = None
+    if found is not None and found.shape == (0,):
+        raise ValueError("lengths must hold those of at least one example, got none")
     if found is None or found.dim() != 1 or found.is_floating_point() or found.is_complex():
         raise ValueError("lengths must be integers, one per example")
-    if len(found) == 0:
-        raise ValueError("lengths must hold those of at least one example, got none")
     found = found.to(torch.int64)
     if int(found.min()) < 1:
         at = int(found.argmin())
@@ -162,8 +162,8 @@ def _checked(lengths: Tensor | Sequence[int], max_tokens: int) -> Tensor:
 def _cut_padded(longest_first: Tensor, max_tokens: int) -> tuple[Tensor, Tensor]:
     """Where batches of examples in descending order of length begin, and bins of examples.
 
-    A bin is a whole number of full batches, whose examples may be exchanged: the size of all its
-    batches allows for the longest. So there is nowhere a batch that is not full but at the end.
+    A bin is a whole number of batches of one size, the one that its longest example allows for, so
+    that its examples may be exchanged. Only the last batch of all may be smaller than its bin's.
 
     Returns:
         LongTensor [batches + 1], with the end of the last; LongTensor [examples], the bins.

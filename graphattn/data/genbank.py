@@ -28,6 +28,12 @@ class GenBankRecord:
         sequence: upper-case letters.
         labels: LongTensor [N], 1 where a base lies in a feature of the kind that was asked for;
             None where none was.
+
+    Example:
+        >>> import graphattn as ga
+        >>> record = ga.data.GenBankRecord("TOY A toy.", "Escherichia coli", "ACGT")
+        >>> len(record.sequence), record.labels
+        (4, None)
     """
 
     name: str
@@ -166,10 +172,14 @@ def _labels(path: str | os.PathLike[str], file: Any, N: int, feature: str) -> Te
     labels = torch.zeros(N, dtype=torch.long)
     if not _field(file, "FEATURES"):
         return labels
-    with biotite_at_work(path), warnings.catch_warnings():
-        # biotite leaves out, with a warning, a feature whose place it cannot read.
-        warnings.filterwarnings("error", message=".*unsupported location")
+    with biotite_at_work(path), warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
         annotation = get_annotation(file, include_only=[feature])
+    # biotite leaves out, with a warning, a feature whose place it cannot read.
+    for warning in heard:
+        if "unsupported location" in str(warning.message):
+            place = str(warning.message).partition(" is an unsupported")[0]
+            raise FileFormatError(path, f"a {feature} lies at {place}, which cannot be read")
     for found in annotation:
         for place in found.locs:
             if place.defect & place.Defect.BETWEEN:  # a place between two bases covers neither

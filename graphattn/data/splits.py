@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import re
+import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
+from graphattn.data.families import families
 from graphattn.graphs.arguments import as_choice, as_float, as_int
 
 if TYPE_CHECKING:
@@ -20,6 +22,7 @@ By = Literal["auto", "position", "record", "group"]
 _NAMES = ("train", "validation", "test")
 _NEAR = 0.01  # of a share: a draw that misses by no more is taken at once
 _MOST_DRAWS = 1000
+_MOST_COMPARED = 10**7  # residues: comparing them takes about 5 s, and 64 MB a million
 _AT_A_BORDER = 0.1  # of the smallest share: so far a cut moves to the border of a record
 
 
@@ -69,13 +72,15 @@ def split_corpus(
     - **position**: the corpus in its order, first "train", then "validation", then "test", whose
       last token is the last of the corpus. A cut lies between two records where that changes no
       part by more than a tenth of the smallest share, and inside a record elsewhere.
-    - **record**: whole records, drawn by `seed`. Those that are equal stay in one part. Relatives
-      that differ do not: give them a group.
+    - **record**: whole records, drawn by `seed`. Those that are equal stay in one part, and of
+      proteins and structures also those that share 5 % of their words of five letters: copies,
+      fragments and close relatives. For distant ones, and in a corpus of more than 10 million
+      residues (a warning says so), give a `group`, such as a chain's family.
     - **group**: whole groups, drawn by `seed`. Every record must have one. Equal records of two
       groups may stand in two parts.
 
     Of whole records or groups, up to 1,000 draws are compared and the nearest to the shares is
-    taken, in which every part has at most twice its share.
+    taken; validation and test hold at most twice what was asked for.
 
     Args:
         corpus: from :func:`load_corpus`.
@@ -126,7 +131,7 @@ def split_corpus(
     if by == "group" or group:
         return _by_sets(corpus, _groups(corpus, group), shares, seed, "group")
     try:
-        return _by_sets(corpus, _equal_records(corpus), shares, seed, "record")
+        return _by_sets(corpus, _relatives(corpus), shares, seed, "record")
     except ValueError:
         if by == "auto" and corpus.kind == "nucleotide":
             return _by_position(corpus, shares)
@@ -171,6 +176,24 @@ def _by_position(corpus: Corpus, shares: tuple[float, float]) -> dict[str, Part]
 # By sets of records that stay together.
 
 
+def _relatives(corpus: Corpus) -> Tensor:
+    """LongTensor [records]: the first record that a record stays with, often itself."""
+    if corpus.kind not in ("protein", "structures") or corpus.tokenizer is None:
+        return _equal_records(corpus)
+    if int(corpus.lengths.sum()) > _MOST_COMPARED:
+        warnings.warn(
+            f"by='record' compares at most {_MOST_COMPARED:,} residues: relatives may stand in "
+            "two parts unless they are equal; group='...' keeps families together",
+            stacklevel=3,
+        )
+        return _equal_records(corpus)
+    first = torch.empty(len(corpus), dtype=torch.int64)
+    sequences = [corpus.tokens(n, 0, None) for n in range(len(corpus))]
+    for family in families(sequences, corpus.tokenizer.vocab_size):
+        first[family] = family[0]
+    return first
+
+
 def _equal_records(corpus: Corpus) -> Tensor:
     """LongTensor [records]: the first record that a record is equal to, often itself.
 
@@ -181,7 +204,7 @@ def _equal_records(corpus: Corpus) -> Tensor:
     known: dict[bytes, int] = {}
     for n in (count[place] > 1).nonzero()[:, 0].tolist():
         own = corpus[n]["image"] if corpus.kind == "images" else corpus.tokens(n, 0, None)
-        digest = hashlib.blake2b(own.contiguous().numpy(), digest_size=16).digest()
+        digest = hashlib.blake2b(own.numpy().tobytes(), digest_size=16).digest()
         first[n] = known.setdefault(digest, n)
     return first
 
@@ -237,37 +260,39 @@ def _draw(sizes: Tensor, shares: tuple[float, float], seed: int, what: str) -> T
     """
     total, count = int(sizes.sum()), len(sizes)
     generator = torch.Generator().manual_seed(seed)
-    best, best_miss = None, float("inf")
-    for _ in range(max(10, min(_MOST_DRAWS, 10**7 // count))):
-        order = torch.randperm(count, generator=generator)
-        ends = torch.cat([sizes.new_zeros(1), sizes[order].cumsum(0)])
-        tested = _nearest(ends, total * shares[1], 0)
-        chosen = _nearest(ends, int(ends[tested]) + total * shares[0], tested)
-        if (shares[1] > 0) > tested or (shares[0] > 0) > chosen - tested or chosen == count:
-            continue
-        got = (int(ends[chosen] - ends[tested]) / total, int(ends[tested]) / total)
-        miss = max(abs(a - b) / b if b > 0 else 0.0 for a, b in zip(got, shares, strict=True))
-        if miss < best_miss:
-            best, best_miss = (order, tested, chosen), miss
+    draws, at_once = max(10, min(_MOST_DRAWS, 10**7 // count)), max(1, 10**5 // count)
+    best: tuple[Tensor, int, int] | None = None
+    best_miss = float("inf")
+    for start in range(0, draws, at_once):
+        shape = (min(at_once, draws - start), count)
+        order = torch.rand(shape, generator=generator, dtype=torch.float64).argsort(dim=1)
+        ends = torch.nn.functional.pad(sizes[order].cumsum(1).double(), (1, 0))
+        tested = (ends - total * shares[1]).abs().argmin(dim=1, keepdim=True)
+        from_there = ends - ends.gather(1, tested)
+        missing = (from_there - total * shares[0]).abs()
+        is_tested = torch.arange(count + 1) < tested
+        chosen = missing.masked_fill(is_tested, torch.inf).argmin(dim=1, keepdim=True)
+        got = torch.cat([from_there.gather(1, chosen), ends.gather(1, tested)], dim=1) / total
+        asked = torch.tensor(shares, dtype=torch.float64)
+        miss = ((got - asked).abs() / asked)[:, asked > 0].amax(dim=1) if any(shares) else got[:, 0]
+        is_empty = ((asked > 0) & (got == 0)).any(dim=1) | (got.sum(dim=1) >= 1 - 0.5 / total)
+        miss = miss.masked_fill(is_empty, torch.inf)
+        nearest = int(miss.argmin())
+        if miss[nearest] < best_miss:
+            best_miss = float(miss[nearest])
+            best = order[nearest], int(tested[nearest]), int(chosen[nearest])
         if best_miss <= _NEAR:
             break
     if best is None:
-        largest = ", ".join(f"{100 * size / total:.3g} %" for size in sizes.sort().values[-3:])
+        largest = sizes.sort(descending=True).values[:3]
+        held = ", ".join(f"{100 * int(size) / total:.3g} %" for size in largest)
+        sets = {"record": "records or families of them", "group": "groups"}[what]
         raise ValueError(
             f"validation={shares[0]} and test={shares[1]} leave a part empty, or with more than "
-            f"twice its share: there are {count:,} {what}s that stay whole (equal ones as one), "
-            f"the largest with {largest} of the tokens; "
-            "ask for other shares, or for by='position'"
+            f"twice its share, because {sets} stay whole: there are {count:,}, and the largest "
+            f"hold {held} of the tokens; ask for other shares, or for by='position'"
         )
-    order, tested, chosen = best
+    drawn, first, last = best
     part = torch.zeros(count, dtype=torch.int64)
-    part[order[:tested]], part[order[tested:chosen]] = 2, 1
+    part[drawn[:first]], part[drawn[first:last]] = 2, 1
     return part
-
-
-def _nearest(ends: Tensor, goal: float, least: int) -> int:
-    """The place in ascending `ends`, at least `least`, whose value is nearest to `goal`."""
-    after = min(int(torch.searchsorted(ends, goal)), len(ends) - 1)
-    before = max(after - 1, least)
-    after = max(after, least)
-    return before if goal - int(ends[before]) <= int(ends[after]) - goal else after

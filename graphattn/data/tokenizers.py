@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,7 +17,15 @@ from graphattn.data.text import CharacterTokenizer
 
 
 class Tokenizer(Protocol):
-    """What every tokenizer here can do: text to a LongTensor [N] and back."""
+    """What every tokenizer here can do: text to a LongTensor [N] and back.
+
+    Example:
+        >>> import graphattn as ga
+        >>> def round_trip(tokenizer: ga.data.Tokenizer, text: str) -> str:
+        ...     return tokenizer.decode(tokenizer.encode(text))
+        >>> round_trip(ga.data.ByteTokenizer(), "to be")
+        'to be'
+    """
 
     @property
     def vocab_size(self) -> int:
@@ -73,7 +81,8 @@ class ByteTokenizer:
 class FileTokenizer:
     """The tokenizer that a file of the `tokenizers` library describes (``tokenizer.json``).
 
-    Byte pairs, WordPiece, unigrams: whatever the file says. No special tokens are added.
+    Byte pairs, WordPiece, unigrams: whatever the file says, also of letters that it has no token
+    for: they become its unknown token, or nothing. No special tokens are added.
 
     Args:
         path: the file; :func:`save_tokenizer` keeps its content.
@@ -165,7 +174,7 @@ def _as_tokens(tokens: Tensor | Sequence[int], vocab_size: int) -> list[int]:
     return own
 
 
-_WITHOUT_OPTIONS = {
+_WITHOUT_OPTIONS: dict[str, Callable[[], Tokenizer]] = {
     "ByteTokenizer": ByteTokenizer,
     "ProteinTokenizer": ProteinTokenizer,
     "NucleotideTokenizer": NucleotideTokenizer,
@@ -179,7 +188,7 @@ def tokenizer_as_dict(tokenizer: Any) -> dict[str, Any]:
         return {"type": name, "vocabulary": tokenizer.vocabulary}
     if isinstance(tokenizer, FileTokenizer):
         return {"type": name, "file": json.loads(tokenizer.to_json())}
-    if type(tokenizer) is _WITHOUT_OPTIONS.get(name):
+    if _WITHOUT_OPTIONS.get(name) is type(tokenizer):
         return {"type": name}
     known = ", ".join(["CharacterTokenizer", "FileTokenizer", *_WITHOUT_OPTIONS])
     raise ValueError(f"tokenizer must be one of {known}, got {tokenizer!r}")

@@ -2,10 +2,11 @@
 
 Four doors lead to attention outside of :mod:`graphattn.nn`: ``scaled_dot_product_attention``, the
 fused functions of ``torch.nn.MultiheadAttention``, the attention interface of Hugging Face's
-transformers, and what :mod:`graphattn.integrations` puts into other people's models. While a
-:class:`Watcher` is open, they are replaced by functions that call the originals and tell the
-watchers of their own thread. Module hooks are global ones: hooks on a module
-would turn torch's fast path for transformer layers off, and a mode for torch functions as well.
+transformers, and what :mod:`graphattn.integrations` puts into other people's models. A fifth are
+the steps of generation of our own layers. While a :class:`Watcher` is open, they are replaced by
+functions that call the originals and tell the watchers of their own thread. Module hooks are global
+ones: hooks on a module would turn torch's fast path for transformer layers off, and a mode for
+torch functions as well.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from graphattn.diagnostics.converted_calls import (
 )
 from graphattn.diagnostics.evaluating import dropout_off
 from graphattn.diagnostics.same_tokens import is_same_tensor
+from graphattn.diagnostics.step_calls import SeenStep, seen_step, stepping_classes
 
 _LOOKS_LIKE_ATTENTION = re.compile("attention|attn", re.IGNORECASE)
 _SDPA = nn.functional.scaled_dot_product_attention
@@ -55,6 +57,7 @@ class _Thread(threading.local):
         self.caller: tuple[nn.Module, Tensor] | None = None  # of transformers, and its query
         self.seen_inside = False
         self.same_tokens: bool | None = None  # as queries and keys, of a MultiheadAttention
+        self.step: list[SeenStep | str] | None = None  # what the step under way attends to
 
 
 _thread = _Thread()
@@ -82,6 +85,9 @@ class Watcher:
 
     def saw(self, name: str, operands: Operands) -> None:
         """A call that is known in all its parts."""
+
+    def saw_step(self, name: str, layer: nn.Module, step: SeenStep | str, output: Tensor) -> None:
+        """A step of a layer that :meth:`is_own`; or why its weights cannot be known."""
 
     def answer(self, output: Tensor, name: str) -> Tensor:
         """What the model gets instead of the output of a call of this name."""
@@ -183,6 +189,9 @@ def _install(model: nn.Module) -> None:
                 after = register_module_forward_hook(_leave, always_call=True)
                 _undo.extend((before.remove, after.remove))
             _replace_imported(model)
+            for cls, method in stepping_classes(model):
+                if not hasattr(getattr(cls, method), "__graphattn__"):
+                    _replace(cls, method, _watched_step if method == "step" else _watched_mix)
             for owner, name, operands_of in converted_doors():
                 if not hasattr(getattr(owner, name), "__graphattn__"):
                     _replace(owner, name, _watched_converted(operands_of))
@@ -391,6 +400,43 @@ def _watched_converted(operands_of: OperandsOf) -> Any:
         return attend
 
     return wrap
+
+
+# Steps of generation of our own layers.
+
+
+def _watched_step(original: Any) -> Any:
+    def step(layer: Any, *args: Any, **keywords: Any) -> Any:
+        watchers = [w for w in _watchers() if id(layer) in w.names and w.is_own(layer)]
+        if not watchers:
+            return original(layer, *args, **keywords)
+        before, _thread.step = _thread.step, []
+        try:
+            with _paused():
+                output = original(layer, *args, **keywords)
+            seen = _thread.step
+        finally:
+            _thread.step = before
+        told = seen[0] if len(seen) == 1 else "what its own step() attends to is not known"
+        with _aside(output):
+            for watcher in watchers:
+                watcher.saw_step(watcher.names[id(layer)], layer, told, output)
+        return output
+
+    return step
+
+
+def _watched_mix(original: Any) -> Any:
+    def mix_step(layer: Any, targets: Any, sources: Any, mask: Any, cache: Any) -> Any:
+        steps, _thread.step = _thread.step, None  # what is inside is a part of this
+        try:
+            if steps is not None:
+                steps.append(seen_step(targets, sources, mask, cache))
+            return original(layer, targets, sources, mask, cache)
+        finally:
+            _thread.step = steps
+
+    return mix_step
 
 
 # The attention interface of transformers.

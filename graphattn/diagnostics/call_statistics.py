@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -16,6 +16,7 @@ from graphattn.diagnostics.attention_statistics import (
     head_diversity,
     sink_share,
 )
+from graphattn.diagnostics.step_calls import SeenStep
 from graphattn.graphs import TokenGraph, bipartite_complete_graph, complete_graph
 from graphattn.ops.inputs import compute_dtype
 
@@ -36,6 +37,7 @@ class RecordedCall:
     edges: TokenGraph | None = None
     keep: Keep = "weights"
     same_tokens: bool | None = None  #: self-attention (True) or not (False); None: not known
+    signed: bool = False  #: whether some weights are negative, which have no shares
 
     @property
     def matrix(self) -> Tensor:
@@ -77,7 +79,13 @@ class RecordedCall:
 
 
 def of_edges(
-    name: str, weights: Tensor, output: Tensor, graph: TokenGraph, token: int, keep: Keep
+    name: str,
+    weights: Tensor,
+    output: Tensor,
+    graph: TokenGraph,
+    token: int,
+    keep: Keep,
+    valid: Tensor | None = None,
 ) -> RecordedCall:
     """A call of a layer of graphattn.nn: weights [*, E, H], output [*, N, dim].
 
@@ -95,14 +103,71 @@ def of_edges(
     return RecordedCall(
         name,
         (len(weights), heads, graph.num_targets, graph.num_sources),
-        nothing if signed else sink_share(weights, graph, token),
+        nothing if signed else _sinks(weights, graph, token, valid),
         nothing if signed else attention_entropy(weights, graph),
         head_diversity(weights, graph) if heads > 1 and not signed else one,
         ranks(output.detach().reshape(len(weights), graph.num_targets, -1), real),
         kept[keep],
         graph,
         keep,
+        signed=signed,
     )
+
+
+def _sinks(weights: Tensor, graph: TokenGraph, token: int, valid: Tensor | None) -> Tensor:
+    """`sink_share` of a token that is counted from the first real one of every sequence, [B, H]."""
+    in_one = len(graph.sizes) == 1 and graph.num_sources > 0 and graph.source_positions[0] == 0
+    fits = valid is not None and valid.shape[-1] == graph.num_sources > token
+    if valid is None or not fits or not in_one:
+        return sink_share(weights, graph, token)
+    return _shares(weights, graph, _places(valid, len(weights), token), itself=True)
+
+
+def _places(valid: Tensor, batch: int, token: int) -> Tensor:
+    """Where the token stands among the sources of every sequence, [B]; -1: nowhere."""
+    valid = valid.reshape(-1, valid.shape[-1])
+    valid = valid.repeat_interleave(batch // len(valid), dim=0) if len(valid) == 1 else valid
+    at = valid & (valid.long().cumsum(dim=1) == token + 1)
+    return torch.where(at.any(dim=1), at.long().argmax(dim=1), -1)
+
+
+def _shares(weights: Tensor, graph: TokenGraph, places: Tensor, *, itself: bool) -> Tensor:
+    """`sink_share` with a token per sequence; NaN for those at -1.
+
+    `itself`: whether the target at the token's position counts, if it is not known to be the token.
+    """
+    shares = weights.new_full((len(weights), weights.shape[-1]), torch.nan)
+    row = graph.positions[graph.edge_index[1]]
+    for place in places.unique().tolist():
+        if place >= 0:
+            own = weights[places == place]
+            own = own if itself else own.masked_fill((row == place)[:, None], 0)
+            shares[places == place] = sink_share(own, graph, place)
+    return shares
+
+
+def of_step(
+    name: str, weights: Tensor, output: Tensor, step: SeenStep, token: int, keep: Keep
+) -> RecordedCall:
+    """A step of generation.
+
+    A query that a window cuts off from the token looks at it with a share of 0, as in a forward
+    pass; a text that is not that long yet says nothing.
+    """
+    graph, valid = step.graph, step.valid[1]
+    call = of_edges(name, weights, output, graph, 0, keep)
+    if call.signed:
+        return call
+    weights = weights.detach().reshape(-1, *weights.shape[-2:])
+    B, M = len(weights), graph.num_sources
+    if valid is None or step.cut is None:
+        place = token - step.first
+        places = torch.full((B,), place if place < M else -1, device=weights.device)
+        cut = places.new_full((B,), place < 0, dtype=torch.bool)
+    else:
+        places, cut = _places(valid, B, token), step.cut.reshape(-1)
+    shares = _shares(weights, graph, places.masked_fill(cut, -1), itself=False)
+    return replace(call, sinks=torch.where(cut[:, None], call.sinks * 0, shares))
 
 
 def of_operands(name: str, call: Operands, token: int, keep: Keep) -> RecordedCall:

@@ -37,7 +37,8 @@ def record_attention(model: nn.Module) -> Iterator[list[AttentionRecord]]:
     Layers are those of :mod:`graphattn.nn` that have attention weights (consensus layers have
     none). Each is asked for its weights in the very call that the model makes, so nothing is
     computed twice and the model's results are the same to the last bit. What is recorded is cut
-    off from gradients; weights are a number per edge and head, so record short runs.
+    off from gradients; weights are a number per edge and head, so record short runs. Steps of
+    generation are not recorded here, but by :func:`record`.
 
     Args:
         model: any module that holds such layers, or a layer.
@@ -62,7 +63,7 @@ def record_attention(model: nn.Module) -> Iterator[list[AttentionRecord]]:
     """
     records: list[AttentionRecord] = []
 
-    def take(name: str, weights: Tensor, output: Tensor, graph: TokenGraph) -> None:
+    def take(name: str, weights: Tensor, output: Tensor, graph: TokenGraph, _: Any) -> None:
         records.append(AttentionRecord(name, weights.detach(), output.detach(), graph))
 
     handles: list[RemovableHandle] = []
@@ -93,7 +94,9 @@ def is_attention_layer(module: nn.Module) -> bool:
 
 
 def listen(
-    name: str, layer: nn.Module, tell: Callable[[str, Tensor, Tensor, TokenGraph], None]
+    name: str,
+    layer: nn.Module,
+    tell: Callable[[str, Tensor, Tensor, TokenGraph, Tensor | None], None],
 ) -> tuple[RemovableHandle, RemovableHandle]:
     """Hooks that ask a layer for its weights and take them out of its answer again.
 
@@ -122,7 +125,9 @@ def listen(
         graph = as_token_graph(
             given["graph"], x.shape[-2], (x if context is None else context).shape[-2]
         )
-        tell(name, weights, output, graph)
+        valid = given.get("valid")
+        valid = valid[1] if isinstance(valid, tuple | list) else valid
+        tell(name, weights, output, graph, valid)
         return answer if asked.pop() else output
 
     # The last to speak before the layer and the first after it: other hooks see the answer that the

@@ -13,12 +13,21 @@ from torch import Tensor, nn
 from graphattn.diagnostics.arguments import as_model
 from graphattn.diagnostics.attention_calls import Watcher, watching
 from graphattn.diagnostics.attention_operands import Operands
-from graphattn.diagnostics.call_statistics import Keep, RecordedCall, of_edges, of_operands
+from graphattn.diagnostics.call_statistics import (
+    Keep,
+    RecordedCall,
+    of_edges,
+    of_operands,
+    of_step,
+)
 from graphattn.diagnostics.per_layer import PerLayer, per_layer
 from graphattn.diagnostics.record import is_attention_layer, listen
 from graphattn.diagnostics.rollout import rollout_of_matrices
 from graphattn.diagnostics.same_tokens import by_name
+from graphattn.diagnostics.step_calls import SeenStep
 from graphattn.graphs.arguments import as_choice, as_int
+from graphattn.nn import CrossConsensus, SelfConsensus
+from graphattn.nn.graph_layer import GraphLayer
 
 
 class Recording(Sequence[RecordedCall]):
@@ -152,6 +161,8 @@ class Recording(Sequence[RecordedCall]):
                 f"{call.name:{width}}  {size:>14}  {call.sinks.nanmean():4.2f}  {seen:6.1f}"
                 f"  {call.diversity.nanmean():9.2f}  {call.effective_rank.nanmean():4.1f}"
             )
+        if any(call.signed for call in self.calls):
+            lines.append("nan: weights below 0 (linear attention with rope=True) are no shares")
         lines += [f"{name:{width}}  not recorded: {why}" for name, why in self.missed.items()]
         return "\n".join(lines)
 
@@ -176,6 +187,11 @@ def record(model: nn.Module, *, token: int = 0, keep: Keep = "weights") -> Itera
     in :attr:`Recording.missed`. Weights are those of the call: with its mask, causality, scale,
     cap, sinks and groups of heads, without dropout. With a sink logit (GPT-OSS) rows sum to less
     than 1: what is missing is the sink's.
+
+    Steps of generation (``step``, ``generate``) are calls too, with few queries: those of our
+    layers have the newest tokens as queries and what the cache holds as keys. Linear attention
+    without a window keeps sums in the place of tokens, so of its steps only the first, the prompt,
+    has weights; the others are in :attr:`Recording.missed`.
 
     Queries that may look at nothing count for nothing. In self-attention nor do tokens that no
     query may look at, not even their own: padding. A call is self-attention if its queries and keys
@@ -238,17 +254,26 @@ def record(model: nn.Module, *, token: int = 0, keep: Keep = "weights") -> Itera
     recording, missed = watcher.recording, watcher.missed
     named = "; ".join(f"{name}: {why}" for name, why in missed.items())
     if not recording.calls:
-        if watcher.num_runs == 0:
+        if watcher.num_runs == 0 and not missed:
             raise ValueError(
                 f"nothing was recorded: the {type(model).__name__} was not called inside the "
                 "block, or only in another thread"
             )
         raise ValueError(
             f"nothing was recorded: no call of attention was seen in the {type(model).__name__}"
-            + (f" ({named})" if named else "")
+            + (f" ({named})" if named else _only_consensus(model))
         )
     if missed:
         warnings.warn(f"graphattn could not record all attention: {named}", stacklevel=3)
+
+
+def _only_consensus(model: nn.Module) -> str:
+    """Why there was nothing to record, where all layers of a model are consensus."""
+    layers = [layer for layer in model.modules() if isinstance(layer, GraphLayer)]
+    if not layers or not all(isinstance(x, SelfConsensus | CrossConsensus) for x in layers):
+        return ""
+    which = f"its {len(layers)} layers are" if len(layers) > 1 else "its layer is"
+    return f": {which} consensus, which has no attention weights"
 
 
 class _Recorder(Watcher):
@@ -270,6 +295,17 @@ class _Recorder(Watcher):
             operands.same_tokens = by_name(name, self.modules.get(name))
         self.recording.calls.append(of_operands(name, operands, self.token, self.keep))
 
-    def saw_layer(self, name: str, weights: Tensor, output: Tensor, graph: Any) -> None:
+    def saw_layer(
+        self, name: str, weights: Tensor, output: Tensor, graph: Any, valid: Tensor | None
+    ) -> None:
         self.found()
-        self.recording.calls.append(of_edges(name, weights, output, graph, self.token, self.keep))
+        call = of_edges(name, weights, output, graph, self.token, self.keep, valid)
+        self.recording.calls.append(call)
+
+    def saw_step(self, name: str, layer: nn.Module, step: SeenStep | str, output: Tensor) -> None:
+        if isinstance(step, str):
+            self.miss(name, step)
+            return
+        self.found()
+        call = of_step(name, step.weights(layer), output, step, self.token, self.keep)
+        self.recording.calls.append(call)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import operator
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -51,8 +53,30 @@ def as_choice(name: str, value: Any, allowed: tuple[Any, ...]) -> Any:
     """`value` if it is one of `allowed`."""
     if value not in allowed:
         names = ", ".join(repr(a) for a in allowed)
-        raise ValueError(f"{name} must be one of {names}, got {value!r}")
+        raise ValueError(
+            f"{name} must be one of {names}, got {value!r}{did_you_mean(value, allowed)}"
+        )
     return value
+
+
+def did_you_mean(value: Any, allowed: Iterable[Any], also: Mapping[str, str] | None = None) -> str:
+    """The end of a message about a word that is not among `allowed`: the nearest one, if any is.
+
+    Args:
+        value: what was given.
+        allowed: what may be.
+        also: other words that people use -> which of `allowed` they mean.
+    """
+    if not isinstance(value, str):
+        return ""
+    words = {_letters(word): word for word in allowed if isinstance(word, str)}
+    words |= {_letters(word): meant for word, meant in (also or {}).items()}
+    near = difflib.get_close_matches(_letters(value), words, n=1)
+    return f": did you mean {words[near[0]]!r}?" if near else ""
+
+
+def _letters(word: str) -> str:
+    return word.lower().replace("-", "").replace("_", "")
 
 
 def as_edge_type(edge_type: Any) -> tuple[str, str, str]:

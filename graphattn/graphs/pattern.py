@@ -70,6 +70,10 @@ def _of_structure(structure: Structure) -> str:
         case Union(parts=parts):
             return " + ".join(map(_of_structure, parts))
         case Parts(parts=parts):
+            seeing = [part for part in parts if part.num_edges()]
+            if len(seeing) == 1 < len(parts):  # such as a class token that consensus leaves out
+                alone = sum(part.num_targets for part in parts) - seeing[0].num_targets
+                return f"{_of_structure(seeing[0])}, {_counted(alone, 'token')} apart"
             kinds = list(dict.fromkeys(map(_of_structure, parts)))
             each = kinds[0] if len(kinds) == 1 else "several patterns"
             return f"{_counted(len(parts), 'sequence')}: {each}"

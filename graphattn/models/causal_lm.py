@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, Literal, Self
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -11,9 +11,17 @@ from torch import Tensor, nn
 from graphattn.graphs import TokenGraph, batch, causal_graph, causal_window_graph
 from graphattn.graphs.arguments import as_int
 from graphattn.models.generation import Progress, Stop, generate
-from graphattn.models.mixers import HALVES, KINDS, Mixer, Mixing, mixers, one_per_block
+from graphattn.models.mixers import (
+    HALVES,
+    KINDS,
+    Mixer,
+    Mixing,
+    as_options,
+    mixers,
+    one_per_block,
+)
 from graphattn.models.stack import Graphs
-from graphattn.models.token_model import TokenModel
+from graphattn.models.tied_model import TiedModel
 from graphattn.models.windows import window_of_blocks
 from graphattn.nn import ModelCache, PreNormBlock, SelfConsensus
 from graphattn.nn.block import Activation, Norm, make_norm
@@ -23,7 +31,7 @@ from graphattn.ops.dropout import as_share
 Window = int | None | Sequence[int | None]
 
 
-class CausalLM(TokenModel):
+class CausalLM(TiedModel):
     r"""A language model: tokens in, logits of the next token out, of any mixer.
 
     Embedding, pre-norm blocks, norm, linear head. Attention layers see the last `window` tokens
@@ -36,16 +44,19 @@ class CausalLM(TokenModel):
         dim: width.
         depth: number of blocks.
         heads: heads per layer, divides `dim`.
-        mixer: a name ("dot", "dot-window", "vlt", "linear", "gka", "krause", "consensus",
-            "mix", "gka-consensus", "krause-consensus"), or one entry per block: a name, or a layer
-            of width `dim` of :mod:`graphattn.nn` or your own.
+        mixer: "dot" (softmax attention), "dot-window" (the same, which insists on a `window`),
+            "vlt" (no value projection), "linear", "gka" (Gaussian kernel attention), "krause" or
+            "consensus"; or "mix" ("dot" in the first half of the blocks, "consensus" in the
+            second), "gka-consensus" or "krause-consensus"; or one entry per block: one of the first
+            seven, or a layer of width `dim`, of :mod:`graphattn.nn` or your own.
         mixer_options: further options of the named layers, such as ``{"top_k": 8}``: every layer
             takes those that it has, and one that no layer has is refused. A list holds one value
             per block.
         window: keys that the attention layers see, the token itself included: one number for all,
             None for all tokens before; a pair (short, long) with `window_pattern`; or one per
-            block, None at blocks of consensus. "dot-window" needs a number; "krause" without one
-            chooses its `top_k` among all tokens before.
+            block, None at blocks of consensus, which have `consensus_window` in its place.
+            "krause" without a window sees all tokens before, and without
+            ``mixer_options={"top_k": k}`` nothing of what it sees is cut.
         window_pattern: "S" for the short and "L" for the long window of a block, repeated over the
             blocks: "SSSL" is every fourth block long, as in the language model of
             *Projection-Free Transformers via Gaussian Kernel Attention*, Section 5.2. There 1,024
@@ -126,12 +137,12 @@ class CausalLM(TokenModel):
             raise ValueError(f"rope must be True, False or 'isometric', got {rope!r}")
         depth, dim = as_int("depth", depth, 1), as_int("dim", dim, 1)
         entries = one_per_block(mixer, depth)
-        options = dict(mixer_options or {})
+        options = as_options(mixer_options)
         if any("bias" in KINDS[name].options for name in entries if isinstance(name, str)):
             options.setdefault("bias", bool(bias))
         near = as_int("consensus_window", consensus_window, 1)
         share = as_share("drop_path", drop_path)
-        self.logit_softcap = as_softcap(logit_softcap)
+        self.logit_softcap = as_softcap(logit_softcap, "logit_softcap")
         own_windows = window_of_blocks(window, window_pattern, depth)
         one_each = window_pattern is None and isinstance(window, list | tuple)
         self.embedding = nn.Embedding(self.vocab_size, dim)
@@ -147,7 +158,7 @@ class CausalLM(TokenModel):
                 mixing.layer,
                 mlp_ratio=mlp_ratio,
                 dropout=dropout,
-                drop_path=share * place / max(depth - 1, 1),
+                drop_path=share * (place / (depth - 1) if depth > 1 else 1),
                 norm=norm,
                 norm_affine=norm_affine,
                 activation=activation,
@@ -157,9 +168,7 @@ class CausalLM(TokenModel):
         self.norm = make_norm(norm, dim, affine=norm_affine, bias=bias)
         self.head = nn.Linear(dim, self.vocab_size, bias=False)
         nn.init.normal_(self.embedding.weight, std=0.02)
-        self.tie_weights = bool(tie_weights)
-        self._tie()
-        self.register_load_state_dict_post_hook(_tie_again)
+        self._keep_tied(bool(tie_weights))
 
     @classmethod
     def comparable(cls, config: dict[str, Any]) -> dict[str, Any]:
@@ -323,7 +332,7 @@ class CausalLM(TokenModel):
         draft: CausalLM | None = None,
         draft_tokens: int = 4,
     ) -> Tensor:
-        """Write on behind prompts: the prompts with their continuations, [*, N + new].
+        """Continue prompts: the prompts with their continuations, [*, N + new].
 
         The texts are those of whole forward passes over everything written so far, to rounding,
         but every token is read once. Nothing is dropped out, in no mode, and there is no gradient.
@@ -337,12 +346,13 @@ class CausalLM(TokenModel):
         Args:
             tokens: the prompts, integers [*, N], at least one token each.
             max_new_tokens: how many tokens are written at most; 0 gives the prompts back.
-            temperature: logits are divided by it before a token is drawn; 0 takes the likeliest.
+            temperature: logits are divided by it before a token is drawn; 0 takes the likeliest
+                token every time, and draws none.
             top_k: draw from the `top_k` likeliest tokens; all if None.
             top_p: draw from the fewest likeliest tokens that together have this probability, in
                 (0, 1] (nucleus sampling; Holtzman et al., 2020), after `top_k`; all if None.
-            stop: a token or several, each a number or a sequence of numbers: a text ends behind
-                the first of them that it has written (a prompt does not count). It is filled with
+            stop: a token or several, each a number or a sequence of numbers: a text ends once
+                it has written the first of them (a prompt does not count). It is filled with
                 its last token while others of its batch go on; when all have ended, so does the
                 generation.
             generator: draws the tokens; torch's own if None.
@@ -350,7 +360,7 @@ class CausalLM(TokenModel):
                 padded on the left. Each then gives what it gives alone.
             progress: called as ``progress(step, tokens)`` after every token, with the number of
                 tokens written and the texts so far, [*, N + step]; generation ends where it
-                returns True.
+                returns True (which some progress bars' own ``update`` does: wrap it).
             draft: a :class:`CausalLM` of the same vocabulary that writes ahead.
             draft_tokens: how far, at least 1.
 
@@ -387,23 +397,6 @@ class CausalLM(TokenModel):
             draft=draft,
             draft_tokens=draft_tokens,
         )
-
-    # Tied weights stay tied.
-
-    def _tie(self) -> None:
-        if self.tie_weights:
-            self.head.weight = self.embedding.weight
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Moved to or from the device "meta", a parameter of two names would become two."""
-        super()._apply(fn, recurse)
-        self._tie()
-        return self
-
-
-def _tie_again(model: CausalLM, _: Any) -> None:
-    """After a state dict was loaded; with ``assign=True`` a parameter of two names becomes two."""
-    model._tie()
 
 
 def _causal(num_tokens: int | Sequence[int], window: int | None) -> TokenGraph:

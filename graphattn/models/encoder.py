@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from graphattn.graphs import TokenGraph, complete_graph, window_path_graph
 from graphattn.graphs.arguments import as_int
-from graphattn.models.mixers import KINDS, Mixer, Reach, mixers, one_per_block
+from graphattn.models.mixers import KINDS, Mixer, Reach, as_options, mixers, one_per_block
 from graphattn.models.stack import Graphs
 from graphattn.models.token_model import TokenModel
 from graphattn.nn import NoiseEmbedding, PreNormBlock
@@ -36,9 +36,10 @@ class SequenceEncoder(TokenModel):
     (:func:`~graphattn.models.presets`), such as "consensus-text-54m".
 
     Without a graph, layers work on the graphs that their mixers' names stand for, over the tokens
-    of each call: "dot", "vlt" and "gka" on the complete graph; "dot-window" and "krause" on
-    `window` tokens on each side and the token itself; "consensus" on the window-path graph of
-    `window` tokens on each side.
+    of each call: "dot", "vlt", "linear" and "gka" on the complete graph; "dot-window" and "krause"
+    on `window` tokens on each side and the token itself; "consensus" on the window-path graph of
+    `window` tokens on each side. ("krause" cuts nothing of that without
+    ``mixer_options={"top_k": k}``.)
 
     Args:
         vocab_size: number of tokens, a mask token included if there is one.
@@ -50,7 +51,7 @@ class SequenceEncoder(TokenModel):
             "gka-consensus" or "krause-consensus"; or one entry per block: one of the first seven,
             or a layer of width `dim`, of :mod:`graphattn.nn` or your own (see
             :class:`~graphattn.nn.PreNormBlock`).
-        window: reach of the layers' own graphs that have one (paper: 2).
+        window: tokens on each side, in the layers' own graphs that have a window (paper: 2).
         rank: of the consensus layers (paper: 4).
         edge_hidden: of the consensus layers (paper: 256).
         step_size: of the consensus layers, as in :class:`~graphattn.nn.SelfConsensus`; "auto" needs
@@ -77,8 +78,9 @@ class SequenceEncoder(TokenModel):
         - **graph**: one TokenGraph for all layers, or one per layer (a sequence of `depth`); packed
           sequences come as a :func:`~graphattn.batch`. Without one, the tokens of a call are one
           sequence, packed ones too, and see each other
-        - **noise_level**: floating-point [*], one per sequence, or [*, N], one per token, as packed
-          sequences need it; required by a model with `noise_dim`, and by no other (keyword)
+        - **noise_level**: floating-point [*], numbers >= 0, one per sequence, or [*, N], one per
+          token, as packed sequences need it; required by a model with `noise_dim`, and by no other
+          (keyword)
         - **valid**: bool [N] or [*, N], True where a token is real (keyword)
         - **positions**: [N] or [*, N]; those of the graph if None (keyword)
         - **edge_features**: [E, F] or [*, E, F] for all consensus layers that take them, in the
@@ -142,8 +144,8 @@ class SequenceEncoder(TokenModel):
         self.window = as_int("window", window, 1)
         if not (isinstance(rope, bool) or rope == "isometric"):
             raise ValueError(f"rope must be True, False or 'isometric', got {rope!r}")
-        depth = as_int("depth", depth, 1)
-        options = dict(mixer_options or {})
+        depth, dim = as_int("depth", depth, 1), as_int("dim", dim, 1)
+        options = as_options(mixer_options)
         if own := [name for name in CONSENSUS if name in options]:
             raise ValueError(
                 f"mixer_options must not hold {own[0]!r}, which is an argument of the model itself"
@@ -156,13 +158,18 @@ class SequenceEncoder(TokenModel):
                 step_size=step_size,
                 edge_features=edge_features,
             )
+        elif as_int("edge_features", edge_features, 0):
+            raise ValueError(
+                f"edge_features must be 0 in a model without consensus layers of its own making, "
+                f"got {edge_features}: a layer that comes as a module says how many it has"
+            )
         if not bias and any("bias" in KINDS[e].options for e in entries if isinstance(e, str)):
             options.setdefault("bias", False)
         mixings = mixers(mixer, depth, dim, heads, rope=rope, options=options)
         self.noise_dim = None if noise_dim is None else as_int("noise_dim", noise_dim, 1)
         self.zero_head = zero_head
         last_drop_path = as_share("drop_path", drop_path)
-        self.embedding = nn.Embedding(self.vocab_size, as_int("dim", dim, 1))
+        self.embedding = nn.Embedding(self.vocab_size, dim)
         self.blocks = nn.ModuleList()
         self.reaches: list[Reach] = []
         for place, (layer, reach) in enumerate(mixings):
@@ -304,6 +311,7 @@ class SequenceEncoder(TokenModel):
             real = valid.expand(per_token)
             real = real if noise_level.shape == per_token else real.any(-1)
             noise_level = noise_level.masked_fill(~real, 0)
+        _check_noise(noise_level)
         condition: Tensor = self.noise(noise_level)
         return condition
 
@@ -314,6 +322,18 @@ class SequenceEncoder(TokenModel):
                 "level steers whole sequences. Call it with noise_level="
             )
         super()._check_steps()
+
+
+def _check_noise(noise_level: Tensor) -> None:
+    """Values are read where that costs nothing: not on a GPU, in torch.func, or while tracing."""
+    traced = torch.compiler.is_compiling() or torch._C._functorch.maybe_current_level() is not None
+    if noise_level.device.type == "cpu" and noise_level.numel() > 0 and not traced:
+        wrong = ~((noise_level >= 0) & (noise_level < float("inf")))
+        if wrong.any():
+            raise ValueError(
+                "noise_level must be finite numbers >= 0 where tokens are real, got "
+                f"{noise_level[wrong][0].item()}"
+            )
 
 
 def _set_to_zero(layer: nn.Linear | None) -> None:

@@ -23,6 +23,7 @@ def save(model: nn.Module, directory: str | os.PathLike[str]) -> None:
         directory: the folder; made if it is not there, and its two files replaced if they are.
 
     Raises:
+        ValueError: for a `directory` that is a file, or would be called like one (``model.pt``).
         ValueError: for a model that files alone cannot make again: another class, one that holds
             modules of other classes, and one that has been rebuilt since its constructor made it.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -250,9 +250,9 @@ def _stops(stop: Any, vocab_size: int) -> list[tuple[int, ...]]:
 
 
 def _is_sequence(value: Any) -> bool:
-    return isinstance(value, list | tuple | set | frozenset) or (
-        isinstance(value, Tensor) and value.dim() > 0
-    )
+    if isinstance(value, Sequence | Set):
+        return not isinstance(value, str)
+    return getattr(value, "ndim", 0) > 0  # a tensor, or an array of numpy's
 
 
 def _check_draft(draft: CausalLM, model: CausalLM) -> None:

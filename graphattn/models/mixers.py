@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 
 from torch import nn
 
-from graphattn.graphs.arguments import as_int
+from graphattn.graphs.arguments import as_int, did_you_mean
 from graphattn.nn import (
     CrossConsensus,
     DotProductAttention,
@@ -69,6 +69,16 @@ HALVES: dict[str, tuple[str, str]] = {
     "krause-consensus": ("krause", "consensus"),
 }
 NAMES = (*KINDS, *HALVES)
+_ALSO_CALLED = {
+    "DotProductAttention": "dot",
+    "LinearAttention": "linear",
+    "GaussianKernelAttention": "gka",
+    "KrauseAttention": "krause",
+    "SelfConsensus": "consensus",
+    "dot-consensus": "mix",
+    "attention": "dot",
+    "softmax": "dot",
+}
 
 
 class Mixing(NamedTuple):
@@ -102,7 +112,7 @@ def mixers(
             that no layer of the model takes.
     """
     entries = one_per_block(mixer, depth)
-    options = dict(options or {})
+    options = as_options(options)
     if causal and "consensus" in entries:
         if options.get("update", "target") != "target":
             raise ValueError(
@@ -111,14 +121,34 @@ def mixers(
             )
         options["update"] = "target"
     _check_options(options, entries)
-    widths = [dim] * depth if isinstance(dim, int) else dim
-    counts = [heads] * depth if isinstance(heads, int) else heads
+    widths, counts = _numbers("dim", dim, depth), _numbers("heads", heads, depth)
     return (
         Mixing(_layer(entry, place, depth, own_dim, own_heads, rope, options), _reach(entry))
         for place, (entry, own_dim, own_heads) in enumerate(
             zip(entries, widths, counts, strict=True)
         )
     )
+
+
+def as_options(options: Any) -> dict[str, Any]:
+    """`mixer_options` as a dict of one's own."""
+    if options is None:
+        return {}
+    if not isinstance(options, Mapping):
+        raise ValueError(
+            "mixer_options must be a dict of options and their values, or None, "
+            f"got {type(options).__name__}"
+        )
+    return dict(options)
+
+
+def _numbers(name: str, given: Any, depth: int) -> list[int]:
+    """One number per block, from one for all or as many as there are blocks."""
+    if not isinstance(given, list | tuple):
+        return [as_int(name, given, 1)] * depth
+    if len(given) != depth:
+        raise ValueError(f"{name} must be one number, or one per block ({depth}), got {len(given)}")
+    return [as_int(name, own, 1) for own in given]
 
 
 def options_taken(mixer: Any, depth: int, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -131,7 +161,7 @@ def options_taken(mixer: Any, depth: int, options: Mapping[str, Any]) -> dict[st
 def one_per_block(mixer: Any, depth: int) -> list[Any]:
     """The mixer of every block, from its short form."""
     if not isinstance(mixer, list | tuple | nn.ModuleList):
-        if mixer in HALVES:
+        if isinstance(mixer, str) and mixer in HALVES:
             first, second = HALVES[mixer]
             return [first] * (depth // 2) + [second] * (depth - depth // 2)
         _check_entry(mixer, NAMES)
@@ -156,8 +186,10 @@ def _check_entry(entry: Any, names: tuple[str, ...]) -> None:
         return
     if not isinstance(entry, str) or entry not in names:
         got = type(entry).__name__ if isinstance(entry, nn.Module) else repr(entry)
+        near = did_you_mean(entry, names, {k: v for k, v in _ALSO_CALLED.items() if v in names})
         raise ValueError(
-            f"mixer must be one of {', '.join(map(repr, names))}, or layers on one track, got {got}"
+            f"mixer must be one of {', '.join(map(repr, names))}, or layers that are called with "
+            f"one sequence, got {got}{near}"
         )
 
 
@@ -197,6 +229,12 @@ def _layer(
             raise ValueError(
                 f"mixer must hold layers of width dim = {dim}, got a {type(entry).__name__} of "
                 f"width {width}"
+            )
+        context = getattr(entry, "context_dim", dim)
+        if context not in (dim, None):
+            raise ValueError(
+                f"mixer must hold layers on one track, got a {type(entry).__name__} that looks at "
+                f"a context of width {context} (dim is {dim})"
             )
         found: nn.Module = entry
         return found

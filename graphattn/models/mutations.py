@@ -54,7 +54,8 @@ def parsed(text: Any, sequence: str, structure: Any, numbering: str) -> list[Mut
 def _one(part: str, text: str, sequence: str, structure: Any, numbering: str) -> Mutation:
     match = _SUBSTITUTION.fullmatch(part)
     if match is None:
-        raise ValueError(f"mutations must hold {_EXAMPLE}, got {text!r}")
+        chain = "" if structure is None else ", of chain H 'H/A42G'"
+        raise ValueError(f"mutations must hold {_EXAMPLE}{chain}; got {part!r} in {text!r}")
     wild, mutant = match["wild"].upper(), match["to"].upper()
     for letter in (wild, mutant):
         if letter not in AMINO_ACIDS:
@@ -100,6 +101,8 @@ def _in_structure(part: str, chain: str | None, number: int, code: str, structur
         if structure.insertion_codes[index].upper() == code.upper()
         and (chain is None or ids[int(structure.chain_index[index])] == chain)
     ]
+    as_written = [index for index in places if structure.insertion_codes[index] == code]
+    places = as_written or places  # 52a beside 52A
     if not places:
         where = "" if chain is None else f" in chain {chain!r}"
         raise ValueError(

@@ -11,6 +11,7 @@ from torch import nn
 from graphattn.graphs import TokenGraph
 from graphattn.graphs.pattern import pattern_of
 from graphattn.models.mixers import KINDS
+from graphattn.models.protein import ProteinModel
 from graphattn.nn.config import Configured
 
 
@@ -20,6 +21,7 @@ class LayerRow(NamedTuple):
     layers: tuple[int, ...]
     mixer: str
     graph: TokenGraph
+    neighborhood: str | None = None
 
     @property
     def numbers(self) -> str:
@@ -35,11 +37,11 @@ class LayerRow(NamedTuple):
     @property
     def pattern(self) -> str:
         """What each token sees."""
-        return pattern_of(self.graph)
+        return self.neighborhood or pattern_of(self.graph)
 
 
 def layer_rows(
-    model: nn.Module, graphs: Sequence[TokenGraph], *, each: bool = False
+    model: nn.Module, graphs: Sequence[TokenGraph], *, each: bool = False, own: bool = False
 ) -> list[LayerRow]:
     """What the layers of a model see.
 
@@ -47,6 +49,7 @@ def layer_rows(
         model: with a list of blocks, `blocks`, that have a `mixer` each.
         graphs: one per block, in their order.
         each: whether every layer gets a row of its own, alike or not.
+        own: whether the model has made the graphs, and so knows what their edges are.
     """
     blocks: Any = model.blocks
     rows: list[LayerRow] = []
@@ -58,8 +61,17 @@ def layer_rows(
                 rows[number] = row._replace(layers=(*row.layers, place))
                 break
         else:
-            rows.append(LayerRow((place,), mixer, graph))
+            known = neighborhood(model) if own and graph.structure is None else None
+            rows.append(LayerRow((place,), mixer, graph, known))
     return rows
+
+
+def neighborhood(model: nn.Module) -> str | None:
+    """Which edges a model of proteins lists where it is given a structure; None of other models."""
+    if not isinstance(model, ProteinModel):
+        return None
+    parts = ((model.neighbors, "nearest"), (model.window, "along the chain"))
+    return ", ".join(f"{number:,} {where}" for number, where in parts if number)
 
 
 def _are_alike(graph: TokenGraph, other: TokenGraph) -> bool:

@@ -84,19 +84,17 @@ class PatchEmbedding(nn.Module):
 
     def checked(self, images: Any, *, interpolate: bool) -> tuple[int, int]:
         """The size of images in pixels; a ValueError names what does not fit."""
-        if not isinstance(images, Tensor) or images.dim() < 3 or images.shape[-3] != self.channels:
+        if (
+            not isinstance(images, Tensor)
+            or images.dim() < 3
+            or images.shape[-3] != self.channels
+            or 0 in images.shape[-2:]
+        ):
             got = list(images.shape) if isinstance(images, Tensor) else type(images).__name__
             raise ValueError(
                 f"images must be a tensor of shape [*, {self.channels}, height, width], got {got}"
             )
-        dtype = self.projection.weight.dtype
-        if not images.is_floating_point() or (
-            images.dtype != dtype and not torch.is_autocast_enabled(images.device.type)
-        ):
-            raise ValueError(
-                f"images must have the model's dtype {dtype}, got {images.dtype}: convert them, "
-                "bytes to normalised numbers as in training"
-            )
+        check_dtype(images, self.projection.weight.dtype)
         size = images.shape[-2], images.shape[-1]
         if size != self.image_size and not interpolate:
             raise ValueError(
@@ -136,6 +134,17 @@ class PatchEmbedding(nn.Module):
     def extra_repr(self) -> str:
         """The sizes, (height, width)."""
         return f"image_size={self.image_size}, patch_size={self.patch_size}"
+
+
+def check_dtype(images: Tensor, dtype: torch.dtype) -> None:
+    """That images are numbers of the model's dtype; autocast takes other floating point, too."""
+    if not images.is_floating_point() or (
+        images.dtype != dtype and not torch.is_autocast_enabled(images.device.type)
+    ):
+        raise ValueError(
+            f"images must have the model's dtype {dtype}, got {images.dtype}: convert them, "
+            "bytes to normalised numbers as in training"
+        )
 
 
 def as_size(name: str, value: Any) -> tuple[int, int]:

@@ -294,6 +294,18 @@ _PRESETS |= {
         },
         "proteins, their sequence alone, for a laptop: 6.2 M parameters",
     ),
+    "encoder-1m": Preset(
+        "SequenceEncoder",
+        {
+            "vocab_size": _PROTEIN,
+            "dim": 128,
+            "depth": 5,
+            "heads": 4,
+            "mixer": "mix",
+            "edge_hidden": 32,
+        },
+        "proteins, or any other tokens with their `vocab_size`, on a laptop: 1.0 M parameters",
+    ),
 }  # fmt: skip
 
 _PRESETS |= {

@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal
 
-import torch
 from torch import Tensor, nn
 
-from graphattn.data import ProteinTokenizer, Structure
+from graphattn.data import ProteinTokenizer
 from graphattn.graphs import TokenGraph, complete_graph, window_path_graph
 from graphattn.graphs.arguments import as_choice, as_int
-from graphattn.models.context_steps import ContextSteps, Track, TrackEmbeddings, checked_context
-from graphattn.models.mixers import Mixer, Reach, mixers, one_per_block
-from graphattn.models.protein_calls import Laid, graph_of_track, laid_out
-from graphattn.models.protein_scores import ProteinScores
-from graphattn.models.residue_edges import ResidueEdges, Residues
+from graphattn.models.context_steps import ContextSteps, TrackEmbeddings, checked_context
+from graphattn.models.mixers import Mixer, mixers, one_per_block
+from graphattn.models.protein_calls import ProteinCalls
+from graphattn.models.residue_edges import ResidueEdges
 from graphattn.models.stack import OF_EDGES, Graphs
 from graphattn.nn import EdgeProjection, PreNormBlock, SelfConsensus
 
 OWN_OPTIONS = ("edge_features",)  # of the layers, which the model itself decides
 
 
-class ProteinModel(ProteinScores):
+class ProteinModel(ProteinCalls):
     r"""Residues in, logits per residue out: along the chain, in space, beside other tracks.
 
     The tokens are the letters of :class:`graphattn.data.ProteinTokenizer` and, after them, the mask
@@ -159,7 +157,7 @@ class ProteinModel(ProteinScores):
         layers = mixers(mixer, depth, dim, heads, rope=rope, options=of_layers)
         self.embedding = nn.Embedding(self.vocab_size, as_int("dim", dim, 1))
         self.blocks = nn.ModuleList()
-        self.reaches: list[Reach] = []
+        self.reaches = []
         for layer, reach in layers:
             self.blocks.append(
                 PreNormBlock(layer, mlp_ratio=mlp_ratio, dropout=dropout, drop_path=drop_path)
@@ -250,8 +248,7 @@ class ProteinModel(ProteinScores):
         if (structure is None) == (num_tokens is None):
             raise ValueError("graphs takes num_tokens or structure=, and not both")
         if structure is not None:
-            laid = laid_out(self._structures(structure), None, self.embedding.weight.device)
-            return self._graphs_in_space(laid)
+            return self._graphs_in_space(self._laid_out(structure, None))
         N = as_int("num_tokens", num_tokens, 0)
         if not self.window and set(self.reaches) != {"all"}:
             raise ValueError(
@@ -265,12 +262,6 @@ class ProteinModel(ProteinScores):
         }
         made = {reach: of_reach[reach]().to(device) for reach in dict.fromkeys(self.reaches)}
         return [made[reach] for reach in self.reaches]
-
-    def _graphs_in_space(self, laid: Laid) -> list[TokenGraph]:
-        """Consensus layers exert no force along self-loops; the others see themselves, too."""
-        loops = [reach != "near" for reach in self.reaches]
-        made = {own: laid.graph(self.window, self.neighbors, own) for own in dict.fromkeys(loops)}
-        return [made[own] for own in loops]
 
     def encode(
         self,
@@ -309,151 +300,3 @@ class ProteinModel(ProteinScores):
         given = {"edge_features": edge_features, "context": context, "structure": structure}
         given = {name: value for name, value in given.items() if value is not None}
         return self.head(self.encode(tokens, graph, valid=valid, positions=positions, **given))
-
-    # What a call is made of.
-
-    def _structures(self, structure: Any) -> list[Any]:
-        """The structures of a call, checked."""
-        if not self.structure:
-            raise ValueError("structure must be None in a model made with structure=False")
-        found = list(structure) if isinstance(structure, list | tuple) else [structure]
-        for own in found:
-            if not isinstance(own, Structure):
-                raise ValueError(
-                    "structure must be a graphattn.data.Structure or a list of them, got "
-                    f"{type(own).__name__}"
-                )
-        return found
-
-    def _call(
-        self,
-        tokens: Any,
-        graph: Graphs,
-        structure: Any,
-        valid: Any,
-        positions: Any,
-        edge_features: Any,
-        context: Any,
-    ) -> _Call:
-        laid: Laid | None = None
-        rows: tuple[int, ...] = ()
-        batch = tuple(tokens.shape[:-1]) if isinstance(tokens, Tensor) else ()
-        if structure is not None:
-            if positions is not None:
-                raise ValueError("positions must be None beside structure, which has its own")
-            laid = laid_out(self._structures(structure), tokens, self.embedding.weight.device)
-            if laid.rows:
-                valid = laid.valid if valid is None else valid & laid.valid
-        tokens = self._readable(tokens, valid)
-        if laid is not None:
-            positions = laid.residues.positions
-            if laid.rows:  # one after the other, with padding in between
-                rows = laid.rows
-                tokens = tokens.flatten()
-                valid = None if valid is None else valid.expand(rows).flatten()
-        made = graph is None
-        if graph is None and laid is not None:
-            graph = self._graphs_in_space(laid)
-        graphs = list(self.graph_of_blocks(graph, tokens.shape[-1]))
-        if edge_features is not None:
-            if made:
-                raise ValueError("graph must be given beside edge_features, which are of its edges")
-            if not self.structure:
-                raise ValueError("edge_features must be None in a model made with structure=False")
-        residues = laid.residues if laid is not None else Residues(positions=positions)
-        given = {"valid": valid, "positions": positions}
-        call = _Call(
-            tokens,
-            graphs,
-            {name: value for name, value in given.items() if value is not None},
-            rows,
-            residues,
-            edge_features,
-            {},
-            {},
-        )
-        if context is not None:
-            call.tracks.update(self._tracks(context, call, laid, batch))
-        return call
-
-    def _of_edges(self, place: int, graph: TokenGraph, call: _Call) -> dict[str, Tensor]:
-        """What is known of the edges of a block, as its mixer takes it."""
-        layer: Any = self.blocks[place].mixer
-        takes_bias = str(place) in self.edge_maps
-        if not self.structure or not (takes_bias or getattr(layer, "edge_features", None)):
-            return {}
-        given = call.edge_features
-        if isinstance(given, list | tuple):
-            if len(given) != len(self.blocks):
-                raise ValueError(
-                    f"edge_features must be one tensor, or one per block ({len(self.blocks)}), "
-                    f"got {len(given)}"
-                )
-            given = given[place]
-        if given is not None:
-            features = given
-        else:
-            key = id(graph), takes_bias
-            if key not in call.known:
-                call.known[key] = self._known_of(graph, call.residues, takes_bias)
-            features = call.known[key]
-        if takes_bias:
-            return {"edge_bias": self.edge_maps[str(place)](features)}
-        return {"edge_features": features}
-
-    def _known_of(self, graph: TokenGraph, residues: Residues, as_bias: bool) -> Tensor:
-        """Features of the edges of a graph; of its offsets, for a bias, where that is all."""
-        dtype = self.embedding.weight.dtype
-        if as_bias and residues.are_unknown:
-            table = self.edges.of_offsets(graph, dtype)
-            if table is not None:
-                return table
-        return self.edges.of_edges(graph, residues, dtype)
-
-    def _tracks(
-        self, context: Any, call: _Call, laid: Laid | None, batch: tuple[int, ...]
-    ) -> dict[str, Track]:
-        """The tracks of a call, embedded, with their graphs and masks."""
-        if not isinstance(context, Mapping) or not set(context) <= set(self.context):
-            got = list(context) if isinstance(context, Mapping) else type(context).__name__
-            raise ValueError(
-                f"context must be a dict of the model's tracks ({', '.join(self.context) or 'none'}"
-                f"), got {got}"
-            )
-        valid, positions = call.given.get("valid"), call.given.get("positions")
-        found = {}
-        for name, track in context.items():
-            graph = None
-            if isinstance(track, tuple | list) and len(track) == 2:
-                track, graph = track
-            is_chain = self.context[name] == "sequence"
-            features, known = self.tracks.embed(name, track, self.embedding, torch.Size(batch))
-            if call.rows:
-                features = features.expand(*batch, *features.shape[-2:])
-                known = known.expand(features.shape[:-1]).flatten()
-                length, features = features.shape[-2], features.flatten(0, -2)
-            else:
-                length = features.shape[-2]
-            if graph is None:
-                graph = graph_of_track(
-                    name, length, is_chain, self.context_window, call.graphs[0], laid, call.rows
-                ).to(features.device)
-            aligned = not is_chain and features.shape[-2] == call.tokens.shape[-1]
-            if aligned and valid is not None:
-                known = known & valid
-            places = (positions, positions if aligned else None)
-            found[name] = Track(features, graph, (valid, known), places)
-        return found
-
-
-class _Call(NamedTuple):
-    """What one call gives the blocks."""
-
-    tokens: Tensor
-    graphs: list[TokenGraph]
-    given: dict[str, Any]  # to every block
-    rows: tuple[int, ...]  # [B, N] of padded proteins that are laid end to end; () for others
-    residues: Residues
-    edge_features: Any
-    known: dict[Any, Tensor]  # features of edges, by the graph
-    tracks: dict[str, Track]

@@ -62,13 +62,12 @@ class ResidueEdges:
         chains = residues.chain_index
         if chains is None:
             chains = torch.zeros(places.shape[-1:], dtype=torch.int64, device=edges.device)
-        along = torch.stack(
-            [
-                offset_features(own, chains, edges, self.max_offset)
-                for own in places.reshape(-1, places.shape[-1])
-            ]
-        ).unflatten(0, places.shape[:-1] or (1,))
-        along = along.to(dtype) if places.dim() > 1 else along[0].to(dtype)
+        if places.is_floating_point():
+            raise ValueError(
+                "positions must be integers where offsets along the chain are features of edges, "
+                f"got {places.dtype}"
+            )
+        along = offset_features(places, chains, edges, self.max_offset).to(dtype)
         if residues.ca_positions is None:
             distances = along.new_zeros(edges.shape[1], self.num_distances)
         else:

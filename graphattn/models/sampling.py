@@ -50,10 +50,15 @@ class Sampling:
 
     def probabilities(self, logits: Tensor) -> Tensor:
         """Of every token, [*, V], at least in float32; 0 for those that take no part."""
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / self.temperature
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         if self.top_k is not None and self.top_k < logits.shape[-1]:
+            # Before the temperature: a huge one makes all as likely as the last.
             least = logits.topk(self.top_k).values[..., -1:]
             logits = logits.masked_fill(logits < least, -torch.inf)
+        # The likeliest stands at 0, which no temperature turns into inf or NaN.
+        kind = torch.finfo(logits.dtype)
+        temperature = min(max(self.temperature, kind.tiny), kind.max)
+        logits = (logits - logits.amax(-1, keepdim=True)) / temperature
         found = logits.softmax(-1)
         if self.top_p is not None and self.top_p < 1:
             ordered, order = found.sort(dim=-1, descending=True, stable=True)

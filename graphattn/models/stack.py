@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from graphattn.graphs import TokenGraph
-from graphattn.models.mixers import options_taken
+from graphattn.models.mixers import KINDS, options_taken, top_k_schedule
 from graphattn.models.presets import preset
 from graphattn.nn.attention import GraphAttention
-from graphattn.nn.config import Configured
+from graphattn.nn.config import KNOWN, Configured
 from graphattn.nn.graph_layer import GraphLayer
 
 Graphs = TokenGraph | Sequence[TokenGraph] | None
@@ -44,7 +44,8 @@ class BlockStack(Configured, nn.Module):
             name: one of :func:`graphattn.models.presets`.
             changes: arguments of the constructor that replace those of the preset. A `mixer` brings
                 along what the preset holds for it, such as windows, and keeps those of its
-                `mixer_options` that it has.
+                `mixer_options` that it has. A `depth` has the preset's schedule of `top_k` run
+                from its first to its last number over so many blocks.
 
         Raises:
             ValueError: for an unknown name, or one of another class.
@@ -55,7 +56,23 @@ class BlockStack(Configured, nn.Module):
             arguments["mixer_options"] = options_taken(
                 arguments["mixer"], arguments["depth"], arguments["mixer_options"]
             )
+        if "depth" in changes and "mixer_options" not in changes:
+            arguments |= _over_depth(arguments)
         return cls(**arguments)
+
+    @classmethod
+    def advice(cls, name: str) -> str | None:
+        """What to do in place of an argument that the model does not have: an option of mixers."""
+        takes = [mixer for mixer, kind in KINDS.items() if name in kind.options]
+        if takes and "mixer_options" in inspect.signature(cls.__init__).parameters:
+            mixers = " and ".join(filter(None, (", ".join(map(repr, takes[:-1])), repr(takes[-1]))))
+            return f"it is an option of {mixers}: mixer_options={{{name!r}: ...}}"
+        models = [
+            other.__name__
+            for other in KNOWN.values()
+            if issubclass(other, BlockStack) and name in inspect.signature(other).parameters
+        ]
+        return f"it is an argument of {' and '.join(models)}" if models else None
 
     def num_parameters(self, only_trainable: bool = False) -> int:
         """Return the number of parameters; a parameter of two names counts once.
@@ -169,6 +186,16 @@ class BlockStack(Configured, nn.Module):
                 if tensor is not None:
                     own[name] = tensor
         return given
+
+
+def _over_depth(arguments: dict[str, Any]) -> dict[str, Any]:
+    """`mixer_options` whose schedule of top_k, where there is one, is as long as the model."""
+    options = dict(arguments.get("mixer_options") or {})
+    schedule, depth = options.get("top_k"), arguments["depth"]
+    if not isinstance(schedule, list | tuple):
+        return {}
+    options["top_k"] = top_k_schedule(schedule[0], schedule[-1], depth=depth)
+    return {"mixer_options": options}
 
 
 def _takes_edge_bias(mixer: nn.Module) -> bool:

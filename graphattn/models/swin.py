@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from graphattn.graphs import TokenGraph
 from graphattn.graphs.arguments import as_int
+from graphattn.models.heads import draw_head, make_head
 from graphattn.models.mixers import Mixer, mixers
+from graphattn.models.patches import check_dtype
 from graphattn.models.stack import BlockStack, Graphs
 from graphattn.models.swin_parts import PatchMerging, WindowBlock, stage_graph
 from graphattn.nn.attention import GraphAttention
@@ -35,6 +36,10 @@ class SwinTransformer(BlockStack):
     windows do not divide is padded with zeros below and to the right, behind the block's first
     norm, and the tokens of the image see these zeros; an image that patches do not divide is padded
     so as well. Images may have any size.
+
+    Tables of biases and the head are drawn as Swin draws them, from a normal distribution of
+    deviation 0.02; all other maps as PyTorch draws them, where Swin has 0.02 for those of blocks
+    and merges, too.
 
     Args:
         image_size: of the images, in pixels: one number or (height, width). It decides how large
@@ -137,22 +142,14 @@ class SwinTransformer(BlockStack):
         self.merges = nn.ModuleList(PatchMerging(dim * 2**stage) for stage in stages)
         self.dim = dim * 2 ** (len(self.depths) - 1)
         self.norm = nn.LayerNorm(self.dim)
-        self.head: nn.Module = nn.Identity()
-        if self.num_classes:
-            self.head = nn.Linear(self.dim, self.num_classes)
+        self.head = make_head(self.dim, self.num_classes)
 
     def reset_parameters(self) -> None:
         """Draw every parameter anew."""
-        for part in (
-            self.patches,
-            self.patch_norm,
-            *self.blocks,
-            *self.merges,
-            self.norm,
-            self.head,
-        ):
+        for part in (self.patches, self.patch_norm, *self.blocks, *self.merges, self.norm):
             if callable(reset := getattr(part, "reset_parameters", None)):
                 reset()
+        draw_head(self.head)
 
     @classmethod
     def comparable(cls, config: dict[str, Any]) -> dict[str, Any]:
@@ -166,21 +163,29 @@ class SwinTransformer(BlockStack):
         return same
 
     @classmethod
-    def from_transformers(cls, model: Any) -> Self:
-        """A model with the weights of Hugging Face's ``SwinForImageClassification``.
+    def from_transformers(cls, model: Any, **changes: Any) -> Self:
+        """A model with the weights of a Swin of Hugging Face's transformers.
 
-        In evaluation mode it gives the same logits. (In training, transformers drops paths of the
-        attention alone; here, as published, of both parts.)
+        Those are SwinForImageClassification, of which it gives the logits, and SwinModel, of which
+        it gives the averaged features (``pooler_output``). Another mixer starts from those
+        projections that it has: queries, keys, values, output and the table of biases of "krause",
+        output and table of "gka"; the rest is drawn anew. Bandwidths of "krause" start at D^(1/4),
+        D features per head, where its logits differ from those of dot products by squared lengths
+        alone. Biases that a model does not have (``qkv_bias=False``) are 0 here. In training,
+        transformers drops paths of the attention alone; here, as published, of both parts.
 
         Args:
-            model: a ``transformers.SwinForImageClassification``.
+            model: of transformers, with its weights.
+            changes: arguments of the constructor beside those that the model's config says, such
+                as `mixer`, `mixer_options` and `drop_path`.
 
         Returns:
             A model in evaluation mode, of the dtype and on the device of `model`.
 
         Raises:
-            ValueError: for another class, and names what a configuration asks for that this model
-                does not have.
+            ValueError: for another class, names what a configuration asks for that this model does
+                not have, and for `changes` that its weights do not fit.
+            TypeError: for an argument that the class does not have.
 
         Example:
             >>> import torch, transformers, graphattn as ga
@@ -191,15 +196,13 @@ class SwinTransformer(BlockStack):
             >>> images = torch.randn(2, 3, 32, 32)
             >>> torch.allclose(model(images), theirs(images).logits, atol=1e-5)
             True
+            >>> nearest = ga.models.SwinTransformer.from_transformers(
+            ...     theirs, mixer="krause", mixer_options={"top_k": 8})
         """
-        from graphattn.models.swin_weights import arguments_of, weights_of
+        from graphattn.models.swin_weights import from_transformers
 
-        arguments = arguments_of(model)
-        with torch.device("meta"):
-            found = cls(**arguments)
-        found.to_empty(device="cpu")
-        found.load_state_dict(weights_of(model))
-        return found.to(next(model.parameters())).eval()
+        found: Self = from_transformers(cls, model, changes)
+        return found
 
     # Grids and graphs.
 
@@ -253,6 +256,7 @@ class SwinTransformer(BlockStack):
             raise ValueError(
                 f"images must be a tensor of shape [*, {self.channels}, height, width], got {got}"
             )
+        check_dtype(images, self.patches.weight.dtype)
         batch, (height, width) = images.shape[:-3], images.shape[-2:]
         patch = self.patch_size
         if height % patch or width % patch:

@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor
+
+from graphattn.models.loaded_weights import options_of_mixers, with_weights
+
+if TYPE_CHECKING:
+    from graphattn.models.swin import SwinTransformer
+
+Model = TypeVar("Model", bound="SwinTransformer")
 
 # How transformers names a parameter, and how it is named here; `{}` are the stage and the block.
 BLOCK = {
@@ -26,28 +34,47 @@ BLOCK = {
     "output.dense": "mlp.2",
 }
 AROUND = {
-    "swin.embeddings.patch_embeddings.projection": "patches",
-    "swin.embeddings.norm": "patch_norm",
-    "swin.layernorm": "norm",
+    "embeddings.patch_embeddings.projection": "patches",
+    "embeddings.norm": "patch_norm",
+    "layernorm": "norm",
     "classifier": "head",
 }
-IN_BLOCK = re.compile(r"swin\.encoder\.layers\.(\d+)\.blocks\.(\d+)\.(.+)\.(weight|bias)")
-TABLE = re.compile(r"swin\.encoder\.layers\.(\d+)\.blocks\.(\d+)\..*\.relative_position_bias_table")
-MERGING = re.compile(r"swin\.encoder\.layers\.(\d+)\.downsample\.(.+)")
+IN_BLOCK = re.compile(r"encoder\.layers\.(\d+)\.blocks\.(\d+)\.(.+)\.(weight|bias)")
+TABLE = re.compile(r"encoder\.layers\.(\d+)\.blocks\.(\d+)\..*\.relative_position_bias_table")
+MERGING = re.compile(r"encoder\.layers\.(\d+)\.downsample\.(.+)")
+
+
+def from_transformers(cls: type[Model], model: Any, changes: Mapping[str, Any]) -> Model:
+    """See :meth:`graphattn.models.SwinTransformer.from_transformers`."""
+    arguments = {**arguments_of(model), **changes}
+    config = model.config
+    if list(arguments["depths"]) != list(config.depths):
+        raise ValueError(
+            f"changes must keep the shape of the model: depths is {tuple(config.depths)} there, "
+            f"got {arguments['depths']!r}"
+        )
+    widths = [
+        config.embed_dim * 2**stage / config.num_heads[stage]
+        for stage, depth in enumerate(config.depths)
+        for _ in range(depth)
+    ]
+    arguments["mixer_options"] = options_of_mixers(config, arguments, widths)
+    return with_weights(cls, arguments, changes, weights_of(model))
 
 
 def arguments_of(model: Any) -> dict[str, Any]:
-    """The constructor's arguments for a ``SwinForImageClassification``; a ValueError for others."""
-    names = {base.__name__ for base in type(model).__mro__}
-    if "SwinForImageClassification" not in names:
+    """The constructor's arguments for a Swin of transformers; a ValueError for other models."""
+    import transformers
+
+    if not isinstance(model, transformers.SwinModel | transformers.SwinForImageClassification):
         raise ValueError(
-            f"model must be a transformers.SwinForImageClassification, got {type(model).__name__}"
+            "model must be a transformers.SwinModel or SwinForImageClassification, got "
+            f"{type(model).__name__}"
         )
     config = model.config
     needed = {
         "hidden_act": ("gelu", config.hidden_act),
         "layer_norm_eps": (1e-5, config.layer_norm_eps),
-        "qkv_bias": (True, config.qkv_bias),
         "use_absolute_embeddings": (False, config.use_absolute_embeddings),
     }
     for name, (wanted, got) in needed.items():
@@ -61,7 +88,7 @@ def arguments_of(model: Any) -> dict[str, Any]:
     arguments = {
         "image_size": config.image_size,
         "patch_size": patch,
-        "num_classes": config.num_labels,
+        "num_classes": len(getattr(getattr(model, "classifier", None), "weight", ())),
         "dim": config.embed_dim,
         "depths": tuple(config.depths),
         "heads": tuple(config.num_heads),
@@ -71,8 +98,6 @@ def arguments_of(model: Any) -> dict[str, Any]:
         "dropout": config.hidden_dropout_prob,
         "drop_path": config.drop_path_rate,
     }
-    if config.attention_probs_dropout_prob:
-        arguments["mixer_options"] = {"attention_dropout": config.attention_probs_dropout_prob}
     _check_windows(config, patch)
     return arguments
 
@@ -94,12 +119,13 @@ def _check_windows(config: Any, patch: int) -> None:
 
 
 def weights_of(model: Any) -> dict[str, Tensor]:
-    """The state dict of a ``SwinForImageClassification`` under the names of this library."""
+    """The state dict of a Swin of transformers under the names of this library."""
     depths = model.config.depths
     first = [sum(depths[:stage]) for stage in range(len(depths))]
     found: dict[str, Tensor] = {}
     for name, weight in model.state_dict().items():
-        if name.endswith("relative_position_index"):
+        name = name.removeprefix("swin.")
+        if name.endswith("relative_position_index") or name == "embeddings.mask_token":
             continue
         if match := TABLE.fullmatch(name):
             stage, block = int(match[1]), int(match[2])

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from graphattn.graphs import TokenGraph
 from graphattn.graphs.arguments import as_choice, as_float, as_int
+from graphattn.models.heads import draw_head, make_head
 from graphattn.models.mixers import Mixer, Reach, mixers
 from graphattn.models.patches import PatchEmbedding, Size, as_size
 from graphattn.models.stack import BlockStack, Graphs
@@ -32,6 +33,10 @@ class VisionTransformer(BlockStack):
     Layers without a window see all tokens. Those with one ("krause", "dot-window") see the patches
     within `radius` and the class token, which sees everything; "consensus" layers move patches
     alone, since no step is safe for a token with an edge to every other.
+
+    Leading tokens, positions and heads are drawn as DeiT draws them, from a normal distribution of
+    deviation 0.02, with biases 0; all other maps as PyTorch draws them, where DeiT has 0.02 for
+    those of the blocks, too.
 
     Args:
         image_size: of the images, in pixels: of a square, or (height, width).
@@ -141,14 +146,11 @@ class VisionTransformer(BlockStack):
         norms += [norm for block in self.blocks for norm in (block.mixer_norm, block.mlp_norm)]
         for norm in norms:
             norm.eps = as_float("norm_eps", norm_eps, positive=False)
-        self.head, self.distillation_head = self._make_head(dim), None
+        self.head, self.distillation_head = make_head(dim, self.num_classes), None
         if pooling == "distilled":
-            self.distillation_head = self._make_head(dim)
+            self.distillation_head = make_head(dim, self.num_classes)
         self._graphs: dict[Any, list[TokenGraph]] = {}
         self.graphs()  # refuses a radius that does not fit
-
-    def _make_head(self, dim: int) -> nn.Module:
-        return nn.Linear(dim, self.num_classes) if self.num_classes else nn.Identity()
 
     def _check_reaches(self, mixer: Any) -> None:
         """That windows have a radius, a radius a window, and the head something to read."""
@@ -229,15 +231,11 @@ class VisionTransformer(BlockStack):
 
     def reset_parameters(self) -> None:
         """Draw every parameter anew."""
-        for part in (
-            self.embedding,
-            *self.blocks,
-            self.norm,
-            self.head,
-            self.distillation_head,
-        ):
+        for part in (self.embedding, *self.blocks, self.norm):
             if callable(reset := getattr(part, "reset_parameters", None)):
                 reset()
+        draw_head(self.head)
+        draw_head(self.distillation_head)
 
     def graphs(self, image_size: Size | None = None) -> list[TokenGraph]:
         """The graph of every block where `forward` is given none.

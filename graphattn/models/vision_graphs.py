@@ -34,7 +34,8 @@ def vision_graph(reach: Reach, grid: tuple[int, int], leading: int, radius: Radi
     if leading == 0:
         return window
     if reach == "near":  # a leading token would have an edge to every patch: no step is safe then
-        return batch([*[complete_graph(1, self_loops=False)] * leading, window])
+        apart = batch([*[complete_graph(1, self_loops=False)] * leading, window])
+        return TokenGraph(structure=apart.structure)  # one image: its paths are dropped together
     assert radius is not None
     if leading == 1:
         return grid_window_graph(*grid, radius, class_token=True)

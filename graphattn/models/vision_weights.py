@@ -6,11 +6,10 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from graphattn.graphs.arguments import as_int
-from graphattn.models.mixers import KINDS, one_per_block
+from graphattn.models.loaded_weights import options_of_mixers, with_weights
 
 if TYPE_CHECKING:
     from graphattn.models.vision import VisionTransformer
@@ -72,35 +71,10 @@ def from_transformers(cls: type[Model], model: Any, changes: Mapping[str, Any]) 
     _check_class(model)
     weights = our_names(model.state_dict())
     arguments = {**_arguments(model.config, weights), **changes}
-    arguments["mixer_options"] = _options(model.config, arguments)
-    with torch.random.fork_rng(devices=[], enabled="mixer" not in changes):
-        ours = cls(**arguments)
-    ours.to(weights["norm.weight"].device, weights["norm.weight"].dtype)
-    own = ours.state_dict()
-    if surplus := [name for name in weights if name not in own and ".mixer." not in name]:
-        raise ValueError(
-            f"changes must keep the shape of the model, but there is no place for {surplus[0]!r}"
-        )
-    with torch.no_grad():
-        for name, parameter in ours.named_parameters():
-            if name in weights:
-                _copy(name, weights[name], parameter)
-            elif ".mixer." not in name:
-                raise ValueError(
-                    f"changes must keep the shape of the model, which has no weights for {name!r}"
-                )
-            elif name.endswith("_proj.bias") and name.removesuffix("bias") + "weight" in weights:
-                parameter.zero_()
-    return ours.eval()
-
-
-def _copy(name: str, value: Tensor, parameter: nn.Parameter) -> None:
-    if value.shape != parameter.shape:
-        raise ValueError(
-            f"changes must keep the shape of the model: {name!r} is {list(value.shape)} there and "
-            f"{list(parameter.shape)} here"
-        )
-    parameter.copy_(value)
+    depth, config = as_int("depth", arguments["depth"], 1), model.config
+    widths = [config.hidden_size / config.num_attention_heads] * depth
+    arguments["mixer_options"] = options_of_mixers(config, arguments, widths)
+    return with_weights(cls, arguments, changes, weights)
 
 
 def _check_class(model: Any) -> None:
@@ -143,19 +117,6 @@ def _arguments(config: Any, weights: Mapping[str, Tensor]) -> dict[str, Any]:
     if "distillation_head.weight" in weights:
         found["pooling"] = "distilled"
     return found
-
-
-def _options(config: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of the mixers: what was given, dropout as in `config`, and Krause's bandwidth."""
-    options = dict(arguments.get("mixer_options") or {})
-    entries = one_per_block(arguments.get("mixer", "dot"), as_int("depth", arguments["depth"], 1))
-    taken = {o for entry in entries if isinstance(entry, str) for o in KINDS[entry].options}
-    if config.attention_probs_dropout_prob > 0 and "attention_dropout" in taken:
-        options.setdefault("attention_dropout", float(config.attention_probs_dropout_prob))
-    if "krause" in entries:  # squared distances are twice the products then, and squared lengths
-        sigma = (config.hidden_size / config.num_attention_heads) ** 0.25
-        options.setdefault("init_sigma", [sigma if e == "krause" else None for e in entries])
-    return options
 
 
 def _size(value: Any) -> int | tuple[int, ...]:

@@ -12,7 +12,8 @@ def window_of_blocks(window: Any, pattern: Any, depth: int) -> list[int | None]:
 
     Args:
         window: one for all blocks, a pair (short, long) with a `pattern`, or one per block.
-        pattern: letters S and L, repeated over the blocks; None without a pair.
+        pattern: letters S and L, laid over all blocks from the first on and repeated; None without
+            a pair. A letter beyond a short model stands for no block.
         depth: number of blocks.
 
     Raises:

@@ -7,7 +7,7 @@ with ours; other unknown names with what is allowed.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 # Ours, and what others call the same thing.
 _RENAMED = {
@@ -28,10 +28,12 @@ _RENAMED = {
     "edge_hidden": "hidden xi edge_hidden_dim",
     "graph": "edge_index adj adj_t adjacency adj_matrix token_graph",
     "heads": "num_heads n_heads n_head nhead nheads num_attention_heads head h",
+    "images": "pixel_values image imgs img x inputs input",
     "init_sigma": "sigma bandwidth length_scale lengthscale",
     "kv_heads": "num_key_value_heads num_kv_heads n_kv_heads n_kv_head kv_num_heads",
     "mixer": "layer attention attn self_attn attn_layer mixers",
     "positions": "position_ids pos input_pos token_positions position",
+    "radius": "window window_size kernel_size",
     "rank": "r lambda_rank",
     "return_attention_weights": "need_weights output_attentions return_attn return_weights "
     "average_attn_weights",
@@ -43,6 +45,8 @@ _RENAMED = {
     "tokens": "input_ids src input inputs x ids",
     "top_k": "topk k num_neighbors top_k_neighbors",
     "update": "update_rule",
+    "window": "window_size sliding_window attention_window local_window_size",
+    "window_size": "window",
     "vocab_size": "num_tokens ntoken n_vocab num_embeddings vocabulary_size",
     "x": "hidden_states src inputs_embeds input inputs query q tokens",
 }
@@ -51,6 +55,8 @@ _NOTES = {
     "in_channels": "output and input have one width",
     "out_channels": "output and input have one width",
 }
+
+_NOTES_OF_OURS = {"radius": "patches on each side, so that radius=1 is a window of 3 x 3"}
 
 _VALID = "say it in the call: valid=~{name} (valid is True where a token is real, {name} where not)"
 _GRAPH = (
@@ -168,6 +174,7 @@ def refuse_unknown(
     unknown: Iterable[str],
     allowed: Collection[str],
     elsewhere: tuple[str, Collection[str]] = ("", ()),
+    advice: Callable[[str], str | None] = lambda _: None,
 ) -> TypeError:
     """The error that answers every unknown argument.
 
@@ -176,13 +183,21 @@ def refuse_unknown(
         unknown: the names that were given.
         allowed: the names that may be.
         elsewhere: "the constructor" and its names for the call, "the call" for the constructor.
+        advice: what the class itself says to a name.
     """
-    told = [f"{name!r}: {_answer(name, allowed, elsewhere)}" for name in unknown]
+    told = "; none ".join(
+        f"{name!r}: {_answer(name, allowed, elsewhere, advice)}" for name in unknown
+    )
     takes = f"It takes {', '.join(allowed)}" if allowed else "It takes none"
-    return TypeError(f"{where} has no argument {'; none '.join(told)}. {takes}")
+    return TypeError(f"{where} has no argument {told}{'' if told.endswith('?') else '.'} {takes}")
 
 
-def _answer(name: str, allowed: Collection[str], elsewhere: tuple[str, Collection[str]]) -> str:
+def _answer(
+    name: str,
+    allowed: Collection[str],
+    elsewhere: tuple[str, Collection[str]],
+    advice: Callable[[str], str | None],
+) -> str:
     """What to do instead, by the name as it is usually written."""
     key = name.lower()
     if key == "head_dim" and "heads" in allowed:
@@ -190,15 +205,17 @@ def _answer(name: str, allowed: Collection[str], elsewhere: tuple[str, Collectio
     other, names = elsewhere
     ours = [own for own, others in _RENAMED.items() if key in others.split()]
     if here := [own for own in ours if own in allowed]:
-        note = _NOTES.get(key)
+        note = _NOTES.get(key) or _NOTES_OF_OURS.get(here[0])
         return f"here it is called {here[0]!r}" + (f" ({note})" if note else "")
     if name in names:
         return f"it is an argument of {other}"
+    if told := [said for own in (name, *ours) if (said := advice(own))]:
+        return told[0]
     if key in _ADVICE:
         return _ADVICE[key].format(name=name)
     if there := [own for own in ours if own in names]:
         return f"it is called {there[0]!r}, an argument of {other}"
-    if advice := [_ADVICE[own] for own in ours if own in _ADVICE]:
-        return advice[0].format(name=name)
+    if known := [_ADVICE[own] for own in ours if own in _ADVICE]:
+        return known[0].format(name=name)
     close = difflib.get_close_matches(name, allowed, n=1)
     return f"did you mean {close[0]!r}?" if close else "nothing here is called so"

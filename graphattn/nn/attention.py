@@ -360,6 +360,16 @@ class GraphAttention(StreamingLayer):
         layer = self.without_dropout()
         return layer.mix(targets[0], key, sources.get("value", key), graph, valid)
 
+    def step_weights(
+        self,
+        targets: tuple[Tensor, ...],
+        sources: dict[str, Tensor],
+        graph: TokenGraph,
+        valid: ValidPair,
+    ) -> Tensor:
+        """The weights of :meth:`step_rows`, [*, E, H]."""
+        return self.weights_of_edges(targets[0], sources["key"], graph, valid)
+
     def step_row(self, targets: tuple[Tensor, ...], cache: LayerCache) -> Tensor:
         if self.uses_propagate() or overridden_rows(self):
             return self.row_as_graph(targets, cache)

@@ -132,6 +132,11 @@ class Configured:
         """`config` with equal mathematics in equal words."""
         return config
 
+    @classmethod
+    def advice(cls, name: str) -> str | None:
+        """What to do in place of an argument that the constructor does not have, where known."""
+        return None
+
     # What torch calls for every module of a state dict.
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
@@ -322,7 +327,9 @@ def _recorded(cls: type[Configured], init: Callable[..., None]) -> Callable[...,
         unknown = [] if is_open else [name for name in kwargs if name not in allowed]
         if unknown:
             call = _names(list(inspect.signature(cls.forward).parameters.values())[1:])
-            raise refuse_unknown(f"{cls.__name__}(...)", unknown, allowed, ("the call", call))
+            raise refuse_unknown(
+                f"{cls.__name__}(...)", unknown, allowed, ("the call", call), cls.advice
+            )
         args = tuple(_built(value) for value in args)
         kwargs = {name: _built(value) for name, value in kwargs.items()}
         try:

@@ -325,6 +325,16 @@ class LinearAttention(StreamingLayer):
     ) -> Tensor:
         return self.mix(_features(targets, sources), graph, valid)
 
+    def step_weights(
+        self,
+        targets: tuple[Tensor, ...],
+        sources: dict[str, Tensor],
+        graph: TokenGraph,
+        valid: ValidPair,
+    ) -> Tensor:
+        """The weights of :meth:`step_rows`, [*, E, H]."""
+        return self.weights_of_edges(_features(targets, sources), graph, valid)
+
     def step_row(self, targets: tuple[Tensor, ...], cache: LayerCache) -> Tensor:
         if self.uses_propagate() or overridden_rows(self):
             return self.row_as_graph(targets, cache)

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from graphattn.nn.config import KNOWN, Configured, build, class_name
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
+OF_FILES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".safetensors", ".json")
 LAYERS = "graphattn"  # what the configs of all layers are called in the header of the numbers
 
 
@@ -45,6 +46,13 @@ def save(module: Any, directory: Any) -> None:
     state = module.state_dict()
     _check_is_as_configured(module, config, state)
     folder = _folder(directory)
+    is_file = folder.exists() and not folder.is_dir()
+    if is_file or (folder.suffix.lower() in OF_FILES and not folder.exists()):
+        what = "which is a file" if is_file else "the name of a file"
+        raise ValueError(
+            f"directory must be a folder, in which {WEIGHTS} and {CONFIG} are written, got "
+            f"{str(folder)!r}, {what}"
+        )
     folder.mkdir(parents=True, exist_ok=True)
     tensors, ties = _without_ties(state)
     # Ties as safetensors writes them: the name that is left out, and the one that is kept.

@@ -21,10 +21,12 @@ class RunningCache(LayerCache):
         S = \sum_j \tilde k_j v_j^\top \in \mathbb{R}^{D \times D_v}, \qquad
         z = \sum_j k_j \in \mathbb{R}^D
 
-    (Transformers are RNNs, Eq. 18-19), in float32 or better, however long the text. A sum forgets
-    nothing, so the newest d tokens that :meth:`truncate` may take back, d being the `rollback`,
-    stand beside it as they are, and join it when they cannot be taken back any more. A token that
-    is not a number stays in the sums until the cache is emptied.
+    (Transformers are RNNs, Eq. 18-19), in float32 or better, however long the text: what rounding
+    adds to a sum is kept beside it and taken off with the next token (Kahan, 1965), so that errors
+    do not add up, not even in a text that repeats itself. A sum forgets nothing, so the newest d
+    tokens that :meth:`truncate` may take back, d being the `rollback`, stand beside it as they are,
+    and join it when they cannot be taken back any more. A token that is not a number stays in the
+    sums until the cache is emptied.
 
     Args:
         owner, fields, batch, dtype, device, rollback: as in :class:`LayerCache`; the fields are
@@ -34,7 +36,7 @@ class RunningCache(LayerCache):
         batch, position, min_length, num_bytes, rollback: as in :class:`LayerCache`.
         window: None.
         sums: "state" [batch * heads, D, Dv] and "total" [batch * heads, D], of the first
-            `min_length` tokens.
+            `min_length` tokens; "state_rest" and "total_rest", what rounding has added to them.
 
     Shapes:
         - **buffers**: a field each, [batch * heads, rollback, width], of the newest tokens
@@ -64,14 +66,18 @@ class RunningCache(LayerCache):
         if rollback == 0:
             self.buffers = {}
         entries, (heads, features) = math.prod(batch), fields["key"]
-        shapes = (
-            ("state", (entries * heads, features, fields["value"][1])),
-            ("total", (entries * heads, features)),
-        )
+        of_state = entries * heads, features, fields["value"][1]
+        of_total = entries * heads, features
+        shapes = {
+            "state": of_state,
+            "total": of_total,
+            "state_rest": of_state,
+            "total_rest": of_total,
+        }
         with torch.inference_mode(False):  # a tensor made there could never be written outside
             self.sums = {
                 name: torch.zeros(shape, dtype=compute_dtype(dtype), device=device)
-                for name, shape in shapes
+                for name, shape in shapes.items()
             }
 
     @property
@@ -101,14 +107,20 @@ class RunningCache(LayerCache):
 
     def _add(self, tokens: dict[str, Tensor]) -> None:
         """Tokens [*, n, heads, width] join the sums."""
-        state, total = self.sums["state"], self.sums["total"]
+        state = self.sums["state"]
         rows = {
             name: x.transpose(-3, -2).to(state.dtype).reshape(len(state), -1, x.shape[-1])
             for name, x in tokens.items()
         }
         turned = rows.get("turned_key", rows["key"])
-        state.baddbmm_(turned.transpose(1, 2), rows["value"])
-        total += rows["key"].sum(1)
+        # The rests are what rounding added before: tokens join without them, and leave new ones.
+        self.sums["state_rest"].baddbmm_(turned.transpose(1, 2), rows["value"], beta=-1)
+        self.sums["total_rest"].neg_().add_(rows["key"].sum(1))
+        for name in ("state", "total"):
+            total, more = self.sums[name], self.sums[f"{name}_rest"]
+            after = total + more
+            torch.sub(torch.sub(after, total, out=total), more, out=more)
+            total.copy_(after)
 
     def truncate(self, length: int) -> None:
         """Forget the tokens from position `length` on, as if they had never been seen.

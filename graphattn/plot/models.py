@@ -47,7 +47,8 @@ def model_graphs(
         figure: where to draw, an empty one; a new one if None.
 
     Returns:
-        The matplotlib axes, one per panel; their ``figure`` is the page.
+        The matplotlib axes, one per panel; their ``figure`` is the page, as in
+        ``model_graphs(model)[0].figure.savefig("layers.png")``.
 
     Raises:
         ValueError: if `model` has no ``blocks`` and ``graphs``, or there are not as many graphs as
@@ -63,7 +64,8 @@ def model_graphs(
         layers 3-5: consensus
         window 2, 186 edges
     """
-    rows = layer_rows(model, _graphs(model, sizes, named_sizes, graphs), each=each)
+    own = graphs is None
+    rows = layer_rows(model, _graphs(model, sizes, named_sizes, graphs), each=each, own=own)
     width = _columns(len(rows)) if columns is None else as_int("columns", columns, 1)
     width = min(width, len(rows))
     height = math.ceil(len(rows) / width)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -178,15 +178,20 @@ def _checked_chains(chain_index: Any, residues: int) -> Tensor:
         return torch.zeros(residues, dtype=torch.int64)
     is_fine = isinstance(chain_index, Tensor) and chain_index.shape == (residues,)
     if not is_fine or chain_index.is_floating_point() or int(chain_index.min()) < 0:
-        raise ValueError(
-            f"chain_index must be integers >= 0 of shape [{residues}], got {chain_index!r}"
-        )
+        got = type(chain_index).__name__
+        if isinstance(chain_index, Tensor):
+            got = f"{chain_index.dtype} of shape {list(chain_index.shape)}"
+            if is_fine and not chain_index.is_floating_point():
+                got += f" with {int(chain_index.min())}"
+        raise ValueError(f"chain_index must be integers >= 0 of shape [{residues}], got {got}")
     return chain_index.detach().cpu().long()
 
 
 def _checked_targets(targets: Any, residues: int) -> list[int] | None:
     if targets is None:
         return None
+    if not isinstance(targets, Iterable):
+        raise ValueError(f"targets must be a list of residues, got {targets!r}")
     found = [as_int("targets", target, 0) for target in targets]
     if beyond := [target for target in found if target >= residues]:
         raise ValueError(f"targets must be among 0 .. {residues - 1}, got {beyond[0]}")

@@ -28,8 +28,8 @@ STEPS = 200  # of the filter, at most, to measure its rate
 def certify(
     graph_or_layer: TokenGraph | nn.Module,
     x: Tensor | None = None,
-    *,
     graph: TokenGraph | Tensor | Sequence[TokenGraph] | None = None,
+    *,
     valid: Tensor | None = None,
     positions: Tensor | None = None,
     edge_features: Tensor | None = None,

@@ -41,6 +41,7 @@ from graphattn.train.registry import objective
 from graphattn.train.regression import ResidueRegression
 from graphattn.train.run_folder import Run, read_run
 from graphattn.train.schedules import MaskSchedule, mask_ratios
+from graphattn.train.setup import Prepared, prepare
 from graphattn.train.sweep import read_sweep, resume_sweep, run_sweep
 from graphattn.train.sweep_results import MixerSummary, summarize_sweep
 
@@ -63,6 +64,7 @@ __all__ = [
     "NextToken",
     "Noise",
     "Objective",
+    "Prepared",
     "ResidueRegression",
     "Run",
     "RunConfig",
@@ -80,6 +82,7 @@ __all__ = [
     "masked_token_loss",
     "objective",
     "parameter_groups",
+    "prepare",
     "pseudo_log_likelihood",
     "pseudo_perplexity",
     "read_run",

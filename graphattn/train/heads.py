@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -15,12 +16,11 @@ from graphattn.nn.config import Configured
 class WithHead(Configured, nn.Module):
     """A model of tokens whose head answers something else: classes, or numbers per token.
 
-    The head of `model`, a linear map to its vocabulary, is replaced by a new one. All else stays,
-    what it has learned, too.
+    A copy of `model` whose head, a linear map to its vocabulary, is replaced by a new one. All else
+    stays, what it has learned, too.
 
     Args:
-        model: a :class:`~graphattn.models.SequenceEncoder`, ProteinModel or CausalLM; it is
-            changed, not copied.
+        model: a :class:`~graphattn.models.SequenceEncoder`, ProteinModel or CausalLM.
         outputs: width of the new head.
 
     Shapes:
@@ -43,7 +43,8 @@ class WithHead(Configured, nn.Module):
     def __init__(self, model: nn.Module, outputs: int) -> None:
         super().__init__()
         head: Any = getattr(model, "head", None)
-        if not isinstance(head, nn.Linear) or not hasattr(model, "embedding"):
+        embedding = getattr(model, "embedding", None)
+        if not isinstance(head, nn.Linear) or not isinstance(embedding, nn.Embedding):
             raise ValueError(
                 "model must be a SequenceEncoder, ProteinModel or CausalLM with a linear head, got "
                 f"a {type(model).__name__}"
@@ -57,7 +58,7 @@ class WithHead(Configured, nn.Module):
             raise ValueError(
                 "model must be made with logit_softcap=None, which would bound what the head says"
             )
-        self.model: Any = model
+        self.model: Any = copy.deepcopy(model)
         self.outputs = as_int("outputs", outputs, 1)
         weight = head.weight
         self.model.head = nn.Linear(

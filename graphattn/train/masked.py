@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from graphattn.graphs.arguments import as_choice, as_int
-from graphattn.train.calling import answers_at
+from graphattn.train.calling import answers_at, unwrapped
 from graphattn.train.collation import collate_tokens
 from graphattn.train.likelihood import LikelihoodObjective, nats
 from graphattn.train.masking import mask_tokens
@@ -127,6 +127,13 @@ class MaskedTokens(LikelihoodObjective):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Logits [n, vocab_size], the truth [n], and the ratio of the sequence of each [n]."""
         tokens = batch["tokens"]
+        inside = unwrapped(model)
+        vocab_size = getattr(inside, "vocab_size", None)
+        if isinstance(vocab_size, int) and self.mask_token >= vocab_size:
+            raise ValueError(
+                f"mask_token must be one of the {vocab_size} tokens that this "
+                f"{type(inside).__name__} reads, got {self.mask_token}"
+            )
         ratios = self._ratios.draw(len(tokens), generator=generator, device=tokens.device)
         inputs, masked = mask_tokens(
             tokens,

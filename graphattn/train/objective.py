@@ -49,6 +49,23 @@ class Objective(abc.ABC):
     (:meth:`loss`). Random numbers, such as those of a mask, are drawn in `loss`: from `generator`,
     or from torch's own where it is None, so that a training run that goes on from a checkpoint
     draws what it would have drawn.
+
+    Example:
+        >>> import torch
+        >>> from graphattn.train import Loss, Objective
+        >>> class Autoencoding(Objective):
+        ...     name = "autoencoding"
+        ...     def collate(self, examples):
+        ...         return {"image": torch.stack([example["image"] for example in examples])}
+        ...     def loss(self, model, batch, generator=None):
+        ...         apart = model(batch["image"]) - batch["image"]
+        ...         return Loss(apart.square().sum(), apart.numel())
+        ...     def report(self, mean, means):
+        ...         return {"loss": mean}
+        >>> objective = Autoencoding()
+        >>> batch = objective.collate([{"image": torch.ones(1, 2, 2)}] * 3)
+        >>> objective.evaluate(torch.nn.Dropout(1.0), [batch])  # nothing is left out
+        {'loss': 0.0}
     """
 
     name: str  # as it is chosen on the command line

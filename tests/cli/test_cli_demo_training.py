@@ -15,9 +15,10 @@ from rich.console import Console
 import graphattn as ga
 from graphattn.cli.demo import pieces, training
 from graphattn.cli.demo.sample import Sample, load_sample
-from graphattn.cli.demo.split import families, split, word_length
+from graphattn.cli.demo.split import split
 from graphattn.cli.demo.verdict import training_table, verdict
 from graphattn.data import ProteinTokenizer, Structure
+from graphattn.data.families import families, word_length
 
 LETTERS = "ACDEFGHIKLMNPQRSTVWY"
 

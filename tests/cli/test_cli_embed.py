@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gzip
+import os
+import threading
 from pathlib import Path
 
 import numpy
@@ -180,3 +182,60 @@ def test_dna_is_warned_of_and_gzip_is_read(folder):
     assert result.exit_code == 0, result.output
     assert "1 of 1 records look like DNA" in result.stderr
     assert result.stdout.splitlines()[-1] == "dna-embeddings.npz"
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes with a name")
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_a_pipe_is_read_as_the_file_that_it_holds(folder, is_packed):
+    """It can be read but once, and the command looks at its content first."""
+    assert embed(fasta(), "--model", folder).exit_code == 0
+    name = "pipe.gz" if is_packed else "pipe"
+    os.mkfifo(name)
+
+    def through(text: str) -> Result:
+        content = gzip.compress(text.encode()) if is_packed else text.encode()
+        writer = threading.Thread(target=Path(name).write_bytes, args=(content,), daemon=True)
+        writer.start()
+        result = embed(name, "--model", folder, "--out", "pipe.npz")
+        writer.join(timeout=10)
+        return result
+
+    assert through(FASTA).exit_code == 0
+    with numpy.load("three-embeddings.npz") as file, numpy.load("pipe.npz") as piped:
+        assert numpy.array_equal(file["residues"], piped["residues"])
+    result = through(">a\nMK\n>b\nM1\n")
+    assert result.exit_code == 2
+    assert f"{name}: line 4: '1' in a sequence" in result.stderr
+
+
+def test_records_of_gaps_are_left_out_with_a_warning(folder):
+    result = embed(fasta(">a\nMK\n>b\n--\n>c\nVL\n"), "--model", folder, "--out", "ac.npz")
+    assert result.exit_code == 0, result.output
+    assert "1 of 3 records are nothing but gaps" in result.stderr
+    with numpy.load("ac.npz") as file:
+        assert file["names"].tolist() == ["a", "c"]
+
+
+def test_inserted_residues_are_told_apart(folder):
+    """Antibodies have residues 52 and 52A; and chains may be named with spaces between them."""
+    lines = [
+        f"ATOM      1  CA  GLY {chain}{number}   {3.8 * place:8.3f}   0.000   0.000  1.00  0.00"
+        for chain in "HL"
+        for place, number in enumerate(["  52 ", "  52A", "  53 "])
+    ]
+    Path("fv.pdb").write_text("\n".join(lines))
+    result = embed("fv.pdb", "--model", folder, "--chains", "L, H", "--out", "fv.npz")
+    assert result.exit_code == 0, result.output
+    with numpy.load("fv.npz") as file:
+        assert file["chains"].tolist() == ["L"] * 3 + ["H"] * 3
+        assert file["numbers"].tolist() == [52, 52, 53] * 2
+        assert file["insertion_codes"].tolist() == ["", "A", ""] * 2
+
+
+def test_a_folder_that_cannot_be_made_is_refused_before_the_work(folder, monkeypatch):
+    monkeypatch.setattr("graphattn.cli.embed.features_of", None)
+    Path("taken").write_text("")
+    for out in ("taken", "taken/inside"):
+        result = embed(fasta(), "--model", folder, "--out", out)
+        assert result.exit_code == 2
+        assert "--out: taken is a file, and no folder" in result.stderr

@@ -43,6 +43,7 @@ SMALL = {
     "longformer": ["--tokens", 16, "--window", 1, "--global-tokens", 2],
     "bigbird": ["--tokens", 18, "--window", 1, "--random", 2, "--seed", 5],
     "grid-window": ["--height", 3, "--width", 5, "--radius", 1, "--metric", "manhattan"],
+    "grid-block": ["--height", 4, "--width", 7, "--block-size", 3, "--shift", 1],
     "volume-window": ["--depth", 2, "--height", 3, "--width", 4, "--dilation", 2],
 }
 
@@ -141,6 +142,18 @@ THEORY = {
         {"height": 5, "width": 6, "radius": 1, "metric": "chebyshev", "class_token": token, **own}
         for own in ({"dilation": 2}, {"causal": True}, {"border": "shift"})
         for token in (False, True)
+    ],
+    "grid-block": [
+        {"height": h, "width": w, "block_size": b, "shift": s}
+        for h, w, b, s in (
+            (4, 4, 2, 0),
+            (4, 6, 4, 2),
+            (3, 4, 4, 0),
+            (3, 4, 9, 4),
+            (3, 4, 9, 3),
+            (1, 5, 3, 1),
+            (1, 1, 1, 0),
+        )
     ],
     "volume-window": [
         {"depth": d, "height": 3, "width": 2, "radius": r, "metric": metric, "class_token": token}
@@ -310,9 +323,7 @@ def test_bad_input_is_one_line_and_exit_code_2(arguments, words):
 
 
 @pytest.mark.parametrize("tokens", [0, 1])
-@pytest.mark.parametrize(
-    "kind", [kind for kind in KINDS if kind not in ("grid-window", "volume-window")]
-)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if "num_tokens" in KINDS[kind].options])
 def test_the_smallest_graphs_have_facts_too(kind, tokens):
     hubs = ["--global-tokens", 0] if "global_tokens" in KINDS[kind].options else []
     result = run(kind, "--tokens", tokens, *hubs)

@@ -75,8 +75,11 @@ def test_layers_are_shown_with_the_edges_that_they_have(tiny: str, tokens: int |
 
 
 def test_arguments_are_those_of_the_config_the_presets_own_first(tiny: str) -> None:
-    text = run(tiny).output
-    shown = dict(re.findall(r"^ *([a-z_]+) +(\S.*?) *$", text.split("the defaults")[1], re.M))
+    text = run(tiny).output.split("of the preset")[1]
+    preset, defaults = text.split("\n defaults ")
+    assert " rope " in preset
+    assert " rope " not in defaults
+    shown = dict(re.findall(r"^ *([a-z_]+) +(\S.*?) *$", preset + defaults, re.M))
     config = ga.models.SequenceEncoder.from_preset(tiny).config
     assert {name: value for name, value in shown.items() if name in config} == {
         name: repr(value) for name, value in config.items()
@@ -96,12 +99,24 @@ def test_every_preset_can_be_shown(name: str) -> None:
 def test_bad_input_is_answered_in_one_line(tiny: str) -> None:
     for arguments, message in (
         (["tiny-max"], "NAME must be one of"),
+        (["TinyMix"], "did you mean 'tiny-mix'?"),
         (["--tokens", "5"], "--tokens goes with the name of a model"),
     ):
         result = run(*arguments)
         assert result.exit_code == 2
         assert message in result.output
         assert "Traceback" not in result.output
+
+
+def test_nobody_takes_a_preset_for_a_trained_model(tiny: str) -> None:
+    for result in (run(), run(tiny)):
+        assert "random weights" in result.output
+
+
+def test_what_a_structure_changes_is_said_where_it_does() -> None:
+    said = "with one: 16 nearest, 4 along the chain"
+    assert said in run("protein-structure-1m").output
+    assert "structure" not in run("protein-6m").output
 
 
 def test_no_line_is_wider_than_80_columns(tiny: str) -> None:

@@ -220,6 +220,49 @@ def test_two_residues_at_one_place_are_one_token(structure_of, interleaved):
     assert structure.ca_positions[1, 0] == 0
 
 
+@pytest.mark.parametrize("format", ["pdb", "cif"])
+def test_locations_of_a_whole_loop_one_after_the_other_are_one_loop(structure_of, format):
+    """Residues 2 and 3 at A, then both at B: a program need not write residue by residue."""
+    atoms = [(1, "", 0.0), (2, "A", 1.0), (3, "A", 2.0), (2, "B", 3.0), (3, "B", 4.0), (4, "", 5.0)]
+    if format == "pdb":
+        lines = [
+            pdb_line(name, number=number, position=(x, 0, 0), altloc=altloc or " ")
+            for number, altloc, x in atoms
+            for name in ("N", "CA", "CB")
+        ]
+        text = "\n".join(lines)
+    else:
+        rows = [
+            residue("ALA", number, label_alt_id=altloc or ".", Cartn_x=str(x))
+            | {"label_atom_id": name, "auth_atom_id": name}
+            for number, altloc, x in atoms
+            for name in ("N", "CA", "CB")
+        ]
+        text = mmcif(*rows)
+    structure = structure_of(text, name=f"loop.{format}", atoms="all")
+    assert structure.residue_numbers.tolist() == [1, 2, 3, 4]
+    for name in ("CA", "CB"):
+        assert structure.atoms[name][:, 0].tolist() == [0, 1, 2, 5]
+
+
+def test_chains_without_names_keep_their_residues_with_locations(structure_of):
+    """The same locations again, or none: residues of another chain that has no name, either."""
+    first = [pdb_line(number=n, chain=" ", altloc=a) for n, a in [(1, "A"), (1, "B"), (2, " ")]]
+    second = [pdb_line(number=n, chain=" ", altloc=a) for n, a in [(1, "A"), (1, "B"), (2, "B")]]
+    assert structure_of("\n".join([*first, *second])).residue_numbers.tolist() == [1, 2, 1, 2]
+
+
+@pytest.mark.parametrize("unknown", ["?", "."])
+def test_residues_without_an_authors_number_have_that_of_the_sequence(structure_of, unknown):
+    rows = [residue("ALA", 4), residue("GLY", 5, auth_seq_id=unknown), residue("TRP", 6)]
+    structure = structure_of(mmcif(*rows), name="some.cif")
+    assert structure.sequence == "AGW"
+    assert structure.residue_numbers.tolist() == [4, 5, 6]
+    rows = [residue("ALA", 4, auth_seq_id=unknown, label_seq_id="?")]
+    with pytest.raises(FileFormatError, match="has neither auth_seq_id nor label_seq_id"):
+        structure_of(mmcif(*rows), name="none.cif")
+
+
 def test_insertion_codes_and_restarted_numbers_are_separate_residues(structure_of):
     lines = [
         pdb_line("CA", "GLY", number=52),

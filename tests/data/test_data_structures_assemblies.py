@@ -212,7 +212,7 @@ def test_operations_of_mmcif_are_combined_as_their_expression_says(
 def test_an_operation_that_does_not_exist_is_one_line_about_the_file(
     structure_of: ReadText,
 ) -> None:
-    for expression in ("7", "1-x"):
+    for expression in ("7", "1-x", "2-1", "(2-1)(P)"):  # none may count as no operation at all
         text = mmcif(residue("TRP", 1)) + assembly_tables(expression)
         with pytest.raises(FileFormatError, match="is malformed"):
             structure_of(text, name="x.cif", assembly=True)

@@ -269,6 +269,16 @@ def test_drop_path_grows_over_the_blocks_and_acts_in_training_alone():
     assert torch.equal(model(tokens), model(tokens))
 
 
+def test_the_only_block_is_the_last_whose_share_is_left_out():
+    """Half of 4,000 texts go without the layer, half without the perceptron, a quarter without."""
+    torch.manual_seed(0)
+    model = ga.models.CausalLM(V, D, 1, H, drop_path=0.5).double()
+    tokens = tokens_of(1, 3).expand(4000, -1)
+    untouched = model.head(model.norm(model.embedding(tokens)))
+    share = (model(tokens) == untouched).flatten(1).all(-1).double().mean()
+    assert abs(share - 0.25) < 5 * (0.25 * 0.75 / 4000) ** 0.5
+
+
 # Tied weights, files, copies.
 
 
@@ -305,6 +315,25 @@ def test_tied_weights_stay_tied(tmp_path):
         twin.reset_parameters()
         assert is_tied(twin)
         assert 0.01 < twin.embedding.weight.std() < 0.04
+
+
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("strict", [False, True])
+def test_two_weights_do_not_become_one_in_silence(assign, strict):
+    """The numbers alone, without the config that would refuse them."""
+    two, one = model_of("gka"), model_of("gka", tie_weights=True)
+    state = {name: x.clone() for name, x in two.state_dict().items()}
+    says = r"head.weight must be embedding.weight .* tie_weights=True, got two weights that differ"
+    with pytest.raises(RuntimeError, match=says):
+        one.load_state_dict(state, strict=strict, assign=assign)
+    state["head.weight"] = state["embedding.weight"].clone()
+    state["head.weight"][0, 0] = state["embedding.weight"][0, 0] = torch.nan  # the same again
+    one.load_state_dict(state, strict=strict, assign=assign)
+    assert is_tied(one)
+    both = torch.nn.ModuleDict({"model": model_of("gka", tie_weights=True)})
+    within = {f"model.{name}": x.clone() for name, x in two.state_dict().items()}
+    with pytest.raises(RuntimeError, match=r"model\.head\.weight must be model\.embedding"):
+        both.load_state_dict(within)
 
 
 @EVERY_MIXER
@@ -447,7 +476,17 @@ def test_every_preset_takes_every_mixer(mixer):
         ({"rope": "yes"}, "rope must be True, False or 'isometric'"),
         ({"norm": "batch"}, "norm must be one of 'layer', 'rms'"),
         ({"activation": "relu"}, "activation must be one of 'gelu', 'relu2'"),
-        ({"logit_softcap": 0}, "must be a finite number > 0"),
+        ({"logit_softcap": 0}, "logit_softcap must be a finite number > 0"),
+        ({"logit_softcap": 1e39}, "logit_softcap must be a number of float32"),
+        ({"heads": 2.0}, "heads must be an integer >= 1, got 2.0"),
+        ({"heads": None}, "heads must be an integer >= 1, got None"),
+        ({"heads": [4]}, r"heads must be one number, or one per block \(4\), got 1"),
+        ({"mixer_options": ["top_k", 3]}, "mixer_options must be a dict .*, or None, got list"),
+        ({"mixer": {"dot"}}, "mixer must be one of 'dot', .* got {'dot'}"),
+        (
+            {"mixer": ["dot"] * 3 + [ga.nn.DotProductAttention(D, H, context_dim=8)]},
+            f"mixer must hold layers on one track, got a DotProductAttention .* 8 .dim is {D}",
+        ),
         ({"drop_path": 1.0}, "drop_path must be"),
         ({"dropout": 1.0}, "dropout must be"),
         ({"vocab_size": 0}, "vocab_size must be >= 1"),

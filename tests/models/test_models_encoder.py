@@ -192,7 +192,7 @@ def test_dropout_acts_in_training_only():
         ({"mixer": ["dot", torch.nn.Linear(2, 2)]}, "mixer must be a layer .* got Linear"),
         (
             {"mixer": ["dot", ga.nn.CrossConsensus(D, H, edge_hidden=4)]},
-            "layers on one track, got CrossConsensus",
+            "one sequence, got CrossConsensus",
         ),
         ({"mixer": ["dot", ga.nn.DotProductAttention(32, H)]}, "width dim = 16"),
         ({"mixer": [ga.nn.DotProductAttention(D, H)] * 2}, "every layer once"),

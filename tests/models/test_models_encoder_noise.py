@@ -427,6 +427,18 @@ def test_a_noise_level_of_another_shape_is_named(level, says):
         encoder("dot")(tokens_of(2, 5), noise_level=level)
 
 
+@pytest.mark.parametrize("wrong", [-0.1, math.nan, math.inf])
+def test_noise_levels_that_are_none_are_refused_but_in_padding(wrong):
+    model, tokens = encoder(), tokens_of(2, 7)
+    level = levels_of(2, 7)
+    level[1, 6] = wrong
+    with pytest.raises(ValueError, match=f"finite numbers >= 0 where tokens are real, got {wrong}"):
+        model(tokens, noise_level=level)
+    valid = torch.ones(2, 7, dtype=torch.bool)
+    valid[1, 6] = False
+    assert model(tokens, noise_level=level, valid=valid)[valid].isfinite().all()
+
+
 def test_what_does_not_fit_is_named():
     plain = ga.models.SequenceEncoder(V, D, 2, H)
     with pytest.raises(ValueError, match="noise_level must be None in a model without noise_dim"):

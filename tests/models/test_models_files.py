@@ -345,3 +345,19 @@ def test_half_a_file_is_never_left(folder, monkeypatch):
     with pytest.raises(OSError, match="disk is full"):
         ga.save(encoder(mixer="dot"), folder)
     assert {path: Path(folder, path).read_bytes() for path in os.listdir(folder)} == before
+
+
+def test_a_folder_is_not_mistaken_for_a_file(tmp_path):
+    layer = ga.nn.KrauseAttention(8, heads=2)
+    with pytest.raises(ValueError, match=r"directory must be a folder.*model.pt', the name of a"):
+        ga.save(layer, tmp_path / "model.pt")
+    assert not (tmp_path / "model.pt").exists()
+    (tmp_path / "there").write_text("mine")
+    with pytest.raises(ValueError, match=r"directory must be a folder.*there', which is a file"):
+        ga.save(layer, tmp_path / "there")
+    assert (tmp_path / "there").read_text() == "mine"
+    for name in ("model-1.5", "deit.v2", "folder.pt"):
+        if name == "folder.pt":
+            (tmp_path / name).mkdir()  # of this name already
+        ga.save(layer, tmp_path / name)
+        assert type(ga.load(tmp_path / name)) is ga.nn.KrauseAttention

@@ -3,6 +3,7 @@
 import copy
 import inspect
 
+import numpy as np
 import pytest
 import torch
 from transformers import LogitsProcessorList, TemperatureLogitsWarper
@@ -173,6 +174,24 @@ def test_probabilities_are_those_of_transformers(temperature, top_k, top_p):
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("top_k", [None, 3])
+@pytest.mark.parametrize("top_p", [None, 0.99])
+def test_the_ends_of_temperature_are_the_likeliest_and_equal_shares(dtype, top_k, top_p):
+    logits = torch.tensor([[3.0, -60.0, 5.0, 4.5], [-8.0, 7.0, 7.0, 6.0]], dtype=dtype)
+    cold = torch.tensor([[0, 0, 1, 0], [0, 0.5, 0.5, 0]]).double()
+    taking_part = torch.ones(2, 4) if top_k is None else torch.tensor([[1, 0, 1, 1], [0, 1, 1, 1]])
+    warm = taking_part.double() / taking_part.sum(-1, keepdim=True)
+    for temperature in (5e-324, 1e-320, 1e-45, 1e-40, 1e-30):
+        found = Sampling.checked(temperature, top_k, top_p).probabilities(logits)
+        torch.testing.assert_close(found.double(), cold, rtol=0, atol=0)
+    for temperature in (1e20, 1e39, 1e300):
+        found = Sampling.checked(temperature, top_k, top_p).probabilities(logits)
+        torch.testing.assert_close(found.double(), warm, rtol=1e-6, atol=0)
+    text = model_of().generate(tokens_of(2, 5), 9, temperature=1e-40, top_k=top_k, top_p=top_p)
+    assert torch.equal(text, model_of().generate(tokens_of(2, 5), 9))
+
+
 def test_draws_follow_the_probabilities():
     """Of 10,000 texts from one prompt, counts are within five standard deviations everywhere."""
     model, count = model_of("gka"), 10_000
@@ -240,6 +259,10 @@ def test_sequences_stop_too_and_so_does_the_first_of_several():
     assert len(where) > 6
     # A tensor of tokens is several of them.
     assert torch.equal(model.generate(prompt, 40, stop=free[7:8])[0, -1], free[7])
+    # So is any other sequence: an array of numpy's, a range, and the bytes of a text.
+    expected = model.generate(prompt, 40, stop=[2, 3])
+    for stop in (np.array([2, 3]), range(2, 4), b"\x02\x03"):
+        assert torch.equal(model.generate(prompt, 40, stop=stop), expected)
 
 
 def test_progress_sees_every_token_and_may_end_the_generation():

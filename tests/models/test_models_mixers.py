@@ -31,6 +31,25 @@ def layers_of(mixer, depth=4, **options):
     return [layer for layer, _ in mixers(mixer, depth, DIM, HEADS, **options)]
 
 
+@pytest.mark.parametrize(
+    ("mixer", "meant"),
+    [
+        ("kruase", "krause"),
+        ("GKA", "gka"),
+        ("KrauseAttention", "krause"),
+        ("SelfConsensus", "consensus"),
+        ("dot-consensus", "mix"),
+        ("krause_consensus", "krause-consensus"),
+    ],
+)
+def test_a_wrong_name_is_answered_with_the_nearest(mixer, meant):
+    for model in (ga.models.CausalLM, ga.models.SequenceEncoder):
+        with pytest.raises(ValueError, match=rf"got '{mixer}': did you mean '{meant}'\?$"):
+            model(9, 8, 2, 2, mixer=mixer)
+    with pytest.raises(ValueError, match=r"got 'zzzz'$"):
+        ga.models.CausalLM(9, 8, 2, 2, mixer="zzzz")
+
+
 def test_the_table_here_is_the_table_there():
     assert set(LAYERS) == set(KINDS) == set(typing.get_args(MixerName))
     assert set(HALVES) == set(typing.get_args(Halves))
@@ -135,7 +154,9 @@ def test_an_unknown_mixer_is_answered_with_all_names(mixer):
 
 
 def test_halves_have_no_halves():
-    with pytest.raises(ValueError, match="'consensus', or layers on one track, got 'mix'"):
+    with pytest.raises(
+        ValueError, match="'consensus', or layers that are called with one sequence, got 'mix'"
+    ):
         mixers(["mix", "dot"], 2, DIM, HEADS)
 
 
@@ -168,7 +189,7 @@ def test_an_option_that_one_layer_has_is_enough():
         (["dot"], 2, r"one entry per block \(2\), got 1"),
         (["dot", "dot", "dot"], 2, r"one entry per block \(2\), got 3"),
         (ga.nn.LinearAttention(DIM, HEADS), 2, "blocks would share its weights"),
-        (ga.nn.CrossConsensus(DIM, HEADS), 1, "layers on one track, got 'CrossConsensus'|Cross"),
+        (ga.nn.CrossConsensus(DIM, HEADS), 1, "one sequence, got 'CrossConsensus'|Cross"),
     ],
 )
 def test_lists_and_layers_that_do_not_fit_are_refused(mixer, depth, message):
@@ -183,6 +204,25 @@ def test_one_layer_does_not_serve_two_blocks_nor_one_of_another_width():
     narrow = ga.nn.LinearAttention(8, 2)
     with pytest.raises(ValueError, match="of width dim = 16, got a LinearAttention of width 8"):
         layers_of([narrow], 1)
+
+
+@pytest.mark.parametrize("make", [ga.models.CausalLM, ga.models.SequenceEncoder])
+def test_numbers_may_be_those_of_numpy(make):
+    torch.manual_seed(0)
+    plain = make(7, DIM, 2, HEADS, mixer="mix")
+    torch.manual_seed(0)
+    model = make(*(numpy.int64(number) for number in (7, DIM, 2, HEADS)), mixer="mix")
+    tokens = torch.arange(6)
+    assert torch.equal(model(tokens), plain(tokens))
+
+
+def test_edge_features_need_a_layer_that_the_model_makes_for_them():
+    with pytest.raises(ValueError, match=r"edge_features must be 0 in a model without .* got 3"):
+        ga.models.SequenceEncoder(7, DIM, 2, HEADS, mixer="dot", edge_features=3)
+    layer = ga.nn.SelfConsensus(DIM, HEADS, edge_features=3)
+    model = ga.models.SequenceEncoder(7, DIM, 2, HEADS, mixer=["dot", layer])
+    edges = model.graphs(6)[1].num_edges
+    assert model(torch.arange(6), edge_features=torch.rand(edges, 3)).shape == (6, 7)
 
 
 def test_a_list_of_options_has_as_many_as_there_are_blocks():

@@ -525,6 +525,21 @@ def test_numbers_may_be_those_of_the_structure():
             model.score_mutations(structure, [text], numbering="structure")
 
 
+def test_insertion_codes_count_in_either_case_unless_a_chain_has_both():
+    structure = replace(
+        complex_of(4),
+        residue_numbers=torch.tensor([52, 52, 52, 53]),
+        insertion_codes=("", "A", "a", "b"),
+    )
+    model, s = model_of("dot"), structure.sequence
+    own = [f"{s[1]}52AW", f"{s[2]}52aW", f"{s[3]}53BW", f"{s[0].lower()}52w"]
+    plain = [f"{s[1]}2W", f"{s[2]}3W", f"{s[3]}4W", f"{s[0]}1W"]
+    found = model.score_mutations(structure, own, numbering="structure")
+    assert torch.equal(found, model.score_mutations(structure, plain))
+    with pytest.raises(ValueError, match="of chain H 'H/A42G'; got 'A' in 'A:W52G'"):
+        model.score_mutations(structure, ["A:W52G"], numbering="structure")
+
+
 @pytest.mark.parametrize(
     ("mutation", "says"),
     [

@@ -87,6 +87,128 @@ def test_larger_images_too(larger):
         torch.testing.assert_close(ours(images), model(images).logits, rtol=1e-5, atol=1e-5)
 
 
+def test_no_digit_of_a_weight_is_lost():
+    """Float64 stays float64 on the way."""
+    model, size = theirs(7)
+    model = model.double()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1e-9 * torch.randn_like(parameter))
+    ours = ga.models.SwinTransformer.from_transformers(model)
+    images = images_of(2, model.config.num_channels, *size, dtype=torch.float64)
+    with torch.no_grad():
+        found = model.swin(images).pooler_output
+        expected = model.classifier(found)
+    assert ours.head.weight.dtype == torch.float64
+    assert torch.equal(
+        ours.patches.weight, model.swin.embeddings.patch_embeddings.projection.weight
+    )
+    torch.testing.assert_close(ours(images), expected, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("options", [{}, {"use_mask_token": True}])
+def test_the_features_of_a_model_without_a_head_are_its_pooler_s(options):
+    import transformers
+
+    whole, size = theirs(9)
+    torch.manual_seed(9)
+    model = shaken(transformers.SwinModel(whole.config, **options)).eval()
+    ours = ga.models.SwinTransformer.from_transformers(model)
+    images = images_of(2, whole.config.num_channels, *size)
+    with torch.no_grad():
+        expected = model(images)
+        torch.testing.assert_close(ours(images), expected.pooler_output, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            ours.encode(images), expected.last_hidden_state, rtol=1e-5, atol=1e-5
+        )
+    assert ours.num_classes == 0
+
+
+def of_transformers(**options):
+    """16 x 16 pixels, 8 x 8 tokens in windows of 4, then 4 x 4."""
+    from transformers import SwinConfig, SwinForImageClassification
+
+    options = {"depths": [2, 1], "num_heads": [2, 4], "embed_dim": 8, "num_labels": 5, **options}
+    torch.manual_seed(2)
+    config = SwinConfig(image_size=16, patch_size=2, window_size=4, **options)
+    return shaken(SwinForImageClassification(config)).eval()
+
+
+def test_biases_that_there_are_none_of_are_0():
+    model, images = of_transformers(qkv_bias=False), images_of(3, 3, 16, 16)
+    ours = ga.models.SwinTransformer.from_transformers(model)
+    with torch.no_grad():
+        torch.testing.assert_close(ours(images), model(images).logits, rtol=1e-5, atol=1e-5)
+    assert not any(block.mixer.key_proj.bias.any() for block in ours.blocks)
+
+
+@pytest.mark.parametrize(
+    ("mixer", "kept"),
+    [("krause", "qkvo"), ("vlt", "qko"), ("gka", "o"), ("linear", "qkvo"), ("mix", "qkvo")],
+)
+def test_other_mixers_start_from_the_projections_that_they_have(mixer, kept):
+    model = of_transformers()
+    ours = ga.models.SwinTransformer.from_transformers(model, mixer=mixer, drop_path=0.3)
+    blocks = [block for stage in model.swin.encoder.layers for block in stage.blocks]
+    names = {"q": "query_proj", "k": "key_proj", "v": "value_proj", "o": "output_proj"}
+    for own, there in zip(ours.blocks, blocks, strict=True):
+        if isinstance(own.mixer, ga.nn.SelfConsensus):
+            assert own.position_bias is None
+            continue
+        for letter in kept:
+            mine, other = (
+                getattr(own.mixer, names[letter]),
+                getattr(there.attention, f"{letter}_proj"),
+            )
+            assert torch.equal(mine.weight, other.weight)
+            assert torch.equal(mine.bias, other.bias)
+        if mixer != "linear":
+            table = there.attention.relative_position_bias.relative_position_bias_table
+            assert torch.equal(own.position_bias.table.flip(0), table)
+        assert torch.equal(own.mlp[0].weight, there.mlp.fc1.weight)
+    assert ours.blocks[-1].drop_path == 0.3
+    assert not ours.training
+    assert ours(images_of(2, 3, 16, 16)).isfinite().all()
+
+
+def test_by_distance_it_computes_the_same_where_all_keys_are_equally_long():
+    """exp(-|q - k|^2 / 2 sqrt(D)) is exp(q k / sqrt(D)) then; tables of biases stay."""
+    model = of_transformers()
+    with torch.no_grad():
+        for stage in model.swin.encoder.layers:
+            for block in stage.blocks:
+                block.attention.k_proj.weight.zero_()
+    images = images_of(2, 3, 16, 16)
+    ours = ga.models.SwinTransformer.from_transformers(model, mixer="krause")
+    with torch.no_grad():
+        torch.testing.assert_close(ours(images), model(images).logits, rtol=1e-5, atol=1e-5)
+
+
+def test_shares_that_training_drops_come_along_and_nothing_is_drawn():
+    model = of_transformers(attention_probs_dropout_prob=0.1, hidden_dropout_prob=0.2)
+    torch.manual_seed(4)
+    expected = torch.rand(3)
+    torch.manual_seed(4)
+    ours = ga.models.SwinTransformer.from_transformers(model)
+    assert torch.equal(torch.rand(3), expected)
+    assert ours.blocks[1].mixer.attention_dropout == 0.1
+    assert ours.blocks[1].dropout.p == ours.dropout.p == 0.2
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"depths": (2, 2)}, "changes must keep the shape of the model: depths is (2, 1) there"),
+        ({"window_size": 2}, "changes must keep the shape of the model: 'blocks.0.position_bias"),
+        ({"num_classes": 0}, "changes must keep the shape of the model, but there is no place"),
+        ({"mixer": "global"}, "mixer must be one of"),
+    ],
+)
+def test_changes_that_the_weights_do_not_fit_are_refused(change, message):
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+        ga.models.SwinTransformer.from_transformers(of_transformers(), **change)
+
+
 def test_gradients_are_those_of_transformers():
     model, size = theirs(5)
     ours = ga.models.SwinTransformer.from_transformers(model.double())
@@ -107,7 +229,6 @@ def test_gradients_are_those_of_transformers():
     [
         ({"hidden_act": "relu"}, "model.config.hidden_act must be 'gelu', got 'relu'"),
         ({"layer_norm_eps": 1e-6}, "model.config.layer_norm_eps must be 1e-05, got 1e-06"),
-        ({"qkv_bias": False}, "model.config.qkv_bias must be True, got False"),
         ({"use_absolute_embeddings": True}, "model.config.use_absolute_embeddings must be False"),
         ({"patch_size": [2, 4]}, "model.config.patch_size must be one number, got [2, 4]"),
         ({"window_size": 5}, "model.config.window_size must be at most the tokens of every stage"),
@@ -527,3 +648,9 @@ def test_images_of_other_shapes_are_refused(shape):
         ValueError, match=r"images must be a tensor of shape \[\*, 3, height, width"
     ):
         swin()(torch.zeros(shape))
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int64, torch.bool, torch.float64])
+def test_images_of_another_dtype_are_refused(dtype):
+    with pytest.raises(ValueError, match=rf"images must have the model's dtype .*got {dtype}"):
+        swin()(torch.zeros(1, 3, 16, 16, dtype=dtype))

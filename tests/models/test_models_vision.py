@@ -201,6 +201,17 @@ def test_every_mixer_has_what_it_needs_from_a_preset(name, mixer):
 # Graphs.
 
 
+@pytest.mark.parametrize(("name", "first", "last"), [("deit-tiny", 8, 16), ("digits", 2, 4)])
+@pytest.mark.parametrize("depth", [1, 2, 5, 12])
+def test_a_schedule_of_neighbours_is_as_long_as_the_model(name, first, last, depth):
+    model = ga.models.VisionTransformer.from_preset(
+        name, mixer="krause", depth=depth, dim=8, heads=2
+    )
+    found = [block.mixer.top_k for block in model.blocks]
+    expected = torch.linspace(first, last, depth, dtype=torch.float64).round().int().tolist()
+    assert found == expected
+
+
 @pytest.mark.parametrize("leading", [0, 1, 2])
 def test_a_window_sees_patches_within_the_radius_and_leading_tokens(leading):
     model = vision(
@@ -218,6 +229,42 @@ def test_a_window_sees_patches_within_the_radius_and_leading_tokens(leading):
         for b, (k, m) in enumerate(places):
             expected[leading + a, leading + b] = abs(i - k) <= 1 and abs(j - m) <= 2
     assert graph == ga.from_mask(expected)
+
+
+@pytest.mark.parametrize("leading", [1, 2])
+@pytest.mark.parametrize("top_k", [1, 3, 100])
+def test_a_token_keeps_its_nearest_of_what_it_sees_leading_tokens_among_them(top_k, leading):
+    """Written out token by token: none is kept for its rank."""
+    model = vision(
+        "krause", distillation_token=leading > 1, mixer_options={"top_k": top_k, "init_sigma": 0.7}
+    )
+    layer = model.blocks[0].mixer
+    x = model.blocks[0].mixer_norm(model.embedding(pictures(1)))[0]
+    query, key, value = (
+        getattr(layer, f"{part}_proj")(x).unflatten(-1, (HEADS, -1))
+        for part in ("query", "key", "value")
+    )
+    places, N = [(i, j) for i in range(2) for j in range(6)], len(x)
+    found, left_out = torch.empty_like(query), 0
+    for h in range(HEADS):
+        for target in range(N):
+            seen = [
+                source
+                for source in range(N)
+                if min(source, target) < leading
+                or all(
+                    abs(a - b) <= 1
+                    for a, b in zip(places[source - leading], places[target - leading], strict=True)
+                )
+            ]
+            apart = (query[target, h] - key[seen, h]).square().sum(-1)
+            near = apart.argsort()[:top_k]
+            weights = (-apart[near] / (2 * 0.7**2)).softmax(0)
+            found[target, h] = weights @ value[seen, h][near]
+            left_out += target >= leading and not any(seen[n] < leading for n in near)
+    assert (left_out == 0) == (top_k == 100)
+    expected = layer.output_proj(found.flatten(-2))
+    torch.testing.assert_close(layer(x, model.graphs()[0]), expected)
 
 
 @pytest.mark.parametrize("leading", [0, 1, 2])
@@ -374,6 +421,21 @@ def test_paths_are_dropped_more_often_in_later_blocks():
     assert alone.blocks[0].drop_path == 0
 
 
+@pytest.mark.parametrize("leading", [1, 2])
+@pytest.mark.parametrize("mixer", ["dot", "krause", "consensus"])
+def test_a_path_is_dropped_for_a_whole_image(mixer, leading):
+    """With its leading tokens, also where consensus leaves them out."""
+    model = vision(mixer, drop_path=0.5, distillation_token=leading > 1).train()
+    block, graph = model.blocks[-1], model.graphs()[-1]
+    x = model.embedding(pictures(64))
+    block.mlp.register_forward_hook(lambda *_: torch.zeros_like(x))  # the first part alone
+    block.mixer.register_forward_hook(lambda *_: torch.ones_like(x))
+    parts = (block(x, graph) - x).mean(-1).round(decimals=6)
+    assert {tuple(row) for row in parts.unique(dim=0).tolist()} == {
+        (added,) * graph.num_tokens for added in (0.0, 2.0)
+    }
+
+
 @pytest.mark.parametrize("share", [{"dropout": 0.4}, {"drop_path": 0.6}])
 def test_dropping_is_for_training_alone(share):
     model, images = vision(**share), pictures(8)
@@ -430,6 +492,36 @@ def test_weights_of_other_mathematics_are_refused():
         with pytest.raises(RuntimeError, match=f"saved with {next(iter(change))}="):
             vision("krause", **change).load_state_dict(state)
     vision("krause", radius=(1, 1)).load_state_dict(state)  # the same, said otherwise
+
+
+@pytest.mark.parametrize("anew", [False, True])
+def test_what_is_read_and_what_leads_is_drawn_as_deit_draws_it(anew):
+    """Deviation 0.02 and biases 0; DeiT's patches are PyTorch's, uniform up to 1 / sqrt(inputs)."""
+    torch.manual_seed(4)
+    options = {"distillation_token": True, "pooling": "distilled"}
+    vit = ga.models.VisionTransformer(32, 2, 200, 192, 1, 3, **options)
+    swin = ga.models.SwinTransformer(32, 4, 200, 192, (1,), (6,), window_size=4)
+
+    def deviation(parameter):
+        return float(parameter.detach().std())
+
+    for model in (vit, swin) if anew else ():
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(7)
+        model.reset_parameters()
+    for head in (vit.head, vit.distillation_head, swin.head):
+        assert deviation(head.weight) == pytest.approx(0.02, rel=0.02)
+        assert not head.bias.any()
+    assert not torch.equal(vit.head.weight, vit.distillation_head.weight)
+    assert deviation(vit.embedding.positions) == pytest.approx(0.02, rel=0.02)
+    assert deviation(swin.blocks[0].position_bias.table) == pytest.approx(0.02, rel=0.1)
+    for token in (vit.embedding.class_token, vit.embedding.distillation_token):
+        assert deviation(token) == pytest.approx(0.02, rel=0.2)
+    most = (3 * 2 * 2) ** -0.5
+    assert float(vit.embedding.projection.weight.detach().abs().max()) == pytest.approx(
+        most, rel=0.02
+    )
 
 
 def test_a_model_on_the_meta_device_becomes_one_with_numbers():
@@ -549,13 +641,15 @@ def test_bad_arguments_are_named(change, says):
         (torch.zeros(2, 1, 8, 12).double(), r"got \[2, 1, 8, 12\]"),
         (torch.zeros(8, 12).double(), r"got \[8, 12\]"),
         ([1.0], "got list"),
+        (torch.zeros(2, 3, 0, 12).double(), r"got \[2, 3, 0, 12\]"),
         (torch.zeros(2, 3, 8, 12, dtype=torch.uint8), "dtype torch.float64, got torch.uint8"),
         (torch.zeros(2, 3, 8, 12), "dtype torch.float64, got torch.float32"),
     ],
 )
 def test_bad_images_are_named(images, says):
-    with pytest.raises(ValueError, match=says):
-        vision()(images)
+    for interpolate in (False, True):
+        with pytest.raises(ValueError, match=says):
+            vision()(images, interpolate_pos_encoding=interpolate)
 
 
 # Digits.

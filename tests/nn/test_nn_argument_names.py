@@ -124,9 +124,9 @@ def test_a_call_names_what_belongs_to_the_constructor():
         ("num_hidden_layers", "here it is called 'depth'"),
         ("nhead", "here it is called 'heads'"),
         ("hidden_dropout_prob", "here it is called 'dropout'"),
-        ("attention_dropout", "attention layers take attention_dropout="),
+        ("attention_dropout", "mixer_options={'attention_dropout': ...}"),
         ("dim_feedforward", "mlp_ratio"),
-        ("activation", "GELU"),
+        ("hidden_act", "activation='gelu' or 'relu2'"),
         ("norm_first", "always normalises first"),
     ],
 )
@@ -192,3 +192,44 @@ def test_dropout_of_weights_has_one_name(name):
 def test_names_of_gpt_oss_and_gemma_are_answered(name, ours):
     with pytest.raises(TypeError, match=f"here it is called '{ours}'"):
         nn.DotProductAttention(DIM, HEADS, **{name: 1.0})
+
+
+MODELS = {
+    "CausalLM": lambda **k: ga.models.CausalLM(9, 8, 1, 2, **k),
+    "SequenceEncoder": lambda **k: ga.models.SequenceEncoder(9, 8, 1, 2, **k),
+    "VisionTransformer": lambda **k: ga.models.VisionTransformer(8, 2, 10, 8, 1, 2, **k),
+    "SwinTransformer": lambda **k: ga.models.SwinTransformer(8, 2, 10, 8, (1,), (2,), **k),
+}
+
+
+@pytest.mark.parametrize(
+    ("model", "name", "says"),
+    [
+        ("CausalLM", "top_k", "'krause': mixer_options={'top_k': ...}"),
+        ("CausalLM", "topk", "'krause': mixer_options={'top_k': ...}"),
+        ("CausalLM", "edge_hidden", "option of 'consensus': mixer_options={'edge_hidden': ...}"),
+        ("CausalLM", "attn_dropout", "mixer_options={'attention_dropout': ...}"),
+        ("CausalLM", "noise_dim", "it is an argument of SequenceEncoder"),
+        ("CausalLM", "sliding_window", "here it is called 'window'"),
+        ("CausalLM", "mixr", "did you mean 'mixer'? It takes"),
+        ("SequenceEncoder", "consensus_window", "it is an argument of CausalLM"),
+        ("SequenceEncoder", "init_sigma", "mixer_options={'init_sigma': ...}"),
+        ("VisionTransformer", "window", "here it is called 'radius' (patches on each side"),
+        ("VisionTransformer", "window_size", "here it is called 'radius'"),
+        ("SwinTransformer", "window", "here it is called 'window_size'"),
+    ],
+)
+def test_a_model_answers_options_of_its_mixers_and_arguments_of_others(model, name, says):
+    with pytest.raises(TypeError) as caught:
+        MODELS[model](**{name: 1})
+    assert says in str(caught.value)
+
+
+def test_what_is_advised_for_a_mixer_is_taken():
+    assert MODELS["CausalLM"](mixer="krause", mixer_options={"top_k": 4}).blocks[0].mixer.top_k == 4
+    assert MODELS["VisionTransformer"](mixer="dot-window", radius=1).graphs()[0].num_edges < 17 * 17
+
+
+def test_the_call_of_a_vision_model_knows_pixel_values():
+    with pytest.raises(TypeError, match="'pixel_values': here it is called 'images'"):
+        MODELS["VisionTransformer"]()(pixel_values=torch.zeros(1, 3, 8, 8))

@@ -6,6 +6,7 @@ import io
 
 import numpy as np
 import pytest
+import torch
 
 import graphattn as ga
 from graphattn.graphs.pattern import pattern_of
@@ -61,6 +62,17 @@ def test_graphs_of_a_call_take_the_place_of_the_models_own():
     ]
 
 
+def test_residues_near_in_space_are_named_by_what_the_model_chose_them_by():
+    model = ga.models.ProteinModel(8, depth=2, heads=2, mixer="mix", neighbors=3, window=2)
+    places = 5 * torch.randn(12, 3, generator=torch.Generator().manual_seed(0))
+    structure = ga.data.Structure("ACDEFGHIKLMN", places)
+    for ax in ga.plot.model_graphs(model, structure=structure):
+        assert "\n3 nearest, 2 along the chain, " in ax.get_title()
+    lists = [ga.from_edge_index(g.edge_index, 12) for g in model.graphs(structure=structure)]
+    for ax in ga.plot.model_graphs(model, graphs=lists):  # somebody's own
+        assert "a list of edges" in ax.get_title()
+
+
 def test_long_sequences_have_one_scale_and_one_colour_bar():
     axes = page(encoder("mix"), 5000)
     figure = axes[0].figure
@@ -110,6 +122,12 @@ def test_bad_input_is_refused_by_name():
         (ga.block_window_graph(50, 8, shift=3), "blocks of 8, shifted by 3"),
         (ga.batch([ga.complete_graph(3)] * 2), "2 sequences: all tokens"),
         (ga.batch([ga.complete_graph(3), ga.causal_graph(4)]), "2 sequences: several patterns"),
+        (
+            ga.models.VisionTransformer(
+                (8, 12), 2, 2, 8, 1, 1, mixer="consensus", pooling="mean"
+            ).graphs()[0],
+            "radius 1 on 4 × 6, 1 token apart",
+        ),
         (ga.grid_window_graph(4, 6, 1, class_token=True), "radius 1 on 4 × 6, class token"),
         (ga.neighborhood_graph((6, 9), 3), "3 × 3 on 6 × 9"),
         (

@@ -241,3 +241,8 @@ def test_bad_input_is_named():
         certify(ga.nn.CrossConsensus(12, 3), x, graph=graph)
     with pytest.raises(ValueError, match="TokenGraph"):
         certify(torch.eye(3))
+
+
+def test_the_graph_of_a_layer_is_its_second_argument_here_too():
+    x, graph, consensus = tokens(8, 12), ga.window_path_graph(8, 2), layer(rope=False)
+    assert str(certify(consensus, x, graph)) == str(certify(consensus, x, graph=graph))

@@ -4,8 +4,9 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy import stats
 
 import graphattn as ga
 
@@ -67,6 +68,109 @@ def test_what_is_not_masked_has_no_gradient_and_nothing_masked_costs_nothing():
     nothing.backward()
     assert nothing == 0
     assert not logits.grad.any()
+
+
+def test_a_mask_is_that_of_the_first_version_bit_for_bit():
+    tokens = torch.randint(7, (4, 9), generator=generator(1))
+    drawn = torch.rand(4, 9, generator=generator(2))
+    inputs, masked = ga.train.mask_tokens(tokens, 7, mask_ratio=0.4, generator=generator(2))
+    assert torch.equal(masked, drawn < 0.4)
+    assert torch.equal(inputs, torch.where(drawn < 0.4, 7, tokens))
+
+
+def test_every_sequence_has_a_ratio_of_its_own():
+    tokens = torch.zeros(3, 20_000).long()
+    ratios = torch.tensor([[0.0], [0.3], [1.0]])
+    _, masked = ga.train.mask_tokens(tokens, 1, mask_ratio=ratios, generator=generator())
+    share = masked.double().mean(1)
+    assert share[0] == 0
+    assert share[2] == 1
+    assert abs(float(share[1]) - 0.3) < 5 * math.sqrt(0.3 * 0.7 / 20_000)
+    alike = ga.train.mask_tokens(
+        tokens, 1, mask_ratio=torch.full((3, 1), 0.3), generator=generator()
+    )
+    assert torch.equal(
+        alike[1], ga.train.mask_tokens(tokens, 1, mask_ratio=0.3, generator=generator())[1]
+    )
+
+
+def test_of_the_masked_tokens_80_percent_are_hidden_10_are_others_and_10_stay():
+    n, vocab_size, mask_token = 200_000, 12, 5
+    tokens = torch.full((n,), 3)
+    inputs, masked = ga.train.mask_tokens(
+        tokens,
+        mask_token,
+        mask_ratio=0.5,
+        generator=generator(),
+        replace=True,
+        vocab_size=vocab_size,
+    )
+    assert torch.equal(inputs[~masked], tokens[~masked])
+    plain = ga.train.mask_tokens(tokens, mask_token, mask_ratio=0.5, generator=generator())[1]
+    assert torch.equal(masked, plain)  # the same tokens are to be guessed
+    m = int(masked.sum())
+    counts = inputs[masked].bincount(minlength=vocab_size).double()
+    letters = vocab_size - 1
+    expected = torch.full((vocab_size,), 0.1 / letters).double()  # a random one may be the same
+    expected[mask_token] = 0.8
+    expected[3] += 0.1
+    assert stats.chisquare(counts.numpy(), (m * expected).numpy()).pvalue > 1e-3
+
+
+def test_random_tokens_are_those_below_the_mask_token_where_no_vocabulary_is_given():
+    tokens = torch.zeros(10_000).long()
+    inputs, masked = ga.train.mask_tokens(
+        tokens, 4, mask_ratio=1.0, generator=generator(), replace=True
+    )
+    assert set(inputs.tolist()) == {0, 1, 2, 3, 4}
+    assert masked.all()
+
+
+@settings(deadline=None)
+@given(st.integers(0, 99))
+def test_a_sequence_of_which_nothing_was_drawn_has_one_token_masked(seed):
+    tokens = torch.randint(7, (6, 5), generator=generator(seed))
+    valid = torch.arange(5) < torch.tensor([5, 4, 3, 2, 1, 0])[:, None]
+    options = {"mask_ratio": 0.2, "valid": valid}
+    drawn = ga.train.mask_tokens(tokens, 7, generator=generator(seed), **options)[1]
+    found = ga.train.mask_tokens(
+        tokens, 7, generator=generator(seed), at_least_one=True, **options
+    )[1]
+    assert not (found & ~valid).any()
+    assert not found[5].any()  # all of it is padding
+    for before, after in zip(drawn[:5], found[:5], strict=True):
+        assert torch.equal(before, after) if before.any() else int(after.sum()) == 1
+
+
+def test_the_one_that_is_masked_at_least_is_any_of_the_valid_ones():
+    valid = torch.arange(6) < 4
+    _, masked = ga.train.mask_tokens(
+        torch.zeros(20_000, 6).long(),
+        1,
+        mask_ratio=1e-6,
+        valid=valid,
+        generator=generator(),
+        at_least_one=True,
+    )
+    assert (masked.sum(1) == 1).all()
+    assert not masked[:, 4:].any()
+    assert stats.chisquare(masked[:, :4].sum(0).numpy()).pvalue > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"mask_ratio": torch.tensor([1])}, "mask_ratio must be a floating-point tensor"),
+        ({"mask_ratio": torch.rand(4)}, "mask_ratio must be broadcastable to tokens"),
+        ({"mask_ratio": torch.tensor([0.1, 1.5, 0.2])}, r"mask_ratio must be in \[0, 1\], got 1.5"),
+        ({"mask_ratio": torch.tensor(torch.nan)}, r"mask_ratio must be in \[0, 1\], got nan"),
+        ({"mask_token": 0, "replace": True}, "vocab_size must leave a token"),
+        ({"replace": True, "vocab_size": 0}, "vocab_size must be >= 1"),
+    ],
+)
+def test_bad_ratios_and_vocabularies_are_named(arguments, says):
+    with pytest.raises(ValueError, match=says):
+        ga.train.mask_tokens(**{"tokens": torch.arange(3), "mask_token": 9, **arguments})
 
 
 @pytest.mark.parametrize(

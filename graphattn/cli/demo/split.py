@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 SHARE = 0.1  # of all tokens: so much is held out, and as much again chooses the weights
-SHARED_WORDS = 0.05  # of a sequence's words: about 55 % identity where a word has 5 letters
-_MOST_OWNERS = 64  # of a word that are compared: more have it in low complexity
 
 
 @dataclass(frozen=True)
@@ -21,67 +17,6 @@ class Split:
     training: list[int]
     choosing: list[int]  # whose loss says which weights to keep; none of two families
     held_out: list[int]
-
-
-def word_length(vocab_size: int) -> int:
-    """Letters of a word that two unrelated sequences seldom share: 5 of proteins, 10 of DNA."""
-    return max(1, math.ceil(math.log(4e6) / math.log(max(vocab_size, 2))))
-
-
-def families(sequences: Sequence[Tensor], vocab_size: int) -> list[list[int]]:
-    """Numbers of sequences that belong together, the earliest first.
-
-    Two belong together when they are equal or share 5 % of the shorter one's words. That finds
-    copies, fragments and close relatives, and misses distant ones: it is no search for homologs.
-
-    Example:
-        >>> import torch
-        >>> from graphattn.cli.demo.split import families
-        >>> first, other = torch.arange(20), torch.arange(20).flip(0)
-        >>> families([first, other, first[4:]], vocab_size=20)
-        [[0, 2], [1]]
-    """
-    k, count = word_length(vocab_size), len(sequences)
-    parent = list(range(count))
-
-    def root(n: int) -> int:
-        while parent[n] != n:
-            parent[n] = parent[parent[n]]
-            n = parent[n]
-        return n
-
-    def join(a: int, b: int) -> None:
-        a, b = sorted((root(a), root(b)))
-        parent[b] = a
-
-    known: dict[bytes, int] = {}
-    for n, tokens in enumerate(sequences):
-        join(known.setdefault(tokens.numpy().tobytes(), n), n)
-    powers = vocab_size ** torch.arange(k)
-    words = [
-        (tokens.unfold(0, k, 1) * powers).sum(1).unique() if len(tokens) >= k else tokens[:0]
-        for tokens in sequences
-    ]
-    num_words = torch.tensor([len(own) for own in words])
-    owners = torch.arange(count).repeat_interleave(num_words)
-    key = (torch.cat(words) * count + owners).sort().values
-    word, owner = key // count, key % count
-    pairs = []
-    for step in range(1, min(_MOST_OWNERS, len(key))):
-        same = word[step:] == word[:-step]
-        if not same.any():
-            break
-        pairs.append((owner[:-step] * count + owner[step:])[same])
-    if pairs:
-        pair, shared = torch.cat(pairs).unique(return_counts=True)
-        a, b = pair // count, pair % count
-        least = (SHARED_WORDS * torch.minimum(num_words[a], num_words[b])).clamp(min=2)
-        for close in (shared >= least).nonzero()[:, 0].tolist():
-            join(int(a[close]), int(b[close]))
-    found: dict[int, list[int]] = {}
-    for n in range(count):
-        found.setdefault(root(n), []).append(n)
-    return list(found.values())
 
 
 def split(lengths: Sequence[int], groups: Sequence[list[int]], seed: int) -> Split | None:

@@ -21,7 +21,8 @@ from torch import Tensor, nn
 import graphattn as ga
 from graphattn.cli.demo.pieces import NEAREST, MaskedBatch, Piece, cut, drawn, evaluation, hide
 from graphattn.cli.demo.sample import Sample
-from graphattn.cli.demo.split import SHARE, families, split
+from graphattn.cli.demo.split import SHARE, split
+from graphattn.data.families import families
 from graphattn.models.mixers import Mixer
 
 DIM, DEPTH, HEADS, EDGE_HIDDEN = 64, 2, 4, 32

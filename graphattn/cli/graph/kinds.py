@@ -74,6 +74,13 @@ def _blocks(sizes: Sizes) -> Theory | None:
     return exactly(0.0, "blocks are separate") if first_border < tokens else _complete(sizes)
 
 
+def _grid_blocks(sizes: Sizes) -> Theory | None:
+    height, width = sizes["height"], sizes["width"]
+    if (sizes["shift"] or sizes["block_size"]) < max(height, width):
+        return exactly(0.0, "blocks are separate")
+    return _complete({"num_tokens": height * width})
+
+
 def _dilated(sizes: Sizes) -> Theory | None:
     tokens, window, dilation = sizes["num_tokens"], sizes["window"], sizes["dilation"]
     if dilation == 1:
@@ -153,6 +160,11 @@ KINDS: dict[str, Kind] = {
         ga.grid_window_graph,
         {"height": 8, "width": 8, **GRID},
         _grid,
+    ),
+    "grid-block": Kind(
+        ga.grid_block_graph,
+        {"height": 8, "width": 8, "block_size": 4, "shift": 0},
+        _grid_blocks,
     ),
     "volume-window": Kind(
         ga.volume_window_graph,

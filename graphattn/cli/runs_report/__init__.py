@@ -49,9 +49,8 @@ def run_report(
             counts += [counted(len(sweeps), "sweep")] * bool(sweeps)
             intro = f"{' and '.join(counts)}." if len(folders) > 1 else ""
             if len(runs) > 1:
-                evaluations = [tables.laid_out(run.evaluation) for run in runs]
-                table = tables.comparison(runs, evaluations)
-                sections.append(Section("Comparison", [table, *figures.comparison(runs)]))
+                parts_of_all = [tables.comparison(runs), *figures.comparison(runs)]
+                sections.append(Section("Comparison", parts_of_all))
             for run in runs:
                 own = [run_sections.opening(run), *run_sections.notes(run), *parts[run.name]]
                 sections.append(Section(f"Run {run.name}", own))

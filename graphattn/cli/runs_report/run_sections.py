@@ -17,11 +17,12 @@ MOST_SAMPLES, LONGEST = 12, 4000  # of a page; all are in the folder
 
 def sections_of(found: FoundRun, *, certify: bool) -> list[Section]:
     """What a run was, its curves and numbers, its samples, and the state of its layers."""
-    evaluation = tables.laid_out(found.evaluation)
+    evaluations = tables.evaluations_of(found)
+    drawn = figures.curves_of(found, tables.guesses_on_own_data(found, evaluations))
     parts = [
         _what_was_trained(found),
-        _curves(found, evaluation),
-        _results(found, evaluation),
+        Section("Curves", drawn) if drawn else None,
+        _results(found, evaluations),
         _samples(found.samples),
         certificates_of(found) if certify else None,
         _layers(found),
@@ -48,10 +49,11 @@ def opening(found: FoundRun) -> str:
         sentences.append(
             f"Lowest validation loss {number(best['loss'])}, at step {best['step']:,}."
         )
-        guesses = tables.laid_out(found.evaluation).reference
-        if guesses:
-            said = ", ".join(f"{name} loses {number(loss)}" for name, loss in guesses.items())
-            sentences.append(f"{said[0].upper()}{said[1:]}.")
+    for own in tables.evaluations_of(found):
+        if "loss" in own.numbers and own.guesses:
+            on = f" on {own.name}" if own.name else ""
+            beside = " and ".join(f"{number(loss)} by {name}" for name, loss in own.guesses.items())
+            sentences.append(f"Loss{on} {number(own.numbers['loss'])}, beside {beside}.")
     return " ".join(sentences)
 
 
@@ -74,22 +76,10 @@ def _what_was_trained(found: FoundRun) -> Section | None:
     return Section("What was trained", parts)
 
 
-def _curves(found: FoundRun, evaluation: tables.Evaluation) -> Section | None:
-    drawn = figures.curves_of(found, evaluation.reference)
-    return Section("Curves", drawn) if drawn else None
-
-
-def _results(found: FoundRun, evaluation: tables.Evaluation) -> Section | None:
-    table = tables.results(found, evaluation)
+def _results(found: FoundRun, evaluations: list[tables.Evaluation]) -> Section | None:
+    table = tables.results(found, evaluations)
     parts: list[Any] = [] if table is None else [table]
-    if evaluation.words:
-        told = "; ".join(
-            f"{name.replace('_', ' ')}: {own}" for name, own in evaluation.words.items()
-        )
-        parts.append(f"Of the evaluation: {told}.")
-    parts += [
-        figures.reliability(name, bins, error) for name, (bins, error) in evaluation.bins.items()
-    ]
+    parts += [figures.reliability(own.name, own.bins, own.error) for own in evaluations if own.bins]
     return Section("Results", parts) if parts else None
 
 

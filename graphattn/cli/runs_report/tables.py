@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import PurePath
 from typing import Any
 
 from graphattn.cli.runs_report.reading import FoundRun
@@ -23,79 +24,79 @@ from graphattn.train.records import Row
 PLACES = ("data", "out")  # options without which no run is
 
 
+GUESSES = {"frequency_loss": "guessing by frequency", "bigram_loss": "guessing by the token before"}
+
+
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-    """What evaluation.json holds, laid out.
+    """What `graphattn evaluate` found on some data.
 
     Attributes:
-        rows: what was evaluated -> its numbers.
-        reference: what needs no model, such as guessing by frequency -> its loss.
-        bins: what was evaluated -> (reliability bins, calibration error).
+        name: of the data; "" where the file does not say.
+        numbers: of the model.
+        guesses: what guesses without a model lose.
+        bins: of the reliability diagram.
         words: everything that is text.
     """
 
-    rows: dict[str, dict[str, float]]
-    reference: dict[str, float]
-    bins: dict[str, tuple[list[Row], Any]]
+    name: str
+    numbers: dict[str, float]
+    guesses: dict[str, float]
+    bins: list[Row]
     words: dict[str, str]
 
-
-def laid_out(evaluation: Mapping[str, Any]) -> Evaluation:
-    """Numbers by what they are of, however deep they lie."""
-    found = Evaluation({}, {}, {}, {})
-    for path, name, own in _leaves(evaluation, ()):
-        guess = next((way for way in map(_guess, (name, *reversed(path))) if way), None)
-        if isinstance(own, list):
-            found.bins[" ".join(path[:-1] if path[-1:] == ("calibration",) else path)] = own, None
-        elif isinstance(own, str):
-            found.words[" ".join((*path, name))] = own
-        elif guess is not None:
-            measure = "loss" if _guess(name) else name
-            found.rows.setdefault(guess, {})[measure] = own
-            if measure == "loss":
-                found.reference[guess] = own
-        else:
-            found.rows.setdefault(" ".join(path), {})[name] = own
-    for name, (bins, _) in found.bins.items():
-        for own in (name, f"{name} calibration".strip()):
-            numbers = found.rows.get(own, {})
-            for measure in ("error", "calibration_error", "expected_calibration_error", "ece"):
-                if measure in numbers:
-                    found.bins[name] = bins, numbers[measure]
-    return found
+    @property
+    def error(self) -> float | None:
+        """The expected calibration error."""
+        return self.numbers.get("calibration_error")
 
 
-def _leaves(
-    given: Mapping[str, Any], path: tuple[str, ...]
-) -> Iterator[tuple[tuple[str, ...], str, Any]]:
-    for key, own in given.items():
-        if isinstance(own, Mapping):
-            yield from _leaves(own, (*path, str(key)))
-        elif is_number(own) or isinstance(own, str) or _are_bins(own):
-            yield path, str(key), own
+def evaluations_of(found: FoundRun) -> list[Evaluation]:
+    """What evaluation.json holds; numbers outside of any evaluation are one without a name."""
+    own = {name: row for name, row in found.evaluation.items() if isinstance(row, Mapping)}
+    if not all(name in own or name == "calibration" for name in found.evaluation):
+        own = {"": found.evaluation}
+    return [_evaluation(name, row) for name, row in own.items()]
 
 
-def _are_bins(rows: Any) -> bool:
-    """Whether it is what :meth:`graphattn.train.Calibration.rows` gives."""
-    names = ("from", "to", "count", "confidence", "accuracy")
-    return (
-        isinstance(rows, list)
-        and bool(rows)
-        and all(isinstance(r, Mapping) and all(is_number(r.get(n)) for n in names) for r in rows)
+def _evaluation(name: str, row: Mapping[str, Any]) -> Evaluation:
+    calibration = row.get("calibration")
+    calibration = calibration if isinstance(calibration, Mapping) else {}
+    bins = calibration.get("bins")
+    numbers = {key: own for key, own in row.items() if is_number(own) and key not in GUESSES}
+    if is_number(calibration.get("error")):
+        numbers["calibration_error"] = calibration["error"]
+    return Evaluation(
+        name,
+        numbers,
+        {told: row[key] for key, told in GUESSES.items() if is_number(row.get(key))},
+        bins if isinstance(bins, list) and _are_bins(bins) else [],
+        {key: own for key, own in row.items() if isinstance(own, str)},
     )
 
 
-def _guess(name: str) -> str | None:
-    """What a name says of guessing without a model."""
-    if "bigram" in name:
-        return "guessing by the token before"
-    return "guessing by frequency" if "frequency" in name else None
+def _are_bins(rows: list[Any]) -> bool:
+    """Whether it is what :meth:`graphattn.train.Calibration.rows` gives."""
+    names = ("from", "to", "count", "confidence", "accuracy")
+    return bool(rows) and all(
+        isinstance(row, Mapping) and all(is_number(row.get(name)) for name in names) for row in rows
+    )
+
+
+def guesses_on_own_data(found: FoundRun, evaluations: Sequence[Evaluation]) -> dict[str, float]:
+    """What guesses lose on the run's own data: what its curves compare with."""
+    data = PurePath(str((found.options or {}).get("data", ""))).name
+    for split in ("validation", "test"):
+        for own in evaluations:
+            if own.name == f"{data} {split}" and own.guesses:
+                return {f"{name} ({split})": loss for name, loss in own.guesses.items()}
+    return {}
 
 
 # Tables.
 
 
-def results(found: FoundRun, evaluation: Evaluation) -> Cells | None:
+def results(found: FoundRun, evaluations: Sequence[Evaluation]) -> Cells | None:
     """Losses and what comes with them, beside what needs no model."""
     rows: dict[str, Mapping[str, Any]] = {}
     best = best_row(found)
@@ -107,9 +108,10 @@ def results(found: FoundRun, evaluation: Evaluation) -> Cells | None:
     elif found.run.training:
         last = found.run.training[-1]
         rows[f"training, last (step {last['step']:,})"] = {"loss": last.get("loss")}
-    own = {name: row for name, row in evaluation.rows.items() if name not in evaluation.reference}
-    rows |= {name or "evaluation": row for name, row in own.items()}
-    rows |= {name: evaluation.rows[name] for name in evaluation.reference}
+    for own in evaluations:
+        rows[f"evaluation on {own.name}" if own.name else "evaluation"] = own.numbers
+        for name, loss in own.guesses.items():
+            rows[f"{name}, on {own.name}" if own.name else name] = {"loss": loss}
     if not rows:
         return None
     left_out = ("step", "split", "lr", "grad_norm")
@@ -169,7 +171,7 @@ def origin(found: FoundRun) -> Cells | None:
 # Several runs.
 
 
-def comparison(runs: Sequence[FoundRun], evaluations: Sequence[Evaluation]) -> Cells:
+def comparison(runs: Sequence[FoundRun]) -> Cells:
     """A row per run: what their configs differ in, and what came out."""
     options = [found.options or {} for found in runs]
     names = dict.fromkeys(name for own in options for name in own if name != "out")
@@ -204,7 +206,5 @@ def comparison(runs: Sequence[FoundRun], evaluations: Sequence[Evaluation]) -> C
         measures
     )
     caption += "Options in which the runs do not differ are left out."
-    if any(own.reference for own in evaluations):
-        caption += " What guessing without a model loses stands in the part of each run."
     caption = caption[0].upper() + caption[1:]
     return Cells("", caption, header, rows, [k not in is_text for k in range(len(header))])

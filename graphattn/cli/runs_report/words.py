@@ -17,6 +17,7 @@ NAMES = {  # what an evaluation calls its numbers -> what a table does
     "bits_per_byte": "bits per byte",
     "bits_per_token": "bits per token",
     "accuracy": "accuracy",
+    "calibration_error": "calibration error",
 }
 
 

@@ -37,6 +37,9 @@ class Corpus:
     ``"structure"`` of structures: a :class:`Structure <graphattn.data.Structure>`
     ==============  =============================================================================
 
+    Args:
+        folder: where :func:`load_corpus` wrote one, below its `cache`.
+
     Attributes:
         kind: "text", "protein", "nucleotide", "structures" or "images".
         tokenizer: what makes tokens of text; None of images.
@@ -46,6 +49,9 @@ class Corpus:
         num_bytes: what the tokens were made of, as bytes of UTF-8 text (of images: of pixels).
         classes: names of the images' classes; ``label`` is an index of them.
         image_shape: (C, H, W) of images, else None.
+
+    Raises:
+        ValueError: `folder` holds no corpus, or none that is whole.
 
     Example:
         >>> import pathlib, tempfile, graphattn as ga

@@ -109,8 +109,8 @@ _TRIES = 50
 def _file_tokens(pieces: Iterable[str], tokenizer: FileTokenizer) -> Iterator[Any]:
     """Tokens of a text that is cut where cutting changes none of them.
 
-    A place is good if the text around it has the same tokens whole and in two. Where the last 50
-    blanks of a piece are none (rules that put a blank before every text), it is cut at the last.
+    A place is good if the text around it has the same tokens whole and in two. Where none of the
+    last 50 blanks of a piece is one, it is cut at the last.
     """
 
     def encode(text: str) -> list[int]:

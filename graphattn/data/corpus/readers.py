@@ -76,9 +76,11 @@ _LETTERS_TO_TELL = 10_000
 def tokenizer_of_fasta(source: Source) -> ProteinTokenizer | NucleotideTokenizer:
     """By the first letters of the first file."""
     letters: list[str] = []
+    is_sequence = False
     for _, begins, line in line_pieces(source.files[0][0]):
-        if not (begins and line.lstrip().startswith((">", ";"))):
-            letters.append(line.strip())
+        is_sequence = not line.startswith((">", ";")) if begins else is_sequence
+        if is_sequence:
+            letters.append(line)
         if sum(map(len, letters)) >= _LETTERS_TO_TELL:
             break
     try:
@@ -122,18 +124,17 @@ def _read_fasta(
         writer.end(header, group=organism(header) or group)
 
     what = ""  # the first character of the line; one that is very long comes in pieces
-    for number, begins, piece in line_pieces(path):
-        line = piece.strip()
+    for number, begins, line in line_pieces(path):
         what = line[:1] if begins else what
         if not line or what == ";":
             continue
         if what == ">" and not begins:
-            header += piece
+            header += line
         elif what == ">":
             if header_line:
                 end()
-            header, header_line = line[1:].strip(), number
-            if not header:
+            header, header_line = line[1:].lstrip(), number
+            if not header.strip():
                 raise FileFormatError(path, "empty header: nothing after '>'", line=number)
         elif not header_line:
             raise FileFormatError(path, "not FASTA: text before the first '>'", line=number)

@@ -70,9 +70,8 @@ def _not_utf8(path: str | os.PathLike[str]) -> FileFormatError:
             except UnicodeDecodeError as error:
                 good = data[: max(0, error.start - before)]
                 line += _line_ends(good, after_return)
-                reason = (
-                    f"byte 0x{error.object[error.start]:02x} is not UTF-8 text (a binary file?)"
-                )
+                byte = error.object[error.start]
+                reason = f"byte 0x{byte:02x} is not UTF-8 text (a binary file?)"
                 return FileFormatError(path, reason, line=line)
             if not data:  # it was changed in between
                 return FileFormatError(path, "is not UTF-8 text (a binary file?)")
@@ -107,7 +106,7 @@ def text_pieces(path: str | os.PathLike[str], size: int = PIECE) -> Iterator[str
 
 
 def line_pieces(path: str | os.PathLike[str]) -> Iterator[tuple[int, bool, str]]:
-    """Lines without their ends, with their numbers; one longer than 2^20 characters in pieces.
+    """Lines without blanks around them, with their numbers; very long ones in pieces of 2^20.
 
     The second entry says whether a line begins there.
     """
@@ -118,7 +117,8 @@ def line_pieces(path: str | os.PathLike[str]) -> Iterator[tuple[int, bool, str]]
             if "\0" in piece:
                 raise FileFormatError(path, _BINARY, line=number)
             is_blank = is_blank and piece.isspace()
-            yield number, begins, piece[:-1] if is_end else piece
+            line = piece.lstrip() if begins else piece
+            yield number, begins, line.rstrip() if is_end or len(piece) < PIECE else line
             number, begins = number + is_end, is_end
     if is_blank:
         raise FileFormatError(path, "is empty")

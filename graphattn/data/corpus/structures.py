@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import torch
 
@@ -30,13 +31,13 @@ def structure_from_bytes(data: bytes) -> Structure:
     from safetensors.torch import load
 
     tensors = load(data)
-    strings = json.loads(tensors.pop("strings").numpy().tobytes())
+    own: dict[str, Any] = json.loads(tensors.pop("strings").numpy().tobytes())
     atoms = {
         name.removeprefix("atoms."): tensors.pop(name)
         for name in list(tensors)
         if name.startswith("atoms.")
     }
-    return Structure(**strings, **tensors, ca_positions=atoms["CA"], atoms=atoms)
+    return Structure(**own, **dict[str, Any](tensors), ca_positions=atoms["CA"], atoms=atoms)
 
 
 def part_of_structure(structure: Structure, start: int, stop: int) -> Structure:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -133,8 +134,9 @@ class CorpusWriter:
 
     def close(self) -> None:
         """Let go of the files, finished or not."""
-        self._values.close()
-        self._records.close()
+        for writer in (self._values, self._records):
+            with contextlib.suppress(OSError):  # what could not be written was said before
+                writer.close()
 
     def _write_values(self) -> None:
         columns = {"value": numpy.concatenate([values for values, _ in self._pieces])}

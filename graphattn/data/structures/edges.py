@@ -52,14 +52,16 @@ def distance_features(
 def offset_features(
     positions: Tensor, chain_index: Tensor, edge_index: Tensor, max_offset: int
 ) -> Tensor:
-    """One-hot places from target to source, [E, 2 * max_offset + 2]; the last column: one chain.
+    """One-hot places from target to source; the last column: one chain.
 
-    Offsets beyond `max_offset` count as `max_offset`; between chains all columns are 0.
+    `positions` are [*, N], and what comes out is [*, E, 2 * max_offset + 2]. Offsets beyond
+    `max_offset` count as `max_offset`; between chains all columns are 0.
     """
     source, target = edge_index
     same_chain = chain_index[source] == chain_index[target]
-    offset = (positions[source] - positions[target]).clamp(-max_offset, max_offset)
-    features = torch.zeros((edge_index.shape[1], 2 * max_offset + 2), device=edge_index.device)
-    features.scatter_(1, (offset + max_offset)[:, None], 1.0)
-    features[:, -1] = 1
+    offset = positions[..., source] - positions[..., target]
+    offset = offset.clamp(-max_offset, max_offset)
+    features = torch.zeros((*offset.shape, 2 * max_offset + 2), device=edge_index.device)
+    features.scatter_(-1, (offset + max_offset).long()[..., None], 1.0)
+    features[..., -1] = 1
     return features * same_chain[:, None]

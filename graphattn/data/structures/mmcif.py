@@ -7,6 +7,8 @@ import itertools
 import os
 from typing import Any
 
+import numpy
+
 from graphattn.data.files import FileFormatError
 from graphattn.data.structures.assembly import Assemblies
 from graphattn.data.structures.parsing import biotite_at_work
@@ -38,6 +40,7 @@ def mmcif_atoms(path: str | os.PathLike[str], block: Any, model: int) -> Any:
         for column, default in (("pdbx_PDB_ins_code", "?"), ("pdbx_PDB_model_num", "1")):
             if column not in atom_site:
                 atom_site[column] = [default] * atom_site.row_count
+        _number_what_has_no_number(path, atom_site)
         models = len(set(atom_site["pdbx_PDB_model_num"].as_array(int).tolist()))
         optional = ("label_seq_id", "label_asym_id", "B_iso_or_equiv")
         extra = [column for column in optional if column in atom_site]
@@ -51,6 +54,22 @@ def mmcif_atoms(path: str | os.PathLike[str], block: Any, model: int) -> Any:
         if "label_seq_id" in extra:
             atoms = atoms[~atoms.hetero | (atoms.label_seq_id != ".") & (atoms.label_seq_id != "?")]
         return atoms
+
+
+def _number_what_has_no_number(path: str | os.PathLike[str], atom_site: Any) -> None:
+    """Residues without auth_seq_id get label_seq_id: biotite would number them all -1."""
+    if "auth_seq_id" not in atom_site or atom_site["auth_seq_id"].mask is None:
+        return
+    numbers = atom_site["auth_seq_id"].as_array(str, "")
+    missing = numbers == ""
+    if missing.any():
+        if "label_seq_id" in atom_site:
+            labels = atom_site["label_seq_id"].as_array(str, "")
+            numbers = numpy.where(missing, labels, numbers)
+        is_polymer = atom_site["group_PDB"].as_array(str) == "ATOM"
+        if (is_polymer & (numbers == "")).any():
+            raise FileFormatError(path, "an ATOM row has neither auth_seq_id nor label_seq_id")
+        atom_site["auth_seq_id"] = numpy.where(numbers == "", "-1", numbers)  # of ligands
 
 
 def mmcif_assemblies(path: str | os.PathLike[str], block: Any) -> Assemblies:
@@ -83,6 +102,8 @@ def _products_in(expression: str) -> list[tuple[str, ...]]:
         names: list[str] = []
         for part in factor.split(",") if factor else []:
             first, dash, last = part.partition("-")
+            if dash and int(first) > int(last):
+                raise ValueError(f"{part!r} in oper_expression is no range")
             names += [str(n) for n in range(int(first), int(last) + 1)] if dash else [part]
         factors += [names] if names else []
     return list(itertools.product(*factors))
@@ -90,8 +111,6 @@ def _products_in(expression: str) -> list[tuple[str, ...]]:
 
 def _product(operations: list[list[list[float]]]) -> list[list[float]]:
     """One operation that does what several do; the last is applied first."""
-    import numpy
-
     result = numpy.eye(4)
     for operation in operations:
         result = result @ numpy.array([*operation, [0.0, 0.0, 0.0, 1.0]])

@@ -31,7 +31,8 @@ def read_structure(
     most others as X), while ligands that are amino acids (after the chain's ``TER``; without
     ``label_seq_id`` in mmCIF) do not. Of alternative locations the first in the file is taken, also
     where they are different residues. Chains have the authors' names in mmCIF, as in PDB, and
-    ``""`` where a PDB file leaves the name blank.
+    ``""`` where a PDB file leaves the name blank; residues have the authors' numbers, and
+    ``label_seq_id`` where an mmCIF file leaves those out.
 
     Args:
         path: the file; PDB or mmCIF by its extension, else by its content.

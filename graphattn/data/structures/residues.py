@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from typing import Any
 
@@ -77,7 +78,29 @@ def _one_alpha_carbon_per_residue(atoms: Any) -> Any:
     # with one number. Equal numbers further apart are different residues: numbering starts again
     # after 9999 and in unnamed chains. This replaces biotite's altloc="first", which (in 1.6) keeps
     # both of two different residues and drops residues whose locations are digits, as in 1k6p.
-    return alpha[_begins_a_residue(atoms[alpha])]
+    begins = _begins_a_residue(atoms[alpha])
+    return alpha[begins & ~_is_another_location(atoms[alpha], begins.cumsum() - 1)]
+
+
+def _is_another_location(atoms: Any, run: Any) -> Any:
+    """Whether an atom is of a stretch that repeats an earlier one at other locations.
+
+    Some programs write all residues of a loop at location A, and then all of them at B.
+    """
+    location = _annotation(atoms, "altloc_id", numpy.full(len(run), ""))
+    location = numpy.char.strip(location.astype(str), " .?")
+    repeats = numpy.zeros(len(run), dtype=bool)
+    if not (location != "").any():
+        return repeats
+    begins = numpy.searchsorted(run, numpy.arange(run[-1] + 2))
+    seen: dict[tuple[str, int, str], set[str]] = {}
+    for first, end in itertools.pairwise(begins.tolist()):
+        key = str(atoms.chain_id[first]), int(atoms.res_id[first]), str(atoms.ins_code[first])
+        own, before = set(location[first:end].tolist()), seen.setdefault(key, set())
+        # A location that was there before is that of another residue with the same number.
+        repeats[first:end] = bool(before) and "" not in own | before and not own & before
+        before |= own
+    return repeats
 
 
 def _begins_a_residue(atoms: Any) -> Any:

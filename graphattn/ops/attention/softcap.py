@@ -10,13 +10,13 @@ from torch import Tensor
 from graphattn.graphs.arguments import as_float
 
 
-def as_softcap(softcap: Any) -> float | None:
+def as_softcap(softcap: Any, name: str = "softcap") -> float | None:
     """A number > 0, or None; a ValueError otherwise."""
     if softcap is None:
         return None
-    softcap = as_float("softcap", softcap, positive=True)
+    softcap = as_float(name, softcap, positive=True)
     if softcap > torch.finfo(torch.float32).max:  # infinity * tanh(0) is NaN
-        raise ValueError(f"softcap must be a number of float32, got {softcap}")
+        raise ValueError(f"{name} must be a number of float32, got {softcap}")
     return softcap
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from graphattn.graphs.arguments import as_int
-from graphattn.ops.inputs import check_valid, full_precision
+from graphattn.ops.inputs import check_valid, compute_dtype, full_precision
 from graphattn.train.diffusion.calling import (
     Denoiser,
     call,
@@ -232,9 +232,9 @@ def generative_nll(
                 counts.append(own.sum(-1))
                 continue
             logits = logits_of(answer, some, "judge")
-            check_tokens(some, logits.shape[-1])
+            check_tokens(some, logits.shape[-1], "samples or start_token")
             with full_precision(device):
-                log_p = logits[:, :-1].float().log_softmax(-1)
+                log_p = logits[:, :-1].to(compute_dtype(logits.dtype)).log_softmax(-1)
                 of_token = log_p.gather(-1, some[:, 1:].unsqueeze(-1)).squeeze(-1)
             nats.append(-of_token.double().masked_fill(~own[:, 1:], 0).sum(-1))
             counts.append(own[:, 1:].sum(-1))

@@ -94,7 +94,7 @@ class MarkovChain:
 def _stationary(transition: Tensor) -> Tensor:
     """pi with pi P = pi and sum 1: least squares of both."""
     V = len(transition)
-    system = torch.cat([transition.T.double() - torch.eye(V), torch.ones(1, V)])
+    system = torch.cat([transition.T.double().cpu() - torch.eye(V), torch.ones(1, V)])
     right = torch.cat([torch.zeros(V), torch.ones(1)]).double().unsqueeze(-1)
     found = torch.linalg.lstsq(system, right, driver="gelsd").solution.squeeze(-1).clamp_min(0)
     return (found / found.sum()).to(transition.dtype)

@@ -166,14 +166,14 @@ def without_mask(logits: Tensor, mask_token: int) -> tuple[Tensor, int]:
     return logits.masked_fill(place, -torch.inf), logits.shape[-1] - 1
 
 
-def check_tokens(tokens: Tensor, vocab_size: int) -> None:
+def check_tokens(tokens: Tensor, vocab_size: int, name: str = "tokens") -> None:
     """ValueError for tokens that have no score; values are read where that costs nothing."""
     if tokens.device.type != "cpu" or tokens.numel() == 0:
         return
     least, most = (int(t) for t in tokens.aminmax())
     if least < 0 or most >= vocab_size:
         bad = least if least < 0 else most
-        raise ValueError(f"tokens must be 0 .. {vocab_size - 1}, got {bad}")
+        raise ValueError(f"{name} must be 0 .. {vocab_size - 1}, got {bad}")
 
 
 def check_no_masks(tokens: Tensor, valid: Tensor | None, mask_token: int) -> None:

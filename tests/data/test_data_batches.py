@@ -1,0 +1,226 @@
+"""Batches by tokens: within the budget, in an order that can be continued anywhere."""
+
+import itertools
+import re
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.data_loader import BatchSamplerShard, skip_first_batches
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from plain_corpus import random_records
+from torch.utils.data import DataLoader
+
+import graphattn as ga
+from graphattn.data import TokenBatches
+
+LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=80)
+
+
+def many(count=3000, longest=700, seed=0):
+    return torch.randint(10, longest, (count,), generator=torch.Generator().manual_seed(seed))
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    lengths=LENGTHS,
+    room=st.integers(0, 200),
+    seed=st.integers(0, 3),
+    shuffle=st.booleans(),
+    packed=st.booleans(),
+)
+def test_every_example_is_in_one_batch_and_no_batch_is_larger_than_allowed(
+    lengths, room, seed, shuffle, packed
+):
+    most = max(lengths) + room
+    batches = TokenBatches(lengths, most, seed=seed, shuffle=shuffle, packed=packed)
+    for epoch in range(3):
+        batches.set_epoch(epoch)
+        found = list(batches)
+        assert sorted(i for batch in found for i in batch) == list(range(len(lengths)))
+        assert len(found) == len(batches)
+        for batch in found:
+            own = [lengths[i] for i in batch]
+            assert (sum(own) if packed else max(own) * len(own)) <= most
+
+
+@settings(max_examples=80, deadline=None)
+@given(lengths=LENGTHS, room=st.integers(0, 200))
+def test_padded_batches_are_as_many_in_every_epoch_and_all_but_one_full(lengths, room):
+    most = max(lengths) + room
+    batches = TokenBatches(lengths, most)
+    sizes = []
+    for epoch in range(4):
+        batches.set_epoch(epoch)
+        sizes.append(len(list(batches)))
+    assert len(set(sizes)) == 1
+    # Full: one more example as long as the longest that may come with them would be too much.
+    ordered = list(TokenBatches(lengths, most, shuffle=False))
+    for batch in ordered[:-1]:
+        assert max(lengths[i] for i in batch) / 0.9 * (len(batch) + 1) > most - 1e-9
+
+
+def test_little_of_a_batch_is_padding_and_shuffling_costs_no_batches():
+    lengths = many()
+    batches = TokenBatches(lengths, 8192, seed=1)
+    padded = sum(int(lengths[own].max()) * len(own) for own in batches)
+    assert padded <= 1.1 * int(lengths.sum())
+    assert len(batches) == len(TokenBatches(lengths, 8192, shuffle=False))
+    random = torch.randperm(len(lengths)).split(12)  # what chance would give
+    assert sum(int(lengths[own].max()) * len(own) for own in random) > 1.5 * int(lengths.sum())
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_order_follows_from_seed_and_epoch_alone(packed):
+    lengths = many()
+
+    def order(seed, epoch):
+        batches = TokenBatches(lengths, 4096, seed=seed, packed=packed)
+        batches.set_epoch(epoch)
+        return list(batches)
+
+    orders = [order(seed, epoch) for seed in (0, 1) for epoch in (0, 1, 7)]
+    assert orders == [order(seed, epoch) for seed in (0, 1) for epoch in (0, 1, 7)]
+    for number, own in enumerate(orders):
+        for other in orders[:number]:
+            assert own != other
+            assert {frozenset(b) for b in own} != {frozenset(b) for b in other}
+
+
+def test_batches_come_in_random_order_whatever_their_length():
+    lengths = many()
+    batches = TokenBatches(lengths, 4096)
+    longest = torch.tensor([float(lengths[own].max()) for own in batches])
+    places = torch.arange(len(longest), dtype=torch.float32)
+    correlation = torch.corrcoef(torch.stack([longest.argsort().argsort().float(), places]))[0, 1]
+    assert abs(correlation) < 4 / len(longest) ** 0.5  # four standard deviations of chance
+
+
+def test_without_shuffling_the_longest_come_first_in_every_epoch():
+    lengths = many(200)
+    batches = TokenBatches(lengths, 2000, shuffle=False)
+    first = list(batches)
+    batches.set_epoch(3)
+    assert list(batches) == first
+    flat = [int(lengths[i]) for own in first for i in own]
+    assert flat == sorted(flat, reverse=True)
+    packed = TokenBatches(lengths, 2000, shuffle=False, packed=True)
+    assert [i for own in packed for i in own] == list(range(200))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_an_epoch_goes_on_from_any_batch_as_it_would_have(packed):
+    lengths = many(150)
+    whole = TokenBatches(lengths, 3000, seed=5, packed=packed)
+    whole.set_epoch(2)
+    expected = list(whole)
+    for start in range(len(expected) + 1):
+        other = TokenBatches(lengths, 3000, seed=5, packed=packed)
+        other.set_epoch(2)
+        other.start_at(start)
+        other.set_epoch(2)  # as an engine says again: nothing changes
+        assert list(other) == expected[start:]
+        assert list(other) == expected  # what begins late is one iteration
+        assert len(other) == len(expected)
+    whole.start_at(3)
+    whole.set_epoch(4)
+    assert len(list(whole)) == len(whole)
+    with pytest.raises(ValueError, match=f"batch must be at most {len(whole)}"):
+        whole.start_at(len(whole) + 1)
+
+
+class Noting(torch.utils.data.Dataset):
+    """Notes what is read."""
+
+    def __init__(self, windows):
+        self.windows, self.read = windows, []
+
+    def __len__(self):
+        return len(self.windows)
+
+    def __getitem__(self, index):
+        self.read.append(index)
+        return self.windows[index]
+
+
+def test_a_loader_goes_on_with_the_same_tensors_and_reads_nothing_of_what_came_before():
+    corpus = random_records([300, 150, 420, 77])
+    part = ga.data.split_corpus(corpus, validation=0.0, test=0.0)["train"]
+    windows = ga.data.Windows(part, 25)
+
+    def loader(start):
+        data = Noting(windows)
+        batches = TokenBatches(windows.lengths, 100, seed=2)
+        batches.set_epoch(1)
+        batches.start_at(start)
+        found = list(DataLoader(data, batch_sampler=batches, collate_fn=list))
+        return [torch.cat([own["tokens"] for own in batch]) for batch in found], data.read
+
+    everything, read = loader(0)
+    assert sorted(read) == list(range(len(windows)))
+    rest, read_again = loader(6)
+    assert len(rest) == len(everything) - 6
+    assert all(map(torch.equal, rest, everything[6:]))
+    assert read_again == read[-len(read_again) :]
+
+
+@pytest.mark.parametrize("even_batches", [True, False])
+def test_two_processes_share_the_batches_between_them(even_batches):
+    lengths = [*range(1, 41), *[40] * 45]
+    expected = list(TokenBatches(lengths, 200, seed=1))
+    assert len(expected) % 2 == 1  # else there would be nothing to even out
+    shards = [
+        BatchSamplerShard(TokenBatches(lengths, 200, seed=1), 2, rank, even_batches=even_batches)
+        for rank in range(2)
+    ]
+    found = [list(own) for own in shards]
+    assert [len(own) for own in found] == [len(own) for own in shards]
+    assert found[0] == expected[::2]
+    assert found[1][: len(expected) // 2] == expected[1::2]
+    again = [] if not even_batches else [expected[0]]  # from the beginning, so that none waits
+    assert found[1][len(expected) // 2 :] == again
+
+
+def test_accelerate_prepares_a_loader_of_them_and_skips_in_it():
+    lengths = many(60, longest=40)
+    data = [{"index": torch.tensor(n)} for n in range(60)]
+    batches = TokenBatches(lengths, 200, seed=1)
+    loader = Accelerator(cpu=True).prepare(DataLoader(data, batch_sampler=batches))
+    loader.set_epoch(3)
+    found = [own["index"].tolist() for own in loader]
+    other = TokenBatches(lengths, 200, seed=1)
+    other.set_epoch(3)
+    assert found == list(other)
+    loader.set_epoch(3)
+    skipping = skip_first_batches(loader, 4)
+    assert [own["index"].tolist() for own in skipping] == found[4:]
+
+
+def test_packed_batches_are_filled_in_order_and_join_without_padding():
+    lengths = many(200)
+    batches = TokenBatches(lengths, 2000, seed=1, packed=True)
+    found = list(batches)
+    for own, following in itertools.pairwise(found):
+        assert int(lengths[own].sum() + lengths[following[0]]) > 2000
+    items = [{"tokens": torch.full((int(lengths[i]),), i)} for i in found[0]]
+    batch = ga.collate(items, graph=lambda n: ga.window_path_graph(n, 2))
+    assert batch.tokens.shape == (int(lengths[found[0]].sum()),)
+    assert batch.graph.num_tokens <= 2000
+
+
+@pytest.mark.parametrize(
+    ("lengths", "most", "message"),
+    [
+        ([3, 9, 2], 8, "the length of every example, 9 for example 1, got 8"),
+        ([3, 0], 8, "lengths must be >= 1, got 0 for example 1"),
+        ([], 8, "lengths must hold those of at least one example"),
+        ([1.5], 8, "lengths must be integers, one per example"),
+        (torch.ones(2, 2, dtype=torch.int64), 8, "lengths must be integers, one per example"),
+        (["x"], 8, "lengths must be integers, one per example"),
+        ([3], 0, "max_tokens must be >= 1, got 0"),
+    ],
+)
+def test_what_makes_no_batches_is_refused_by_name(lengths, most, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        TokenBatches(lengths, most)

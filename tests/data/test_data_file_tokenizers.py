@@ -1,0 +1,146 @@
+"""Bytes, files of the tokenizers library, and tokenizers as JSON."""
+
+import json
+import pickle
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from graphattn.data import (
+    ByteTokenizer,
+    CharacterTokenizer,
+    FileFormatError,
+    FileTokenizer,
+    NucleotideTokenizer,
+    ProteinTokenizer,
+    load_tokenizer,
+    save_tokenizer,
+)
+
+tokenizers = pytest.importorskip("tokenizers", reason="files of the tokenizers library are its own")
+
+TEXT = "To be, or not to be: that is the question.\nWhether 'tis nobler\n\nin the mind\n" * 20
+
+
+@pytest.fixture(scope="session")
+def byte_pairs(tmp_path_factory):
+    """The file of a tokenizer of byte pairs, learned from TEXT."""
+    made = tokenizers.Tokenizer(tokenizers.models.BPE())
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=300,
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=["<mask>"],
+        show_progress=False,
+    )
+    made.train_from_iterator([TEXT], trainer)
+    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
+    made.save(str(path))
+    return path
+
+
+@given(st.text())
+def test_any_text_survives_its_bytes(text):
+    tokenizer = ByteTokenizer()
+    tokens = tokenizer.encode(text)
+    assert tokens.dtype == torch.long
+    assert bytes(tokens.tolist()) == text.encode("utf-8")
+    assert tokenizer.decode(tokens) == text
+
+
+def test_half_a_character_is_marked_where_it_stands():
+    assert ByteTokenizer().decode([97, 195]) == "a\ufffd"
+
+
+def test_a_file_tokenizer_does_what_the_library_does(byte_pairs):
+    ours, theirs = FileTokenizer(byte_pairs), tokenizers.Tokenizer.from_file(str(byte_pairs))
+    for text in (TEXT, "nöt ☃ seen", ""):
+        assert ours.encode(text).tolist() == theirs.encode(text, add_special_tokens=False).ids
+        assert ours.decode(ours.encode(text)) == text
+    assert ours.vocab_size == theirs.get_vocab_size()
+    assert len(ours.encode(TEXT)) < len(TEXT)
+
+
+def test_no_text_is_cut_to_a_length_that_the_file_asks_for(byte_pairs, tmp_path):
+    made = tokenizers.Tokenizer.from_file(str(byte_pairs))
+    whole = made.encode(TEXT).ids
+    made.enable_truncation(8)
+    made.enable_padding(length=16)
+    made.save(str(tmp_path / "short.json"))
+    assert FileTokenizer(tmp_path / "short.json").encode(TEXT).tolist() == whole
+
+
+@pytest.mark.parametrize("make", [lambda path: ByteTokenizer(), FileTokenizer])
+def test_decode_names_a_token_that_is_none(make, byte_pairs):
+    tokenizer = make(byte_pairs)
+    for wrong in (-1, tokenizer.vocab_size, 1.0, True):
+        with pytest.raises(ValueError, match=f"from 0 to {tokenizer.vocab_size - 1}, got {wrong}"):
+            tokenizer.decode([0, wrong])
+    with pytest.raises(ValueError, match=r"must have shape \[N\], got \[1, 1\]"):
+        tokenizer.decode(torch.zeros(1, 1, dtype=torch.long))
+
+
+def test_every_tokenizer_is_the_same_after_it_was_saved(byte_pairs, tmp_path):
+    samples = {
+        ByteTokenizer(): "nö",
+        CharacterTokenizer('ab"\\\n\u2028é☃'): 'a"\\é☃\u2028\n',
+        ProteinTokenizer(): "MKV-X*",
+        NucleotideTokenizer(): "ACGTNRU",
+        FileTokenizer(byte_pairs): TEXT,
+    }
+    for tokenizer, text in samples.items():
+        path = tmp_path / "own.json"
+        save_tokenizer(tokenizer, path)
+        for again in (load_tokenizer(path), pickle.loads(pickle.dumps(tokenizer))):
+            assert type(again) is type(tokenizer)
+            assert again.vocab_size == tokenizer.vocab_size
+            assert torch.equal(again.encode(text), tokenizer.encode(text))
+        assert [own.name for own in tmp_path.iterdir()] == ["own.json"]
+
+
+def test_a_saved_file_tokenizer_needs_its_file_no_more(byte_pairs, tmp_path):
+    original = tmp_path / "original.json"
+    original.write_bytes(byte_pairs.read_bytes())
+    tokenizer = FileTokenizer(original)
+    save_tokenizer(tokenizer, tmp_path / "own.json")
+    original.unlink()
+    assert load_tokenizer(tmp_path / "own.json") == tokenizer
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ("", "is empty"),
+        ('{"type":\n"Byte', "line 2: is not JSON"),
+        ('{"type": "Exec"}', "is no tokenizer that save_tokenizer wrote"),
+        ("[1]", "is no tokenizer that save_tokenizer wrote"),
+        ('{"type": "CharacterTokenizer"}', "is no tokenizer that save_tokenizer wrote"),
+        ('{"type": "CharacterTokenizer", "vocabulary": "aa"}', "once, got 'a' twice"),
+        ('{"type": "FileTokenizer", "file": {}}', "is no file of the tokenizers library"),
+        ('{"model": {}}', r"FileTokenizer\(path\) reads a file of the tokenizers library"),
+    ],
+)
+def test_a_file_that_is_no_tokenizer_says_so(tmp_path, content, reason):
+    path = tmp_path / "wrong.json"
+    path.write_text(content)
+    with pytest.raises(FileFormatError, match=reason) as caught:
+        load_tokenizer(path)
+    assert str(caught.value).startswith(str(path))
+
+
+def test_a_file_of_another_kind_is_no_file_tokenizer(tmp_path):
+    path = tmp_path / "wrong.json"
+    path.write_text(json.dumps({"type": "ByteTokenizer"}))
+    with pytest.raises(FileFormatError, match="is no file of the tokenizers library"):
+        FileTokenizer(path)
+    with pytest.raises(FileFormatError, match="no such file"):
+        FileTokenizer(tmp_path / "missing.json")
+
+
+def test_only_known_tokenizers_are_saved(tmp_path):
+    with pytest.raises(ValueError, match="tokenizer must be one of CharacterTokenizer"):
+        save_tokenizer(object(), tmp_path / "own.json")
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,126 @@
+"""Numbers per token: errors and correlations against scipy and scikit-learn."""
+
+import math
+
+import pytest
+import torch
+from scipy.stats import pearsonr
+from sklearn.metrics import mean_absolute_error, mean_squared_error
+from torch import nn
+
+import graphattn as ga
+
+NAN = torch.nan
+
+
+def generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+class Known(nn.Module):
+    """Answers from a table, by token."""
+
+    def __init__(self, table):
+        super().__init__()
+        self.table = nn.Parameter(table)
+
+    def forward(self, tokens, valid=None):
+        return self.table[tokens]
+
+
+def examples(targets: int = 1, lengths=(30, 12, 21), missing: float = 0.3) -> list[dict]:
+    random = generator()
+    found = []
+    for n in lengths:
+        labels = 50 + 20 * torch.randn(n, targets, generator=random)
+        labels[torch.rand(n, targets, generator=random) < missing] = NAN
+        tokens = torch.randint(9, (n,), generator=random)
+        found.append({"tokens": tokens, "labels": labels[:, 0] if targets == 1 else labels})
+    return found
+
+
+@pytest.mark.parametrize("targets", [1, 2])
+@pytest.mark.parametrize("error", ["mse", "mae"])
+def test_errors_and_correlation_are_those_of_scipy_and_scikit_learn(error, targets):
+    model = Known(torch.randn(9, targets, generator=generator(1), dtype=torch.float64))
+    objective = ga.train.ResidueRegression(targets, error, mean=45.0, std=18.0)
+    one, other, third = examples(targets)
+    batches = [objective.collate([one, other]), objective.collate([third])]
+    found = objective.evaluate(model, batches)
+    answers = torch.cat([model.table[own["tokens"]].detach() for own in (one, other, third)])
+    labels = torch.cat([own["labels"].view(-1, targets) for own in (one, other, third)]).double()
+    known = labels.isfinite()
+    predicted = (answers * 18 + 45)[known].numpy()
+    assert found["mse"] == pytest.approx(mean_squared_error(labels[known], predicted), rel=1e-9)
+    assert found["mae"] == pytest.approx(mean_absolute_error(labels[known], predicted), rel=1e-9)
+    in_units = found["mse"] / 18**2 if error == "mse" else found["mae"] / 18
+    assert found["loss"] == pytest.approx(in_units, rel=1e-6)
+    correlations = [
+        pearsonr(answers[known[:, t], t], labels[known[:, t], t])[0] for t in range(targets)
+    ]
+    assert found["pearson"] == pytest.approx(sum(correlations) / targets, rel=1e-7)
+
+
+def test_a_label_that_is_missing_costs_nothing_and_has_no_gradient():
+    labels = torch.tensor([[1.0, NAN], [NAN, NAN], [NAN, 4.0]])
+    batch = {"tokens": torch.tensor([[0, 1, 2]]), "labels": labels[None]}
+    model = Known(torch.zeros(3, 2))
+    found = ga.train.ResidueRegression(2).loss(model, batch)
+    found.total.backward()
+    assert (float(found.total), found.count) == (17.0, 2)
+    assert model.table.grad.tolist() == [[-2, 0], [0, 0], [0, -8]]
+
+
+@pytest.mark.parametrize("name", ["encoder", "protein", "causal"])
+def test_padding_and_packing_change_nothing(name):
+    torch.manual_seed(0)
+    made = {
+        "encoder": lambda: ga.models.SequenceEncoder(9, 16, 1, 2),
+        "protein": lambda: ga.models.ProteinModel(16, 1, 2),
+        "causal": lambda: ga.models.CausalLM(9, 16, 1, 2),
+    }[name]()
+    model = ga.train.WithHead(made, 1).eval()
+    padded, packed = (
+        ga.train.ResidueRegression(mean=50, std=20, packed=own) for own in (False, True)
+    )
+    batch = padded.collate(examples())
+    found = [own.loss(model, batch).total for own in (padded, packed)]
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
+    alone = sum(padded.loss(model, padded.collate([own])).total for own in examples())
+    torch.testing.assert_close(found[0], alone, rtol=1e-4, atol=1e-4)
+
+
+def test_a_constant_prediction_has_no_correlation_and_all_labels_missing_no_loss():
+    objective = ga.train.ResidueRegression()
+    batch = objective.collate(examples())
+    assert math.isnan(objective.evaluate(Known(torch.ones(9, 1)), [batch])["pearson"])
+    nothing = objective.collate([{"tokens": torch.arange(3), "labels": torch.full((3,), NAN)}])
+    model = Known(torch.ones(9, 1))
+    found = objective.loss(model, nothing)
+    assert found.count == 0
+    found.mean.backward()
+    assert not model.table.grad.any()
+
+
+def test_bad_labels_models_and_options_are_named():
+    objective = ga.train.ResidueRegression()
+    tokens = torch.arange(3)
+    with pytest.raises(ValueError, match="examples must hold 'labels'"):
+        objective.collate([{"tokens": tokens}])
+    with pytest.raises(ValueError, match="labels must be floating-point"):
+        objective.collate([{"tokens": tokens, "labels": tokens}])
+    with pytest.raises(ValueError, match=r"one row of 'labels' per token \(3\)"):
+        objective.collate([{"tokens": tokens, "labels": torch.zeros(2)}])
+    with pytest.raises(ValueError, match="targets=1 numbers per token, got \\[2\\]"):
+        objective.collate([{"tokens": tokens, "labels": torch.zeros(3, 2)}])
+    batch = objective.collate([{"tokens": tokens, "labels": torch.zeros(3)}])
+    with pytest.raises(ValueError, match=r"targets=1 numbers per token, got 9 .*WithHead"):
+        objective.loss(ga.models.SequenceEncoder(9, 8, 1, 2), batch)
+    for options, says in [
+        ({"targets": 0}, "targets must be >= 1"),
+        ({"error": "huber"}, "error must be one of 'mse', 'mae'"),
+        ({"std": 0}, "std must be a finite number > 0"),
+        ({"mean": math.nan}, "mean must be a finite number"),
+    ]:
+        with pytest.raises(ValueError, match=says):
+            ga.train.ResidueRegression(**options)
