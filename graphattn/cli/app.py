@@ -506,7 +506,7 @@ def sweep(
 def report(
     folders: Annotated[
         list[Path],
-        typer.Argument(metavar="RUN... [SWEEP...]", help="Folders of runs and of sweeps."),
+        typer.Argument(metavar="FOLDER", help="Folders of runs and of sweeps."),
     ],
     out: Annotated[
         Path | None,

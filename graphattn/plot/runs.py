@@ -32,7 +32,6 @@ LAYER_MEASURES = {  # what a layer's row is called -> the label of its axis
     "max_step_size": "largest step size of a low-pass filter",
     "1 - 2 eta lambda_max": "1 - 2 eta lambda_max",
 }
-SHARES = ("share_stable", "sink_share")
 FEW = 7  # lines that a legend names one by one
 
 
@@ -45,8 +44,8 @@ def training_curves(
 ) -> Axes:
     """Losses of one run or several over their steps: in training, and on the validation split.
 
-    A run that diverged ends with a cross at its last finite loss; losses far above those of the
-    start are cut off.
+    A run that diverged ends with a cross at its last finite loss. Losses far above those of the
+    start are cut off, or drawn on a logarithmic axis where most are.
 
     Args:
         runs: a :class:`~graphattn.train.Run`, its rows, or several of either by name.
@@ -95,14 +94,27 @@ def training_curves(
                 markersize=3,
                 label=label or "_",
             )
-        if _has_diverged(named[name]) and (points := own["train"] or own["validation"]):
-            label = "diverged" if alone else "_"
-            ax.plot(*points[-1], "x", color="#b00020", markersize=9, mew=2, label=label, zorder=4)
     for k, (name, value) in enumerate((reference or {}).items()):
         dashes = ((0, (4, 3)), (0, (1, 2)), (0, (6, 2, 1, 2)))[k % 3]
         ax.axhline(value, color="#777777", linewidth=1, linestyle=dashes, label=name)
-    _cut_off(ax, list(curves.values()), list((reference or {}).values()))
-    _label(ax, measure)
+    if measure == "loss":
+        _cut_off(ax, list(curves.values()), list((reference or {}).values()))
+    top = ax.get_ylim()[1]
+    for name, own in curves.items() if measure == "loss" else ():
+        if _has_diverged(named[name]) and (points := own["train"] or own["validation"]):
+            step, last = points[-1]
+            ax.plot(
+                step,
+                min(last, top),
+                "x",
+                color="#b00020",
+                markersize=9,
+                markeredgewidth=2,
+                label="diverged" if alone else "_",
+                zorder=4,
+                clip_on=False,
+            )
+    _label(ax, measure.replace("_", " "))
     return ax
 
 
@@ -195,8 +207,11 @@ def layer_curves(
         if rates:
             ax.plot(*zip(*rates, strict=True), color="#b00020", linewidth=1, label="learning rate")
             ax.set_yscale("log")
-    elif measure in SHARES:
+    elif measure == "share_stable":
         ax.set_ylim(-0.03, 1.03)
+    elif measure == "sink_share":
+        largest = max(value for points in curves.values() for _, value in points)
+        ax.set_ylim(0, min(1.03, max(0.2, 1.3 * largest)))
     elif measure == "1 - 2 eta lambda_max":
         ax.axhline(0, color="#777777", linewidth=0.8, linestyle=(0, (1, 2)))
     _label(ax, LAYER_MEASURES[measure], shown=_some(layers))
@@ -316,10 +331,14 @@ def _is_finite(value: Any) -> bool:
 def _cut_off(ax: Axes, curves: list[dict[str, list[Any]]], reference: list[float]) -> None:
     """Leave out what lies far above the first losses, so that all else can be told apart."""
     values = [value for own in curves for points in own.values() for _, value in points]
-    firsts = [points[0][1] for own in curves for points in own.values() if points]
-    low, high = min(values + reference), max(firsts + reference)
-    if max(values) > high + 0.5 * (high - low):
-        span = (high - low) or abs(high) or 1.0
+    starts = [own["train"] or own["validation"] for own in curves]
+    low = min(values + reference)
+    high = max([points[0][1] for points in starts if points] + reference)
+    span = (high - low) or abs(high) or 1.0
+    above = sum(value > high + 0.5 * span for value in values)
+    if above > 0.5 * len(values) and low > 0:
+        ax.set_yscale("log")  # little would be left
+    elif above:
         ax.set_ylim(low - 0.06 * span, high + 0.25 * span)
 
 
@@ -341,7 +360,7 @@ def _label(ax: Axes, quantity: str, shown: list[str] | None = None) -> None:
         for handle, label in zip(handles, labels, strict=True)
         if shown is None or label in shown or label in (WHOLE, "learning rate")
     ]
-    if kept:
+    if len(kept) > 1:
         legend = ax.legend(*zip(*kept, strict=True), frameon=False, fontsize=8)
         for text in legend.get_texts():
             text.set_parse_math(False)  # a "$" in a name is no mathematics

@@ -20,7 +20,7 @@ MOST_PARAMETERS = 20_000_000
 TOKENIZER = "tokenizer.json"
 NUMBERS = {  # the number by which a fact is told in a cell
     "low-pass filter": "1 - 2 eta lambda_max",
-    "map": "norm",
+    "map": "norm",  # of one step
 }
 
 
@@ -67,11 +67,11 @@ def _by_layer(parts: dict[str, Certificate]) -> Cells:
     rows = []
     for layer, part in parts.items():
         cells = {fact.name: _cell(fact) for fact in part.facts}
-        rows.append([layer, *(cells.get(name, "") for name in names)])
-    caption = "Empty or a dash: no such theorem speaks of this layer."
-    told = [name for name in NUMBERS if name in names]
-    if told:
-        caption += " " + " ".join(f"The number of {name!r} is {NUMBERS[name]}." for name in told)
+        rows.append([layer, *(cells.get(name, "–") for name in names)])
+    caption = "A dash: no such theorem speaks of this layer."
+    for name, number_of_it in NUMBERS.items():
+        if name in names:
+            caption += f" In the column {name!r}: {number_of_it}."
     return Cells("", caption, ["layer", *names], rows, [False] * (1 + len(names)))
 
 
@@ -95,8 +95,8 @@ def _statements(certificate: Certificate) -> list[list[str]]:
 def _probe(model: nn.Module, found: FoundRun) -> tuple[Tensor, str]:
     """What the model runs on, and what to call it: the start of a sample, or random tokens."""
     generator = torch.Generator().manual_seed(0)
-    own = getattr(model, "model", model)  # below a head for classes
-    if hasattr(own, "image_size"):
+    own: Any = getattr(model, "model", model)  # below a head for classes
+    if isinstance(own, ga.models.VisionTransformer | ga.models.SwinTransformer):
         height, width = own.image_size
         channels = int(getattr(own, "channels", 3))
         image = torch.rand(1, channels, height, width, generator=generator)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any
 
 import graphattn as ga
 from graphattn.cli.report import Figure
@@ -12,9 +13,6 @@ from graphattn.cli.runs_report.reading import FoundRun
 from graphattn.cli.runs_report.words import is_number, number
 from graphattn.plot.runs import LAYER_MEASURES, SIZE
 from graphattn.train.records import Row
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 DPI = 192  # twice the resolution of a screen
 
@@ -35,12 +33,12 @@ WHAT_LAYERS_SAY = {
 }
 
 
-def drawn(title: str, caption: str, alt: str, draw: Callable[[Axes], Any]) -> Figure:
-    """A picture of its own figure: no pyplot, so that no window can open."""
+def drawn(title: str, caption: str, alt: str, draw: Callable[..., Any]) -> Figure:
+    """What `draw` puts on its `ax`, without pyplot, so that no window can open."""
     from matplotlib.figure import Figure as Canvas
 
     canvas = Canvas(figsize=SIZE, layout="constrained", dpi=DPI)
-    draw(canvas.add_subplot())
+    draw(ax=canvas.add_subplot())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of letters that the font has not
         canvas.draw_without_rendering()
@@ -54,24 +52,28 @@ def curves_of(found: FoundRun, reference: Mapping[str, float]) -> list[Figure]:
         caption = "The mean per answer since the point before"
         caption += ", and on the validation split." if run.evaluations else "."
         if run.status == "diverged":
-            caption += " The cross is where the loss ran away; what lies far above is cut off."
+            caption += (
+                " The cross is the last finite loss, or at the edge where that lies above it."
+            )
         pictures.append(
             drawn(
                 "Loss",
                 caption,
                 f"Loss over training steps. {_told(run.training, 'training loss')} "
                 f"{_told(run.evaluations, 'validation loss')}",
-                lambda ax: ga.plot.training_curves(run, reference=reference, ax=ax),
+                partial(ga.plot.training_curves, run, reference=reference),
             )
         )
-    measures = ("accuracy", "pearson", "bits_per_byte")
-    for measure in (own for own in measures if _has(run.evaluations, own)):
+    measures = ("accuracy", "pearson")
+    for measure in measures:
+        if not _has(run.evaluations, measure):
+            continue
         pictures.append(
             drawn(
                 measure.replace("_", " ").capitalize(),
                 "On the validation split.",
                 f"{_told(run.evaluations, measure.replace('_', ' '), measure)}",
-                lambda ax, own=measure: ga.plot.training_curves(run, measure=own, ax=ax),
+                partial(ga.plot.training_curves, run, measure=measure),
             )
         )
     if _has(run.training, "lr"):
@@ -80,7 +82,7 @@ def curves_of(found: FoundRun, reference: Mapping[str, float]) -> list[Figure]:
                 "Learning rate",
                 "Of the optimizer.",
                 _told(run.training, "learning rate", "lr"),
-                lambda ax: ga.plot.learning_rates(run, ax=ax),
+                partial(ga.plot.learning_rates, run),
             )
         )
     return pictures
@@ -100,7 +102,7 @@ def layers_of(found: FoundRun) -> list[Figure]:
                 WHAT_LAYERS_SAY[measure],
                 f"{label} of every layer over training steps, between {number(min(known))} and "
                 f"{number(max(known))}.",
-                lambda ax, own=measure: ga.plot.layer_curves(run, own, ax=ax),
+                partial(ga.plot.layer_curves, run, measure),
             )
         )
     return pictures
@@ -116,7 +118,7 @@ def reliability(name: str, bins: list[Row], error: Any) -> Figure:
         "Accuracy beside confidence, in bins: "
         + ", ".join(f"{number(own['accuracy'])} at {number(own['confidence'])}" for own in bins)
         + ".",
-        lambda ax: ga.plot.reliability_diagram(bins, ax=ax),
+        partial(ga.plot.reliability_diagram, bins),
     )
 
 
@@ -134,7 +136,7 @@ def comparison(runs: list[FoundRun]) -> list[Figure]:
             "Bold: on the validation split, where there is one; pale: in training. A cross ends "
             "a run that diverged. Losses of different data or objectives do not compare.",
             " ".join(lowest),
-            lambda ax: ga.plot.training_curves(known, ax=ax),
+            partial(ga.plot.training_curves, known),
         )
     ]
 

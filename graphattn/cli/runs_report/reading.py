@@ -12,7 +12,7 @@ from typing import Any
 
 from graphattn.train import Run, RunConfig, read_run
 from graphattn.train.records import Row
-from graphattn.train.run_folder import CONFIG, LOG, STATE, read_state
+from graphattn.train.run_folder import CONFIG, LOG, STATE, _is_locked, read_state
 
 EVALUATION, SAMPLES, MODEL = "evaluation.json", "samples.jsonl", "model"
 RESULTS, SHARED = "results.jsonl", "sweep.yaml"
@@ -60,14 +60,16 @@ def read_folders(folders: Sequence[Path]) -> tuple[list[FoundRun], list[FoundSwe
     runs, sweeps = [], []
     for folder, name in zip(folders, _names(folders), strict=True):
         if not folder.is_dir():
-            raise ValueError(f"RUN must be the folder of a run or of a sweep, got {str(folder)!r}")
+            raise ValueError(
+                f"FOLDER must be the folder of a run or of a sweep, got {str(folder)!r}"
+            )
         if any((folder / own).exists() for own in OF_SWEEPS):
             sweeps.append(_read_sweep(folder, name))
         elif any((folder / own).exists() for own in OF_RUNS):
             runs.append(_read_run(folder, name))
         else:
             raise ValueError(
-                f"RUN must be the folder of a run or of a sweep, got {str(folder)!r}, which holds "
+                f"FOLDER must be the folder of a run or of a sweep, got {str(folder)!r}, which holds "
                 f"neither {CONFIG} nor {RESULTS}"
             )
     return runs, sweeps
@@ -108,7 +110,7 @@ def _read_run(path: Path, name: str) -> FoundRun:
                 config = RunConfig(**{key: own for key, own in options.items() if key in known})
             except (ValueError, TypeError) as error:
                 missing.append(f"{CONFIG}: {error}")
-        run = Run(path, config, str(info.get("status", "unknown")), info, rows)
+        run = Run(path, config, _status(path, info), info, rows)
     rows = [row for row in rows if _is_row(row)]
     if len(rows) < len(run.rows):
         missing.append(f"{LOG}: rows that hold no numbers were left out")
@@ -124,6 +126,16 @@ def _read_run(path: Path, name: str) -> FoundRun:
     if absent:
         missing.append(f"Not there (yet): {', '.join(absent)}.")
     return FoundRun(name, run, options, evaluation, samples, missing)
+
+
+def _status(path: Path, info: dict[str, Any]) -> str:
+    """As :func:`graphattn.train.read_run` has it."""
+    status = str(info.get("status", "unknown"))
+    try:
+        was_killed = status == "running" and not _is_locked(path)
+    except OSError:  # a folder of somebody else, perhaps
+        return "unknown"
+    return "interrupted" if was_killed else status
 
 
 def _is_row(row: Row) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
+from functools import partial
 from typing import Any
 
 import graphattn as ga
@@ -17,10 +18,8 @@ from graphattn.train.records import Row
 
 
 def sections_of(found: FoundSweep) -> list[Any]:
-    """How its trials ended, the best rate of every mixer, all losses, and what trials share."""
-    parts: list[Any] = [opening(found)]
-    if found.missing:
-        parts.append(Notes(found.missing))
+    """What is missing, the best rate of every mixer, all losses, and what trials share."""
+    parts: list[Any] = [Notes(found.missing)] if found.missing else []
     if found.rows:
         parts += [*_figures(found), _summary(found.rows), _by_rate(found.rows), _trials(found.rows)]
     if found.options is not None:
@@ -45,7 +44,7 @@ def opening(found: FoundSweep) -> str:
     if counts["diverged"]:
         said += " A trial that diverged is a result: its learning rate is too high for its mixer."
     if unfinished := sum(counts[own] for own in ("running", "interrupted", "waiting")):
-        said += f" The sweep is not over: {unfinished} of its trials have no result yet."
+        said += f" The sweep is not over: {counted(unfinished, 'trial')} without a result yet."
     return said
 
 
@@ -61,10 +60,11 @@ def _figures(found: FoundSweep) -> list[Any]:
     return [
         drawn(
             "Loss over the learning rate",
-            "The validation loss at the last step, of every mixer at every rate: the mean over "
-            "seeds. Crosses at the upper edge: a trial diverged there.",
+            "The validation loss at the last step, of every mixer at every rate: a point per "
+            "trial, a line through their means, a ring at its lowest. Crosses above: a trial "
+            "diverged there.",
             f"Validation loss over the learning rate, a line per mixer. {'; '.join(best)}.",
-            lambda ax: ga.plot.sweep_curves(rows, ax=ax),
+            partial(ga.plot.sweep_curves, rows),
         )
     ]
 

@@ -136,7 +136,8 @@ def config_tables(found: FoundRun) -> tuple[Cells, Cells] | None:
     if found.options is None:
         return None
     usual = RunConfig().as_dict()
-    changed, same = [], []
+    changed: list[list[str]] = []
+    same: list[list[str]] = []
     for name, own in found.options.items():
         differs = name in PLACES or name not in usual or usual[name] != own
         (changed if differs else same).append([name, value(own)])
@@ -192,19 +193,18 @@ def comparison(runs: Sequence[FoundRun]) -> Cells:
             [
                 found.name,
                 found.run.status,
-                f"{found.run.step:,}{of}",
-                *(value(own[name]) if name in own else "" for name in differing),
                 number(best.get("loss")),
                 *(number(best.get(name)) for name in measures),
+                f"{found.run.step:,}{of}",
+                *(value(own[name]) if name in own else "" for name in differing),
                 duration(found.run.info.get("seconds")),
             ]
         )
-    header = ["run", "ended", "steps", *differing, "lowest validation loss"]
-    header += [*map(column, measures), "time"]
-    is_text = {0, 1, *range(3, 3 + len(differing))}
-    caption = "perplexity and what follows it are those of the lowest validation loss. " * bool(
-        measures
-    )
-    caption += "Options in which the runs do not differ are left out."
-    caption = caption[0].upper() + caption[1:]
-    return Cells("", caption, header, rows, [k not in is_text for k in range(len(header))])
+    numbers = ["lowest validation loss", *map(column, measures), "steps"]
+    header = ["run", "ended", *numbers, *differing, "time"]
+    is_number_column = [own in numbers or own == "time" for own in header]
+    caption = "Options in which the runs do not differ are left out."
+    if measures:
+        told = " and ".join(map(column, measures))
+        caption = f"With the lowest validation loss comes its {told}. {caption}"
+    return Cells("", caption, header, rows, is_number_column)
