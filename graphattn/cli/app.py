@@ -503,6 +503,41 @@ def sweep(
 
 
 @app.command()
+def report(
+    folders: Annotated[
+        list[Path],
+        typer.Argument(metavar="FOLDER", help="Folders of runs and of sweeps."),
+    ],
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            dir_okay=False,
+            help="The page, which replaces an older one. Default: report.html in the folder, or "
+            "here where there are several.",
+            show_default=False,
+        ),
+    ] = None,
+    title: Annotated[str | None, typer.Option(help="Of the page.", show_default=False)] = None,
+    certify: Annotated[
+        bool,
+        typer.Option(help="Certify the layers of trained models, a second or so for each."),
+    ] = True,
+) -> None:
+    """Write training runs and sweeps as one page: curves, tables, samples, certificates.
+
+    Runs that diverged, were interrupted or still go on are shown as what they are.
+    What is absent or damaged in a folder is said in a line; all else is shown.
+    """
+    from graphattn.cli.runs_report import run_report
+
+    try:
+        run_report(folders, out, title, certify, _console())
+    except (ImportError, ValueError, OSError) as error:
+        typer.echo(f"graphattn: {error}", err=True)
+        raise typer.Exit(2) from None
+
+
+@app.command()
 def verify(
     size: Annotated[str, typer.Option(help="small (a minute) or full (some minutes).")] = "small",
     json: Annotated[

@@ -24,6 +24,12 @@ from graphattn.plot.diagnostics import (
 from graphattn.plot.filters import filter_response
 from graphattn.plot.matrices import adjacency, attention_weights
 from graphattn.plot.models import model_graphs
+from graphattn.plot.runs import (
+    layer_curves,
+    learning_rates,
+    reliability_diagram,
+    training_curves,
+)
 from graphattn.plot.spectra import laplacian_spectrum, path_fiedler_values, theorem_margins
 from graphattn.plot.structures import structure_attention
 from graphattn.plot.sweeps import sweep_curves
@@ -45,13 +51,17 @@ __all__ = [
     "effective_ranks",
     "filter_response",
     "laplacian_spectrum",
+    "layer_curves",
+    "learning_rates",
     "loss_curves",
     "model_graphs",
     "off_diagonal_attention",
     "patch_attention",
     "path_fiedler_values",
+    "reliability_diagram",
     "sink_shares",
     "structure_attention",
     "sweep_curves",
     "theorem_margins",
+    "training_curves",
 ]

@@ -1,0 +1,129 @@
+"""What theorems say of the layers of a trained model, on a few tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import graphattn as ga
+from graphattn.cli.report import Notes, Section
+from graphattn.cli.runs_report.reading import MODEL, FoundRun
+from graphattn.cli.runs_report.words import number
+from graphattn.cli.tables import Cells, counted
+from graphattn.spectral import Certificate
+
+TOKENS = 24  # of the probe: a certificate of a layer takes a second or so
+MOST_PARAMETERS = 20_000_000
+TOKENIZER = "tokenizer.json"
+NUMBERS = {  # the number by which a fact is told in a cell
+    "low-pass filter": "1 - 2 eta lambda_max",
+    "map": "norm",  # of one step
+}
+
+
+def certificates_of(found: FoundRun) -> Section | None:
+    """The certificates of the layers of a run's model; None where it has left no model."""
+    folder = found.run.path / MODEL
+    if not folder.exists():
+        return None
+    title = "Certificates of the layers"
+    try:
+        model = ga.load(folder)
+    except (ValueError, OSError) as error:
+        return Section(title, [Notes([f"The model cannot be made from its folder: {error}"])])
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    if parameters > MOST_PARAMETERS:
+        said = (
+            f"Left out for a model of {parameters / 1e6:.0f} million parameters, for which they "
+            "take long; ga.spectral.certify(model, tokens) makes them."
+        )
+        return Section(title, [said])
+    try:
+        probe, what = _probe(model, found)
+        certificate = ga.spectral.certify(model, probe)
+    except (ValueError, TypeError, RuntimeError) as error:
+        return Section(title, [Notes([f"There are none for this model: {_line(error)}"])])
+    parts = dict(certificate.parts) or {type(model).__name__: certificate}
+    sound = (
+        "Nothing is violated."
+        if certificate.sound
+        else "Something is violated: a theorem's conditions hold and its claim does not."
+    )
+    intro = (
+        f"What theorems say of the model in {MODEL}/ ({type(model).__name__}, "
+        f"{counted(parameters, 'parameter')}) on {what}. {sound}"
+    )
+    says = Cells("", "", ["fact", "state", "what it says"], _statements(certificate), [False] * 3)
+    return Section(
+        title, [intro, _by_layer(parts), Section("What these facts say", [says], folded=True)]
+    )
+
+
+def _by_layer(parts: dict[str, Certificate]) -> Cells:
+    names = dict.fromkeys(fact.name for part in parts.values() for fact in part.facts)
+    rows = []
+    for layer, part in parts.items():
+        cells = {fact.name: _cell(fact) for fact in part.facts}
+        rows.append([layer, *(cells.get(name, "–") for name in names)])
+    caption = "A dash: no such theorem speaks of this layer."
+    for name, number_of_it in NUMBERS.items():
+        if name in names:
+            caption += f" In the column {name!r}: {number_of_it}."
+    return Cells("", caption, ["layer", *names], rows, [False] * (1 + len(names)))
+
+
+def _cell(fact: Any) -> str:
+    if fact.status == "not applicable":
+        return "–"
+    own = fact.numbers.get(NUMBERS.get(fact.name, ""))
+    told = "" if own is None else number(float(own))
+    if fact.status == "measured":
+        return told or "measured"
+    return f"{fact.status}\n{told}" if told else fact.status
+
+
+def _statements(certificate: Certificate) -> list[list[str]]:
+    return [
+        [fact.name, fact.status, f"{fact.statement}\n{fact.source}".strip()]
+        for fact in certificate.facts
+    ]
+
+
+def _probe(model: nn.Module, found: FoundRun) -> tuple[Tensor, str]:
+    """What the model runs on, and what to call it: the start of a sample, or random tokens."""
+    generator = torch.Generator().manual_seed(0)
+    own: Any = getattr(model, "model", model)  # below a head for classes
+    if isinstance(own, ga.models.VisionTransformer | ga.models.SwinTransformer):
+        height, width = own.image_size
+        channels = int(getattr(own, "channels", 3))
+        image = torch.rand(1, channels, height, width, generator=generator)
+        return image, "an image of random pixels"
+    vocabulary = getattr(own, "vocab_size", None)
+    if not isinstance(vocabulary, int):
+        raise ValueError(f"a {type(model).__name__} takes neither tokens nor images")
+    tokens = _tokens_of_samples(found, vocabulary)
+    if tokens is not None:
+        return tokens, f"the first {len(tokens)} tokens of its first sample"
+    real = max(1, vocabulary - 1)  # the last one is a mask, where there is one
+    tokens = torch.randint(real, (TOKENS,), generator=generator)
+    return tokens, f"{TOKENS} random tokens"
+
+
+def _tokens_of_samples(found: FoundRun, vocabulary: int) -> Tensor | None:
+    path: Path = found.run.path / TOKENIZER
+    texts = [row["text"] for row in found.samples if isinstance(row.get("text"), str)]
+    if not texts or not path.is_file():
+        return None
+    try:
+        tokens = ga.data.load_tokenizer(path).encode(texts[0])[:TOKENS]
+    except (ValueError, OSError, ImportError):
+        return None
+    fits = len(tokens) >= 8 and int(tokens.max()) < vocabulary
+    return tokens if fits else None
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())

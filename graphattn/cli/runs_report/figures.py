@@ -1,0 +1,159 @@
+"""The pictures of a run, and of several together."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import graphattn as ga
+from graphattn.cli.report import Figure
+from graphattn.cli.runs_report.reading import FoundRun
+from graphattn.cli.runs_report.words import is_number, number
+from graphattn.plot.runs import LAYER_MEASURES, SIZE
+from graphattn.train.records import Row
+
+DPI = 192  # twice the resolution of a screen
+
+WHAT_LAYERS_SAY = {
+    "alpha_max": "The largest learning rate at which the optimizer's next step still lowers the "
+    "loss up to second order (consensus paper, Eq. 17-19), if this layer alone takes it, beside "
+    "the rate that was used. Gaps: the step met no curvature, or the loss was rising.",
+    "share_stable": "Of a few fixed batches, the share whose largest stable learning rate is above "
+    "the one that was used.",
+    "sink_share": "The share of attention that goes to the first token, over sequences and heads: "
+    "near 1, a layer attends to nothing else.",
+    "effective_rank": "The participation ratio of a layer's output, over sequences: how many "
+    "directions its tokens differ in.",
+    "max_step_size": "1 / (2 lambda_max) of consensus layers: a step size up to it makes no mode "
+    "oscillate.",
+    "1 - 2 eta lambda_max": "What a consensus layer's step leaves of the roughest mode: at 0 or "
+    "more it is a low-pass filter, below -1 the mode grows.",
+}
+
+
+def drawn(title: str, caption: str, alt: str, draw: Callable[..., Any]) -> Figure:
+    """What `draw` puts on its `ax`, without pyplot, so that no window can open."""
+    from matplotlib.figure import Figure as Canvas
+
+    canvas = Canvas(figsize=SIZE, layout="constrained", dpi=DPI)
+    draw(ax=canvas.add_subplot())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of letters that the font has not
+        canvas.draw_without_rendering()
+    return Figure(title, caption, canvas, alt)
+
+
+def curves_of(found: FoundRun, reference: Mapping[str, float]) -> list[Figure]:
+    """Loss and learning rate of a run, and what else its evaluations report."""
+    run, pictures = found.run, []
+    if _has(run.rows, "loss"):
+        caption = "The mean per answer since the point before"
+        caption += ", and on the validation split." if run.evaluations else "."
+        if run.status == "diverged":
+            caption += (
+                " The cross is the last finite loss, or at the edge where that lies above it."
+            )
+        pictures.append(
+            drawn(
+                "Loss",
+                caption,
+                f"Loss over training steps. {_told(run.training, 'training loss')} "
+                f"{_told(run.evaluations, 'validation loss')}",
+                partial(ga.plot.training_curves, run, reference=reference),
+            )
+        )
+    measures = ("accuracy", "pearson")
+    for measure in measures:
+        if not _has(run.evaluations, measure):
+            continue
+        pictures.append(
+            drawn(
+                measure.replace("_", " ").capitalize(),
+                "On the validation split.",
+                f"{_told(run.evaluations, measure.replace('_', ' '), measure)}",
+                partial(ga.plot.training_curves, run, measure=measure),
+            )
+        )
+    if _has(run.training, "lr"):
+        pictures.append(
+            drawn(
+                "Learning rate",
+                "Of the optimizer.",
+                _told(run.training, "learning rate", "lr"),
+                partial(ga.plot.learning_rates, run),
+            )
+        )
+    return pictures
+
+
+def layers_of(found: FoundRun) -> list[Figure]:
+    """A picture of every number that layers have."""
+    run, pictures = found.run, []
+    for measure, label in LAYER_MEASURES.items():
+        rows = [own for row in run.layers for own in (row.get("layers") or {}).values()]
+        known = [own[measure] for own in rows if is_number(own.get(measure))]
+        if not known or (measure == "alpha_max" and max(known) <= 0):
+            continue
+        pictures.append(
+            drawn(
+                label[0].upper() + label[1:],
+                WHAT_LAYERS_SAY[measure],
+                f"{label} of every layer over training steps, between {number(min(known))} and "
+                f"{number(max(known))}.",
+                partial(ga.plot.layer_curves, run, measure),
+            )
+        )
+    return pictures
+
+
+def reliability(name: str, bins: list[Row], error: Any) -> Figure:
+    """The reliability diagram of an evaluation."""
+    said = f" The expected calibration error is {number(error)}." if is_number(error) else ""
+    return drawn(
+        f"Calibration ({name})" if name else "Calibration",
+        "How often guesses are right, beside how sure the model was of them: below the dashed "
+        f"line it is too sure.{said}",
+        "Accuracy beside confidence, in bins: "
+        + ", ".join(f"{number(own['accuracy'])} at {number(own['confidence'])}" for own in bins)
+        + ".",
+        partial(ga.plot.reliability_diagram, bins),
+    )
+
+
+def comparison(runs: list[FoundRun]) -> list[Figure]:
+    """The losses of several runs in one picture."""
+    known = {found.name: found.run for found in runs if _has(found.run.rows, "loss")}
+    if len(known) < 2:
+        return []
+    lowest = [
+        f"{name}: {_told(run.evaluations or run.training, 'loss')}" for name, run in known.items()
+    ]
+    return [
+        drawn(
+            "Loss of all runs",
+            "Bold: on the validation split, where there is one; pale: in training. A cross ends "
+            "a run that diverged. Losses of different data or objectives do not compare.",
+            " ".join(lowest),
+            partial(ga.plot.training_curves, known),
+        )
+    ]
+
+
+def _has(rows: list[Row], measure: str) -> bool:
+    return any(is_number(row.get(measure)) for row in rows)
+
+
+def _told(rows: list[Row], what: str, measure: str = "loss") -> str:
+    """A curve in a sentence."""
+    known = [(row["step"], row[measure]) for row in rows if is_number(row.get(measure))]
+    if not known:
+        return ""
+    (first, start), (last, end) = known[0], known[-1]
+    if len(known) == 1:
+        return f"{what.capitalize()} {number(start)} at step {first:,}."
+    return (
+        f"{what.capitalize()} from {number(start)} at step {first:,} to {number(end)} at step "
+        f"{last:,}, lowest {number(min(value for _, value in known))}."
+    )
