@@ -45,10 +45,7 @@ from graphattn.train.schedules import MaskSchedule, mask_ratios
 from graphattn.train.setup import Prepared, prepare
 from graphattn.train.sweep import read_sweep, resume_sweep, run_sweep
 from graphattn.train.sweep_results import MixerSummary, summarize_sweep
-<<<<<<< HEAD
 from graphattn.train.trained import Trained, load_trained
-=======
->>>>>>> third-D
 
 if TYPE_CHECKING:
     from graphattn.train.trainer import GraphTrainer as GraphTrainer
