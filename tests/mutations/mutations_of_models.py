@@ -124,7 +124,7 @@ MUTATIONS = [
         "graphattn/models/generation.py",
         "device=valid.device) - padding",
         "device=valid.device) - 0 * padding",
-        (f"{GENERATION}::test_every_prompt_of_a_batch_goes_on_as_it_does_alone[consensus]",),
+        (f"{GENERATION}::test_every_prompt_of_a_batch_goes_on_as_it_does_alone[gka]",),
     ),
     Mutation(
         "padding on the left of a prompt is read",
@@ -166,7 +166,7 @@ MUTATIONS = [
         "graphattn/models/generation.py",
         "min(ahead, text.most - first - 1)",
         "min(ahead, text.most - first)",
-        (f"{SPECULATIVE}::test_a_model_may_be_its_own_draft_and_texts_may_be_short",),
+        (f"{SPECULATIVE}::test_no_more_is_guessed_than_is_left",),
     ),
     Mutation(
         "an option that no layer has is ignored",
