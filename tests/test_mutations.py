@@ -5,9 +5,12 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import NamedTuple
 
+import mutations_of_models
+import mutations_of_parts
+import mutations_of_proteins
 import pytest
+from mutation import Mutation
 
 TOP = Path(__file__).resolve().parents[1]
 COPIED = ("graphattn", "kernels", "tests", "pyproject.toml", "README.md")
@@ -33,18 +36,6 @@ import pytest
 
 sys.exit(pytest.main(sys.argv[1:]))
 """
-
-
-class Mutation(NamedTuple):
-    """`old` stands `count` times in `file`; with `new` in its place, one of `caught_by` fails."""
-
-    name: str
-    file: str
-    old: str
-    new: str
-    caught_by: tuple[str, ...]
-    count: int = 1
-
 
 ATTENTION = "tests/ops/test_ops_attention_values.py"
 CONSENSUS = "tests/ops/test_ops_consensus_values.py"
@@ -1659,6 +1650,9 @@ MUTATIONS = [
         ),
     ),
 ]
+MUTATIONS += mutations_of_models.MUTATIONS
+MUTATIONS += mutations_of_parts.MUTATIONS
+MUTATIONS += mutations_of_proteins.MUTATIONS
 
 
 def copy_of_the_checkout(folder: Path) -> Path:

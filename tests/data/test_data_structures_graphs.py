@@ -181,6 +181,34 @@ def test_negative_and_restarted_numbers_are_places_one_after_another(numbers: li
     assert not structure.gaps.any()
 
 
+def test_an_inserted_residue_behind_a_hole_is_of_the_same_chain() -> None:
+    """15 Angstrom are four steps of at most 3.8 each, and not another chain."""
+    structure = line_of_residues([51, 52, 52, 53], "  A ")
+    places = structure.ca_positions.clone()
+    places[2:, 0] += 15.0 - 3.8
+    holed = replace(structure, ca_positions=places)
+    assert structure.positions.tolist() == [0, 1, 2, 3]
+    assert holed.positions.tolist() == [0, 1, 5, 6]
+    assert holed.gaps.tolist() == [False, False, True, False]
+    assert {(1, 2), (2, 1)} <= edges_of(holed.window_graph(4))
+    same = replace(holed, insertion_codes=("", "", "", ""))  # one number twice: numbered anew
+    assert same.positions.tolist() == [0, 1, 513, 514]
+
+
+def test_no_window_is_long_enough_for_another_chain() -> None:
+    """Also one that is longer than the places between two chains."""
+    numbers, index = torch.arange(1, 5).repeat(2), torch.arange(8) // 4
+    places = 3.8 * torch.arange(8.0)[:, None] * torch.eye(3)[:1]
+    structure = Structure("A" * 8, places, index, ("A", "B"), numbers)
+    assert int(structure.positions[-1]) < 600
+    graph = structure.window_graph(600)
+    expected = {(i, j) for i in range(8) for j in range(8) if i // 4 == j // 4 and i != j}
+    assert edges_of(graph) == expected
+    assert edges_of(structure.window_graph(600, self_loops=True)) == expected | {
+        (i, i) for i in range(8)
+    }
+
+
 def test_a_chain_that_starts_again_far_away_is_another_one() -> None:
     """As in files without chain names: numbers fall, and nothing joins the residues."""
     numbers = [1, 2, 3, 1, 2, 3]

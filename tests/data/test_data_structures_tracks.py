@@ -51,6 +51,19 @@ def test_no_helix_runs_from_chain_to_chain() -> None:
     assert not pieces.secondary_structure().any()
 
 
+def test_no_helix_runs_over_a_break_of_a_chain() -> None:
+    """Where residues are missing by their numbers, both sides are what two chains are."""
+    places, numbers = helix(20), torch.arange(1, 21)
+    whole = Structure("A" * 20, places, residue_numbers=numbers)
+    for start in (3, 9, 10, 16):
+        broken = replace(whole, residue_numbers=numbers + 30 * (numbers > start))
+        apart = Structure("A" * 20, places, (numbers > start).long(), ("A", "B"))
+        assert torch.equal(broken.secondary_structure(), apart.secondary_structure())
+    pieces = replace(whole, residue_numbers=2 * numbers)
+    assert whole.secondary_structure().any()
+    assert not pieces.secondary_structure().any()
+
+
 def test_a_residue_without_a_place_is_coil() -> None:
     places = helix(20)
     places[10] = math.nan

@@ -317,6 +317,18 @@ def test_tied_weights_stay_tied(tmp_path):
         assert 0.01 < twin.embedding.weight.std() < 0.04
 
 
+def test_tied_weights_are_one_on_every_device():
+    """Before weights are loaded, too: on the device "meta", and where they are still to come."""
+    model = model_of("gka", tie_weights=True)
+    count = model.num_parameters()
+    for move in (lambda: model.to("meta"), lambda: model.to_empty(device="cpu")):
+        move()
+        assert is_tied(model)
+        assert model.num_parameters() == count
+    both = torch.nn.ModuleDict({"model": model}).to("meta").to_empty(device="cpu")
+    assert is_tied(both["model"])
+
+
 @pytest.mark.parametrize("assign", [False, True])
 @pytest.mark.parametrize("strict", [False, True])
 def test_two_weights_do_not_become_one_in_silence(assign, strict):

@@ -278,6 +278,15 @@ def test_a_plain_encoder_has_the_parameters_of_a_pre_norm_transformer(layers, he
     assert model.num_parameters() == by_hand
 
 
+def test_trainable_parameters_are_counted_by_themselves():
+    model = encoder("dot")
+    whole = model.num_parameters(only_trainable=True)
+    assert whole == model.num_parameters()
+    model.embedding.requires_grad_(False)
+    assert model.num_parameters(only_trainable=True) == whole - V * D
+    assert model.num_parameters() == whole
+
+
 # Features of edges.
 
 

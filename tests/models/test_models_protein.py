@@ -351,6 +351,28 @@ def test_tracks_of_rows_are_those_of_their_proteins(mixer):
     torch.testing.assert_close(flat.view_as(out), out, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("mixer", ["dot", "mix"])
+def test_the_track_of_padding_is_never_read(mixer):
+    """What stands beside padding, and is known, is not looked at by the residues before it."""
+    model = model_of(mixer, context={"secondary": 3, "exposed": 1})
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(20, (2, 12), generator=generator)
+    given = {
+        "secondary": torch.randint(3, (2, 12), generator=generator),
+        "exposed": torch.rand(2, 12, 1, generator=generator, dtype=torch.float64),
+    }
+    valid = torch.arange(12) < torch.tensor([[12], [7]])
+    out = model(tokens, valid=valid, context=given)
+    alone = {name: track[1, :7] for name, track in given.items()}
+    expected = model(tokens[1, :7], context=alone)
+    torch.testing.assert_close(out[1, :7], expected, rtol=0, atol=1e-12)
+    other = {
+        "secondary": torch.where(valid, given["secondary"], (given["secondary"] + 1) % 3),
+        "exposed": given["exposed"].masked_fill(~valid[..., None], 1e6),
+    }
+    assert torch.equal(model(tokens, valid=valid, context=other)[valid], out[valid])
+
+
 # Training, and files.
 
 

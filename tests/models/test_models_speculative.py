@@ -98,6 +98,18 @@ def test_a_perfect_draft_saves_reads_and_a_hopeless_one_changes_nothing():
     assert torch.equal(model.generate(prompt, 25, draft=hopeless), expected)
 
 
+def test_no_more_is_guessed_than_is_left():
+    """The last token is the model's own: nobody guesses it, nor reads a guess of it."""
+    model, prompt = model_of("dot"), tokens_of(2, 5)
+    draft = copy.deepcopy(model)
+    for count, expected in ((1, [5]), (3, [5 + 2]), (8, [5 + 4, 1 + 2])):
+        found, reads = reads_of(model, lambda n=count: model.generate(prompt, n, draft=draft))
+        assert reads == expected
+        assert torch.equal(found, model.generate(prompt, count))
+        _, guesses = reads_of(draft, lambda n=count: model.generate(prompt, n, draft=draft))
+        assert len(guesses) == sum(expected) - 5 - (len(expected) - 1)
+
+
 def test_a_model_may_be_its_own_draft_and_texts_may_be_short():
     model, prompt = model_of("mix"), tokens_of(1)
     for count in range(8):

@@ -1,0 +1,14 @@
+"""What a mutation is."""
+
+from typing import NamedTuple
+
+
+class Mutation(NamedTuple):
+    """`old` stands `count` times in `file`; with `new` in its place, one of `caught_by` fails."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    caught_by: tuple[str, ...]
+    count: int = 1

@@ -1,0 +1,161 @@
+"""Mistakes in what whole models are made of: layers, sums, graphs, and what is counted of them."""
+
+from mutation import Mutation
+
+LANGUAGE = "tests/models/test_models_causal_lm.py"
+NOISE = "tests/models/test_models_encoder_noise.py"
+VISION = "tests/models/test_models_vision.py"
+LINEAR = "tests/nn/test_nn_linear_attention.py"
+GRID_BLOCKS = "tests/graphs/test_graphs_grid_blocks.py"
+STEPS_RECORDED = "tests/diagnostics/test_diagnostics_record_steps.py"
+DROP_PATH = "tests/nn/test_nn_drop_path.py"
+
+MUTATIONS = [
+    Mutation(
+        "what is left of dropped paths is not scaled",
+        "graphattn/nn/drop_path.py",
+        "kept.to(x.dtype) / (1 - share)",
+        "kept.to(x.dtype)",
+        (f"{VISION}::test_a_path_is_dropped_for_a_whole_image[dot-1]",),
+    ),
+    Mutation(
+        "packed sequences are dropped together",
+        "graphattn/nn/drop_path.py",
+        "parts = max(len(sizes), 1)",
+        "parts = 1",
+        (f"{DROP_PATH}::test_packed_sequences_are_dropped_one_by_one",),
+    ),
+    Mutation(
+        "a block's shift and scale change places",
+        "graphattn/nn/block.py",
+        "shift_mix, scale_mix, gate_mix, shift_map",
+        "scale_mix, shift_mix, gate_mix, shift_map",
+        (f"{NOISE}::test_the_model_is_the_backbone_of_lou_et_al",),
+    ),
+    Mutation(
+        "sines of a noise level come first",
+        "graphattn/nn/noise_embedding.py",
+        "[angle.cos(), angle.sin()]",
+        "[angle.sin(), angle.cos()]",
+        (f"{NOISE}::test_the_model_is_the_backbone_of_lou_et_al",),
+    ),
+    Mutation(
+        "waves of a noise level reach the longest period",
+        "graphattn/nn/noise_embedding.py",
+        "(-math.log(self.max_period) / half)",
+        "(-math.log(self.max_period) / (half - 1))",
+        (f"{NOISE}::test_the_model_is_the_backbone_of_lou_et_al",),
+    ),
+    Mutation(
+        "running sums forget what rounding added",
+        "graphattn/nn/running_cache.py",
+        "torch.sub(torch.sub(after, total, out=total), more, out=more)",
+        "more.zero_()",
+        (f"{LINEAR}::test_rounding_does_not_add_up_in_a_long_text_that_repeats_itself[dtype0]",),
+    ),
+    Mutation(
+        "what rounding added is added again",
+        "graphattn/nn/running_cache.py",
+        'self.sums["total_rest"].neg_()',
+        'self.sums["total_rest"]',
+        (f"{LINEAR}::test_rounding_does_not_add_up_in_a_long_text_that_repeats_itself[dtype0]",),
+    ),
+    Mutation(
+        "a token joins the sums one step early",
+        "graphattn/nn/running_cache.py",
+        "max(0, held + n - self.rollback)",
+        "max(0, held + n - self.rollback + 1)",
+        (f"{LINEAR}::test_a_sum_does_not_give_back_more_than_the_rollback",),
+    ),
+    Mutation(
+        "padding joins the running sums",
+        "graphattn/nn/running_cache.py",
+        "{name: clear_invalid(x, valid) for name, x in tokens.items()}",
+        "dict(tokens)",
+        (f"{LINEAR}::test_padded_texts_go_on_beside_each_other[0]",),
+    ),
+    Mutation(
+        "an emptied cache keeps its sums",
+        "graphattn/nn/running_cache.py",
+        "                x.zero_()\n",
+        "                pass\n",
+        (f"{LINEAR}::test_tokens_that_are_taken_back_were_never_seen[None]",),
+    ),
+    Mutation(
+        "rotation turns the denominator of linear attention",
+        "graphattn/ops/linear_attention/api.py",
+        "below = linear_sums(query, key, ones, graph)",
+        "below = linear_sums(turned_query, turned_key, ones, graph)",
+        (f"{LINEAR}::test_rotation_turns_the_numerator_alone",),
+    ),
+    Mutation(
+        "a row of linear attention sees its own token",
+        "graphattn/ops/linear_attention/intervals.py",
+        "    if band.self_loops:\n",
+        "    if True:\n",
+        (f"{LINEAR}::test_the_layer_is_its_formula",),
+    ),
+    Mutation(
+        "a long window of linear attention counts a token twice",
+        "graphattn/ops/linear_attention/sums.py",
+        "backward=True, strict=True",
+        "backward=True",
+        (f"{LINEAR}::test_the_layer_is_its_formula",),
+    ),
+    Mutation(
+        "windows of linear attention end a token late",
+        "graphattn/ops/linear_attention/sums.py",
+        "ones.tril(seen - 1)",
+        "ones.tril(seen)",
+        (f"{LINEAR}::test_the_layer_is_its_formula",),
+    ),
+    Mutation(
+        "a running sum of linear attention knows its own chunk",
+        "graphattn/ops/linear_attention/sums.py",
+        "torch.cumsum(matrices[:, :-1], 1, out=known[:, 1:])",
+        "torch.cumsum(matrices, 1, out=known)",
+        (f"{LINEAR}::test_the_layer_is_its_formula",),
+    ),
+    Mutation(
+        "shifted blocks of linear attention are not shifted",
+        "graphattn/ops/linear_attention/intervals.py",
+        "min(shift or block_size, num_tokens)",
+        "min(block_size, num_tokens)",
+        (f"{LINEAR}::test_the_layer_is_its_formula",),
+    ),
+    Mutation(
+        "offsets in blocks of a grid go from source to target",
+        "graphattn/graphs/grid_blocks.py",
+        "down = source // self.width - target // self.width",
+        "down = target // self.width - source // self.width",
+        (f"{GRID_BLOCKS}::test_a_table_reads_the_rows_of_swin_s_index_backwards",),
+    ),
+    Mutation(
+        "blocks of a grid are put in order as if they were not shifted",
+        "graphattn/graphs/grid_blocks.py",
+        "axis.shift or axis.block_size",
+        "axis.block_size",
+        (f"{GRID_BLOCKS}::test_the_order_of_blocks_makes_every_block_a_run",),
+    ),
+    Mutation(
+        "steps are recorded with a key too many",
+        "graphattn/diagnostics/step_calls.py",
+        "cache.window - 1)",
+        "cache.window)",
+        (f"{STEPS_RECORDED}::test_steps_have_the_weights_of_a_forward_pass[dot-6]",),
+    ),
+    Mutation(
+        "the first token of a recorded step is that of its window",
+        "graphattn/diagnostics/step_calls.py",
+        "cache.position - before,",
+        "0,",
+        (f"{STEPS_RECORDED}::test_the_sink_of_steps_is_a_token_of_the_text_and_not_of_the_window",),
+    ),
+    Mutation(
+        "windows longer than a text cost more than the text",
+        "graphattn/diagnostics/training_cost.py",
+        "min(window or num_tokens, num_tokens)",
+        "(window or num_tokens)",
+        (f"{LANGUAGE}::test_operations_of_texts_shorter_than_a_window",),
+    ),
+]
