@@ -127,7 +127,7 @@ ARROWS = {
     "integrations": {"nn", "ops", "graphs"},
     "train": {"models", "integrations", "nn", "ops", "graphs", "data", "diagnostics", "spectral"},
     "plot": {"models", "integrations", "nn", "ops", "graphs", "spectral", "dynamics",
-             "diagnostics", "data"},
+             "diagnostics", "data", "train"},
     "kernels": set(),
 }  # fmt: skip
 # `spectral.certify` takes layers and models too; these load when it gets one.

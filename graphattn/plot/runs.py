@@ -353,7 +353,8 @@ def _some(names: list[str]) -> list[str]:
 def _label(ax: Axes, quantity: str, shown: list[str] | None = None) -> None:
     ax.set_xlabel("training step")
     ax.set_ylabel(quantity)
-    ax.xaxis.get_major_locator().set_params(integer=True)
+    locator: Any = ax.xaxis.get_major_locator()
+    locator.set_params(integer=True)
     handles, labels = ax.get_legend_handles_labels()
     kept = [
         (handle, label)

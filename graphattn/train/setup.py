@@ -41,6 +41,12 @@ class Prepared:
         model: with the weights of ``config.seed``, or those of the folder that it was loaded from.
         objective: what it learns from.
         tokenizer: None for images.
+
+    Example:
+        >>> import graphattn as ga
+        >>> found = ga.train.prepare(ga.train.RunConfig(data="play.txt"))  # doctest: +SKIP
+        >>> ga.train.fit(found.model, found.objective, found.config.replace(out="runs/a"),
+        ...              found.train, found.validation)  # doctest: +SKIP
     """
 
     config: RunConfig

@@ -56,6 +56,13 @@ class MixerSummary:
         highest_loss: the mean loss at the highest stable rate.
         trials, diverged, failed, open: how many there are, and how they ended; "open" ones have
             not.
+
+    Example:
+        >>> import graphattn as ga
+        >>> rows = [{"mixer": "dot", "lr": 1e-3, "seed": 0, "status": "finished", "loss": 2.5}]
+        >>> dot, = ga.train.summarize_sweep(rows)
+        >>> dot.mixer, dot.best_lr, dot.loss, dot.spread
+        ('dot', 0.001, 2.5, None)
     """
 
     mixer: str

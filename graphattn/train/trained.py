@@ -29,6 +29,11 @@ class Trained:
         objective: what it learned from.
         tokenizer: None for images.
         source: the folder that the model was read from.
+
+    Example:
+        >>> import graphattn as ga
+        >>> found = ga.train.load_trained("runs/a")  # doctest: +SKIP
+        >>> found.model.generate(found.tokenizer.encode("To be"), 20)  # doctest: +SKIP
     """
 
     run: Run

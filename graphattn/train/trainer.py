@@ -94,6 +94,11 @@ class GraphTrainer(Trainer):
         train, validation: sequences of examples.
         start: the step of the checkpoint that the run goes on from.
         callbacks: transformers' TrainerCallback.
+
+    Example:
+        >>> import transformers, graphattn as ga
+        >>> issubclass(ga.train.GraphTrainer, transformers.Trainer)
+        True
     """
 
     optimizer: Any

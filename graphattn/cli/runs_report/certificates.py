@@ -97,7 +97,8 @@ def _probe(model: nn.Module, found: FoundRun) -> tuple[Tensor, str]:
     generator = torch.Generator().manual_seed(0)
     own: Any = getattr(model, "model", model)  # below a head for classes
     if isinstance(own, ga.models.VisionTransformer | ga.models.SwinTransformer):
-        height, width = own.image_size
+        size: Any = own.image_size
+        height, width = size
         channels = int(getattr(own, "channels", 3))
         image = torch.rand(1, channels, height, width, generator=generator)
         return image, "an image of random pixels"

@@ -69,8 +69,8 @@ def read_folders(folders: Sequence[Path]) -> tuple[list[FoundRun], list[FoundSwe
             runs.append(_read_run(folder, name))
         else:
             raise ValueError(
-                f"FOLDER must be the folder of a run or of a sweep, got {str(folder)!r}, which holds "
-                f"neither {CONFIG} nor {RESULTS}"
+                f"FOLDER must be the folder of a run or of a sweep, got {str(folder)!r}, which "
+                f"holds neither {CONFIG} nor {RESULTS}"
             )
     return runs, sweeps
 

@@ -18,6 +18,12 @@ class Noise(abc.ABC):
 
     In the absorbing process a token is masked by time t with probability
     :math:`1 - e^{-\sigma(t)}`, independently of all others.
+
+    Example:
+        >>> import torch, graphattn as ga
+        >>> noise = ga.train.LogLinearNoise()
+        >>> isinstance(noise, ga.train.Noise), bool(noise.total(torch.tensor(0.9)) > 2)
+        (True, True)
     """
 
     @abc.abstractmethod
