@@ -131,6 +131,14 @@ class TrialQueue:
             if now.state == states.RUNNING:
                 self.study.tell(trial.number, state=states.FAIL)
 
+    def _is_gone(self, trial: Any) -> bool:
+        """Whether nobody on this machine holds the lock of a trial that was taken here."""
+        if trial.user_attrs.get("host") != platform.node():
+            return False
+        with suppress(Timeout, OSError), self._lock_of(trial.user_attrs[NAMED]).acquire(timeout=0):
+            return True
+        return False
+
     def _lock_of(self, name: str) -> FileLock:
         folder = self.folder / ".locks"
         folder.mkdir(exist_ok=True)
@@ -227,6 +235,8 @@ class TrialQueue:
             found["error"] = f"its process was killed {MOST_KILLED} times"
             found |= json.loads(attributes.get("error", "{}"))
         elif found["status"] == "running":
+            if self._is_gone(tries[-1]):
+                found["status"] = "interrupted"  # as long as nobody has taken it over
             with suppress(FileNotFoundError, ValueError):  # a folder being made
                 run = read_run(self.folder / "trials" / attributes[NAMED])
                 found |= {"step": run.step, "config": run.info.get("config")}
