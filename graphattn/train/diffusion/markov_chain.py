@@ -58,7 +58,7 @@ class MarkovChain:
             )
 
     def sample(self, shape: Sequence[int], generator: torch.Generator | None = None) -> Tensor:
-        """Sequences of `shape` (*, N)."""
+        """Sequences of a shape such as (batch, N)."""
         *batch, length = shape
         tokens = [draw(self.initial.expand(*batch, -1), generator)]
         for _ in range(length - 1):

@@ -66,7 +66,7 @@ def sample_diffusion(
         model: logits [*, N, vocab_size] from tokens [*, N]; called with ``noise_level`` [*] where
             it takes one, as :class:`~graphattn.models.SequenceEncoder` with ``noise_dim`` does.
             Dropout is off. Logits of the mask are not read.
-        shape: of the tokens, (*, N), or N.
+        shape: of the tokens, such as (batch, N), or N.
         steps: calls of the model at most; as many as tokens if None.
         mask_token: the token that stands for a gap.
         method: "ancestral", "tweedie" or "top-probability".
