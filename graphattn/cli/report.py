@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import platform
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import date
 from importlib.resources import files
@@ -138,5 +139,7 @@ def _png(drawn: figure.Figure | Path) -> bytes:
     if isinstance(drawn, Path):
         return drawn.read_bytes()
     buffer = io.BytesIO()
-    drawn.savefig(buffer, format="png")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing from font")  # of names in any script
+        drawn.savefig(buffer, format="png")
     return buffer.getvalue()

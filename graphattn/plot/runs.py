@@ -351,10 +351,11 @@ def _some(names: list[str]) -> list[str]:
 
 
 def _label(ax: Axes, quantity: str, shown: list[str] | None = None) -> None:
+    from matplotlib.ticker import MaxNLocator
+
     ax.set_xlabel("training step")
     ax.set_ylabel(quantity)
-    locator: Any = ax.xaxis.get_major_locator()
-    locator.set_params(integer=True)
+    ax.xaxis.set_major_locator(MaxNLocator("auto", integer=True, steps=[1, 2, 2.5, 5, 10]))
     handles, labels = ax.get_legend_handles_labels()
     kept = [
         (handle, label)

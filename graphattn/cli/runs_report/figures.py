@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -15,6 +14,7 @@ from graphattn.plot.runs import LAYER_MEASURES, SIZE
 from graphattn.train.records import Row
 
 DPI = 192  # twice the resolution of a screen
+LAYOUT = "constrained"
 
 WHAT_LAYERS_SAY = {
     "alpha_max": "The largest learning rate at which the optimizer's next step still lowers the "
@@ -37,11 +37,8 @@ def drawn(title: str, caption: str, alt: str, draw: Callable[..., Any]) -> Figur
     """What `draw` puts on its `ax`, without pyplot, so that no window can open."""
     from matplotlib.figure import Figure as Canvas
 
-    canvas = Canvas(figsize=SIZE, layout="constrained", dpi=DPI)
+    canvas = Canvas(figsize=SIZE, layout=LAYOUT, dpi=DPI)
     draw(ax=canvas.add_subplot())
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of letters that the font has not
-        canvas.draw_without_rendering()
     return Figure(title, caption, canvas, alt)
 
 

@@ -224,7 +224,8 @@ def _read_sweep(path: Path, name: str) -> FoundSweep:
     whole = [row for row in rows if _is_trial(row)]
     if len(whole) < len(rows):
         missing.append(
-            f"{RESULTS}: {len(rows) - len(whole)} rows without mixer, lr and status were left out."
+            f"{RESULTS}: left out, without mixer, lr or status: {len(rows) - len(whole)} of "
+            f"{len(rows)} rows."
         )
     return FoundSweep(name, path, whole, options, missing)
 
