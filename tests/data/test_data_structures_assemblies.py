@@ -167,6 +167,7 @@ def assembly_tables(expression: str, chains: str = "A") -> str:
     fields += [f"vector[{i}]" for i in "123"]
     turn = "0 -1 0 1 0 0 0 0 1 10 20 -30"
     shift = "1 0 0 0 1 0 0 0 1 0 0 5"
+    along = "1 0 0 0 1 0 0 0 1 4 0 0"
     return "\n".join(
         [
             "loop_",
@@ -180,6 +181,7 @@ def assembly_tables(expression: str, chains: str = "A") -> str:
             "1 1 0 0 0 1 0 0 0 1 0 0 0",
             f"2 {turn}",
             f"P {shift}",
+            f"X {along}",
             "#",
             "",
         ]
@@ -195,6 +197,8 @@ def assembly_tables(expression: str, chains: str = "A") -> str:
         ("(1-2)", [[1, 2, 3], [8, 21, -27]]),
         ("P", [[1, 2, 8]]),
         ("(1-2)(P)", [[1, 2, 8], [8, 21, -22]]),
+        ("(2)(X)", [[8, 25, -27]]),  # moved, and then turned
+        ("(X)(2)", [[12, 21, -27]]),
         ("(2)(2)", [[10 - 21, 20 + 8, -57]]),
     ],
 )

@@ -222,6 +222,7 @@ def test_rows_and_packed_proteins_are_each_what_it_is_alone(mixer):
     for filler in (21, -100, 10**9):
         padded = rows.masked_fill(~valid, filler)
         assert torch.equal(model(padded, structure=proteins, valid=valid)[valid], out[valid])
+        assert torch.equal(model(padded, structure=proteins)[valid], out[valid])
 
 
 @pytest.mark.parametrize("mixer", MIXERS)
@@ -540,6 +541,7 @@ def test_numbers_may_be_those_of_the_structure():
     for text, says in [
         (f"{s[1]}5W", "must say the chain"),
         (f"{s[5]}8W", "residue numbers of the structure, got 8"),
+        (f"{s[5]}9AW", "residue numbers of the structure, got 9A"),  # there is 9 alone
         (f"C/{s[1]}5W", r"must name chains of the structure \('A', 'B'\), got 'C'"),
         (f"A/{s[9]}12W", "does not have in chain 'A'"),
     ]:

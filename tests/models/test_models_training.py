@@ -161,6 +161,21 @@ def test_gradient_checkpointing_changes_no_gradient(name: str, reentrant: bool) 
         torch.testing.assert_close(found[key], gradient, rtol=1e-9, atol=1e-12, msg=key)
 
 
+def test_reentrant_checkpoints_behind_a_frozen_embedding_give_gradients() -> None:
+    """Nothing that the first block is given has a gradient, and its weights have."""
+    torch.manual_seed(0)
+    model = ga.models.SequenceEncoder(9, 16, 2, 4).double().train()
+    model.embedding.requires_grad_(False)
+    tokens = torch.randint(9, (2, 7))
+    learned = [p for p in model.parameters() if p.requires_grad]
+    expected = torch.autograd.grad(model(tokens).square().sum(), learned)
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    model(tokens).square().sum().backward()
+    for parameter, gradient in zip(learned, expected, strict=True):
+        assert parameter.grad is not None
+        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-9, atol=1e-12)
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpoints_reach_what_blocks_are_given_and_blocks_behind_frozen_embeddings(
     reentrant: bool,

@@ -215,9 +215,7 @@ MUTATIONS = [
         "graphattn/models/stack.py",
         "x = x.detach().requires_grad_()",
         "pass",
-        (
-            f"{TRAINING}::test_checkpoints_reach_what_blocks_are_given_and_blocks_behind_frozen_embeddings",
-        ),
+        (f"{TRAINING}::test_reentrant_checkpoints_behind_a_frozen_embedding_give_gradients",),
     ),
     Mutation(
         "the number that stands in padding is looked up",

@@ -100,7 +100,9 @@ MUTATIONS = [
         "graphattn/data/structures/numbering.py",
         "apart = (chain_index.diff() != 0) | numbered_anew",
         "apart = numbered_anew",
-        (f"{PROTEIN}::test_the_model_is_its_blocks_with_what_is_known_of_edges[dot]",),
+        (
+            f"{CHAINS_IN_SPACE}::test_places_grow_by_the_missing_residues_and_by_far_more_between_chains",
+        ),
     ),
     Mutation(
         "an inserted residue far away is another chain",
