@@ -14,6 +14,7 @@ from graphattn.plot.runs import LAYER_MEASURES, SIZE
 from graphattn.train.records import Row
 
 DPI = 192  # twice the resolution of a screen
+LAYOUT: Any = "constrained"
 
 WHAT_LAYERS_SAY = {
     "alpha_max": "The largest learning rate at which the optimizer's next step still lowers the "
@@ -36,7 +37,7 @@ def drawn(title: str, caption: str, alt: str, draw: Callable[..., Any]) -> Figur
     """What `draw` puts on its `ax`, without pyplot, so that no window can open."""
     from matplotlib.figure import Figure as Canvas
 
-    canvas: Any = Canvas(figsize=SIZE, layout="constrained", dpi=DPI)
+    canvas = Canvas(figsize=SIZE, layout=LAYOUT, dpi=DPI)
     draw(ax=canvas.add_subplot())
     return Figure(title, caption, canvas, alt)
 
