@@ -261,8 +261,10 @@ def check_folder(folder: Path, shared: RunConfig) -> None:
     Raises:
         ValueError: names what differs, there and here.
     """
+    # Looked at first: another process may make the folder, whose config is there before the rest.
+    inside = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
     if not (folder / SHARED).is_file():
-        if folder.is_dir() and any(path.name != LOCK for path in folder.iterdir()):
+        if any(name != LOCK and not name.startswith(f".{SHARED}.") for name in inside):
             raise ValueError(
                 f"out: {str(folder)!r} holds something else than a sweep: choose another folder"
             )
