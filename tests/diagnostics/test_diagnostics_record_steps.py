@@ -76,6 +76,7 @@ def test_the_sink_of_steps_is_a_token_of_the_text_and_not_of_the_window():
     with diagnostics.record(model) as whole:
         model(tokens)
     calls = recording.select("blocks.0").calls
+    assert [call.shape[3] for call in calls] == [1, 2, 3, *[4] * 6]  # keys of every step
     sinks = torch.stack([call.sinks[0] for call in calls])
     assert sinks[:2].isnan().all()  # too short, and the token itself
     torch.testing.assert_close(sinks[2:], whole[0].matrix[0, :, 2:, 1].T, rtol=1e-9, atol=1e-12)

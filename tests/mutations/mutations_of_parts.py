@@ -142,7 +142,7 @@ MUTATIONS = [
         "graphattn/diagnostics/step_calls.py",
         "cache.window - 1)",
         "cache.window)",
-        (f"{STEPS_RECORDED}::test_steps_have_the_weights_of_a_forward_pass[dot-6]",),
+        (f"{STEPS_RECORDED}::test_the_sink_of_steps_is_a_token_of_the_text_and_not_of_the_window",),
     ),
     Mutation(
         "the first token of a recorded step is that of its window",

@@ -100,9 +100,7 @@ MUTATIONS = [
         "graphattn/data/structures/numbering.py",
         "apart = (chain_index.diff() != 0) | numbered_anew",
         "apart = numbered_anew",
-        (
-            f"{CHAINS_IN_SPACE}::test_places_grow_by_the_missing_residues_and_by_far_more_between_chains",
-        ),
+        (f"{CHAINS_IN_SPACE}::test_no_window_is_long_enough_for_another_chain",),
     ),
     Mutation(
         "an inserted residue far away is another chain",
