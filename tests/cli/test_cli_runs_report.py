@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 import graphattn as ga
 from graphattn.cli.app import app
-from graphattn.cli.runs_report import figures
+from graphattn.cli.runs_report import certificates, figures
 
 pytest.importorskip("matplotlib", reason="figures need the extra `plots`")
 pytest.importorskip("transformers")
@@ -280,3 +280,17 @@ def test_a_folder_of_something_else_is_refused(tmp_path, make):
     assert result.exit_code == 2
     assert "FOLDER must be the folder of a run or of a sweep" in result.output
     assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        ga.models.VisionTransformer(8, 4, 3, 16, 1, 2, channels=1),
+        ga.models.SwinTransformer((8, 16), 2, 3, 8, (1,), (2,), window_size=2),
+    ],
+    ids=["VisionTransformer", "SwinTransformer"],
+)
+def test_models_of_images_are_certified_on_an_image_of_their_size(model):
+    image, told = certificates._probe(model, None)
+    assert model(image).shape == (1, 3)
+    assert told == "an image of random pixels"

@@ -97,10 +97,9 @@ def _probe(model: nn.Module, found: FoundRun) -> tuple[Tensor, str]:
     generator = torch.Generator().manual_seed(0)
     own: Any = getattr(model, "model", model)  # below a head for classes
     if isinstance(own, ga.models.VisionTransformer | ga.models.SwinTransformer):
-        size: Any = own.image_size
-        height, width = size
-        channels = int(getattr(own, "channels", 3))
-        image = torch.rand(1, channels, height, width, generator=generator)
+        size: Any = own.config["image_size"]
+        height, width = size if isinstance(size, list | tuple) else (size, size)
+        image = torch.rand(1, own.config["channels"], height, width, generator=generator)
         return image, "an image of random pixels"
     vocabulary = getattr(own, "vocab_size", None)
     if not isinstance(vocabulary, int):
