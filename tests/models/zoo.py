@@ -117,13 +117,11 @@ def noisy_words(generator: torch.Generator, examples: int, tokens: int) -> Batch
 
 
 def images(generator: torch.Generator, examples: int, tokens: int) -> Batch:
-    """Bright patches on noise; the class is the quarter in which there is one."""
-    given = torch.randn(examples, 1, 8, 8, generator=generator) / 4
+    """Bright and dark pixels; the class is the share of bright ones, in thirds."""
     classes = torch.randint(4, (examples,), generator=generator)
-    for image, quarter in zip(given, classes.tolist(), strict=True):
-        row, column = 4 * (quarter // 2), 4 * (quarter % 2)
-        image[0, row : row + 4, column : column + 4] += 1
-    return Batch((given,), {}, classes)
+    share = (classes / 3)[:, None, None, None]
+    bright = torch.rand(examples, 1, 8, 8, generator=generator) < share
+    return Batch((2.0 * bright - 1,), {}, classes)
 
 
 def residues(generator: torch.Generator, examples: int, tokens: int) -> Batch:
