@@ -25,6 +25,8 @@ from graphattn.train.run_folder import Run, read_run
 if TYPE_CHECKING:
     from graphattn.train.trainer import GraphTrainer
 
+SEVERAL_PROCESSES = "5.23"  # the transformers with which they are tested
+
 
 def fit(
     model: nn.Module,
@@ -180,6 +182,16 @@ def _arguments(config: RunConfig, *, evaluates: bool) -> Any:
         ) from error
     on_cpu = not torch.accelerator.is_available()
     args = training_arguments(config, evaluates=evaluates, use_cpu=on_cpu)
+    if args.world_size > 1:
+        import transformers
+        from packaging.version import Version
+
+        # Trainers before divide the gradient of several processes otherwise; 5.4 was seen to.
+        if Version(transformers.__version__) < Version(SEVERAL_PROCESSES):
+            raise ImportError(
+                f"training in several processes needs transformers {SEVERAL_PROCESSES} or newer, "
+                f"found {transformers.__version__}"
+            )
     if args.n_gpu > 1:
         args._n_gpu = 1  # several GPUs are for torchrun: one process would split our batches
     return args
