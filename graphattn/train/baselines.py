@@ -57,7 +57,7 @@ def bigram_loss(
     Pairs are counted within sequences, so the first token of each is not guessed: these are the
     tokens that :class:`NextToken` asks for. Without `smoothing`, counts of pairs are mixed with
     those of tokens, the more, the more different tokens T(a) followed a (Witten and Bell, 1991;
-    Chen and Goodman, 1998, Equation 17):
+    Chen and Goodman, 1998):
 
     .. math::
         p(b \mid a) = \frac{c(a, b) + T(a) \, p(b)}{c(a) + T(a)}, \qquad

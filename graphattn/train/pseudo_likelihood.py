@@ -43,7 +43,7 @@ def pseudo_log_likelihood(
         [N], or [n] of `positions`, in nats: float32, or the model's dtype if that is finer.
 
     Source:
-        Salazar et al., 2020, *Masked Language Model Scoring*, Equation 2.
+        Salazar et al., 2020, *Masked Language Model Scoring*: the terms of the PLL.
 
     Example:
         >>> import graphattn as ga
@@ -111,7 +111,7 @@ def pseudo_perplexity(
         ValueError: names the argument, its value and what is allowed; if there is no sequence.
 
     Source:
-        Salazar et al., 2020, *Masked Language Model Scoring*, Equation 3.
+        Salazar et al., 2020, *Masked Language Model Scoring*: the PPPL.
 
     Example:
         >>> import torch, graphattn as ga

@@ -48,7 +48,7 @@ class MaskSchedule:
         ValueError: names the argument, its value and what is allowed.
 
     Source:
-        MaskGIT (Chang et al., 2022), Section 4.2.1, for "linear", "cosine" and "sqrt"; ESM3 (Hayes
+        MaskGIT (Chang et al., 2022), masking design, for "linear", "cosine" and "sqrt"; ESM3 (Hayes
         et al., 2024), Appendix A.2.2, for "betalinear30". BERT (Devlin et al., 2019) has a constant
         ratio of 0.15. The consensus paper masks proteins and DNA by "betalinear30", structures by
         "cosine" and tracks of context by "sqrt".

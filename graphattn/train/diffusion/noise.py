@@ -57,7 +57,7 @@ class LogLinearNoise(Noise):
         \frac{\sigma'(t)}{e^{\sigma(t)} - 1} = \frac1t
 
     Source: Lou et al. 2024, *Discrete Diffusion Modeling by Estimating the Ratios of the Data
-    Distribution* (SEDD), Section 5.1.
+    Distribution* (SEDD), log-linear noise.
 
     Args:
         eps: the share of tokens that is not masked at t = 1, in (0, 1).
@@ -100,7 +100,7 @@ class GeometricNoise(Noise):
         \sigma'(t) = \sigma(t) \log \frac{\sigma_{\max}}{\sigma_{\min}}
 
     The consensus paper trains its text models with a geometric schedule (Appendix E.1).
-    Source: Lou et al. 2024 (SEDD), Section 5.1; the range is that of its published configuration.
+    Source: Lou et al. 2024 (SEDD), geometric noise; the range is that of its published configuration.
 
     Args:
         sigma_min: the noise at t = 0, > 0.

@@ -45,8 +45,8 @@ class AbsorbingDiffusion(Objective):
     log-likelihood from above up to the few tokens that are masked before `t_min` (a share of
     `t_min` with log-linear noise), which :func:`likelihood_bound` adds.
 
-    Source: Lou et al. 2024 (SEDD, arXiv 2310.16834), Equation 11 and Theorem 3.6. The text models
-    of *Stabilizing Transformer Training Through Consensus* are trained with it (Appendix E.1).
+    Source: Lou et al. 2024 (SEDD, arXiv 2310.16834), diffusion weighted denoising score entropy and
+    the bound on the likelihood that it is. The text models of *Stabilizing Transformer Training Through Consensus* are trained with it (Appendix E.1).
 
     Args:
         mask_token: the token that stands for a gap; no other token of a text.

@@ -51,7 +51,7 @@ def sample_diffusion(
       times t > s, and drawn from the model's softmax. With a model that gives the exact
       :math:`p(x_i \mid \text{unmasked})`, sequences are exact as `steps` grows: tokens that are
       unmasked in the same step are drawn independently of each other.
-    - ``"tweedie"`` is SEDD's analytic sampler (Equation 19): the same, but that probability is
+    - ``"tweedie"`` is SEDD's analytic sampler (Tweedie tau-leaping): the same, but that probability is
       multiplied by the sum S of what the scores say, at most 1. The last step unmasks all.
       For normalised scores it is "ancestral".
     - ``"top-probability"`` unmasks in every step the places whose likeliest token is likeliest, and
@@ -59,8 +59,8 @@ def sample_diffusion(
       consensus paper generates text (Appendix E.1), else evenly many per step. That is not the
       model's distribution: sure places come first.
 
-    Source: Lou et al. 2024 (SEDD), Section 4.2; Kim et al. 2025, *Train for the Worst, Plan for
-    the Best*, Section 4 ("top probability").
+    Source: Lou et al. 2024 (SEDD), simulation of the reverse process; Kim et al. 2025, *Train for
+    the Worst, Plan for the Best* ("top probability").
 
     Args:
         model: logits [*, N, vocab_size] from tokens [*, N]; called with ``noise_level`` [*] where

@@ -54,7 +54,7 @@ def absorbing_log_scores(logits: Tensor, noise_level: Tensor, mask_token: int) -
     masked place is :math:`p(v \mid \text{what is not masked}) / (e^\sigma - 1)`, so that
     :math:`e^{z_v} / V` stands for a probability, and logits of 0 for even chances.
 
-    Source: Lou et al. 2024 (SEDD), Section 5.1 and Appendix C.2.
+    Source: Lou et al. 2024 (SEDD), the absorbing case and its scaled scores.
 
     Args:
         logits: z, [*, vocab_size].
@@ -92,7 +92,7 @@ def denoising_score_entropy(
     which is how it is computed: the cross-entropy of masked-token modelling, and a penalty that is
     0 where S = 1, that is, where the scores sum to what they must.
 
-    Source: Lou et al. 2024 (SEDD), Equation 9 and Section 5.1.
+    Source: Lou et al. 2024 (SEDD), denoising score entropy.
 
     Args:
         logits: z, [*, N, vocab_size], as :func:`absorbing_log_scores` takes them.
