@@ -100,7 +100,8 @@ class GeometricNoise(Noise):
         \sigma'(t) = \sigma(t) \log \frac{\sigma_{\max}}{\sigma_{\min}}
 
     The consensus paper trains its text models with a geometric schedule (Appendix E.1).
-    Source: Lou et al. 2024 (SEDD), geometric noise; the range is that of its published configuration.
+    Source: Lou et al. 2024 (SEDD), geometric noise; the range is that of its published
+    configuration.
 
     Args:
         sigma_min: the noise at t = 0, > 0.

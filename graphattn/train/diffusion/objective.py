@@ -46,7 +46,8 @@ class AbsorbingDiffusion(Objective):
     `t_min` with log-linear noise), which :func:`likelihood_bound` adds.
 
     Source: Lou et al. 2024 (SEDD, arXiv 2310.16834), diffusion weighted denoising score entropy and
-    the bound on the likelihood that it is. The text models of *Stabilizing Transformer Training Through Consensus* are trained with it (Appendix E.1).
+    the bound on the likelihood that it is. The text models of *Stabilizing Transformer Training
+    Through Consensus* are trained with it (Appendix E.1).
 
     Args:
         mask_token: the token that stands for a gap; no other token of a text.

@@ -51,8 +51,8 @@ def sample_diffusion(
       times t > s, and drawn from the model's softmax. With a model that gives the exact
       :math:`p(x_i \mid \text{unmasked})`, sequences are exact as `steps` grows: tokens that are
       unmasked in the same step are drawn independently of each other.
-    - ``"tweedie"`` is SEDD's analytic sampler (Tweedie tau-leaping): the same, but that probability is
-      multiplied by the sum S of what the scores say, at most 1. The last step unmasks all.
+    - ``"tweedie"`` is SEDD's analytic sampler (Tweedie tau-leaping): the same, but that probability
+      is multiplied by the sum S of what the scores say, at most 1. The last step unmasks all.
       For normalised scores it is "ancestral".
     - ``"top-probability"`` unmasks in every step the places whose likeliest token is likeliest, and
       draws a token for each from the model's softmax. One at a time if `steps` is None, as the
