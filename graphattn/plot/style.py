@@ -31,12 +31,19 @@ def axes_or_new(ax: Axes | None, width: float, height: float, *, square: bool = 
 
 
 def style_axes(ax: Axes, *, frame: bool = False) -> None:
-    """Small ticks and a thin grey frame, or its lower left half: the data should be seen."""
+    """Small ticks and a thin grey frame, or its lower left half: the data should be seen.
+
+    Ticks say whole numbers: 3.12, and not 0.12 with "+3" in a corner.
+    """
+    from matplotlib.ticker import ScalarFormatter
+
     for side, spine in ax.spines.items():
         spine.set(color="#999999", linewidth=0.6, visible=frame or side in ("left", "bottom"))
     ax.tick_params(colors=INK, labelsize=8, width=0.6, length=3)
     for axis in (ax.xaxis, ax.yaxis):
         axis.label.set(color=INK, fontsize=9)
+        if isinstance(formatter := axis.get_major_formatter(), ScalarFormatter):
+            formatter.set_useOffset(False)
 
 
 def colour_bar(image: AxesImage | Collection, label: str) -> Colorbar:

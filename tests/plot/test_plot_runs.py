@@ -137,3 +137,13 @@ def test_a_reliability_diagram_has_a_point_per_bin_and_bars_that_sum_to_one(ax):
 def test_nothing_to_draw_is_said(draw, message):
     with pytest.raises(ValueError, match=message):
         draw()
+
+
+def test_ticks_are_the_losses_themselves():
+    """Losses that are near each other would be 0.0 to 0.2 "+3"."""
+    rows = [{"step": k, "split": "train", "loss": 3.1201 - 1e-4 * k} for k in range(5)]
+    ax = ga.plot.training_curves(rows)
+    ax.figure.canvas.draw()
+    shown = [float(label.get_text()) for label in ax.yaxis.get_ticklabels() if label.get_text()]
+    assert ax.yaxis.get_offset_text().get_text() == ""
+    assert shown == pytest.approx(list(ax.get_yticks()), abs=1e-5)
