@@ -84,17 +84,7 @@ class PatchEmbedding(nn.Module):
 
     def checked(self, images: Any, *, interpolate: bool) -> tuple[int, int]:
         """The size of images in pixels; a ValueError names what does not fit."""
-        if (
-            not isinstance(images, Tensor)
-            or images.dim() < 3
-            or images.shape[-3] != self.channels
-            or 0 in images.shape[-2:]
-        ):
-            got = list(images.shape) if isinstance(images, Tensor) else type(images).__name__
-            raise ValueError(
-                f"images must be a tensor of shape [*, {self.channels}, height, width], got {got}"
-            )
-        check_dtype(images, self.projection.weight.dtype)
+        check_images(images, self.channels, self.projection.weight.dtype)
         size = images.shape[-2], images.shape[-1]
         if size != self.image_size and not interpolate:
             raise ValueError(
@@ -136,8 +126,21 @@ class PatchEmbedding(nn.Module):
         return f"image_size={self.image_size}, patch_size={self.patch_size}"
 
 
-def check_dtype(images: Tensor, dtype: torch.dtype) -> None:
-    """That images are numbers of the model's dtype; autocast takes other floating point, too."""
+def check_images(images: Any, channels: int, dtype: torch.dtype) -> None:
+    """That images are [*, channels, height, width] and of the model's dtype.
+
+    Autocast takes other floating point dtypes, too.
+    """
+    if (
+        not isinstance(images, Tensor)
+        or images.dim() < 3
+        or images.shape[-3] != channels
+        or 0 in images.shape[-2:]
+    ):
+        got = list(images.shape) if isinstance(images, Tensor) else type(images).__name__
+        raise ValueError(
+            f"images must be a tensor of shape [*, {channels}, height, width], got {got}"
+        )
     if not images.is_floating_point() or (
         images.dtype != dtype and not torch.is_autocast_enabled(images.device.type)
     ):

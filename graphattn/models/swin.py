@@ -12,7 +12,7 @@ from graphattn.graphs import TokenGraph
 from graphattn.graphs.arguments import as_int
 from graphattn.models.heads import draw_head, make_head
 from graphattn.models.mixers import Mixer, mixers
-from graphattn.models.patches import check_dtype
+from graphattn.models.patches import check_images
 from graphattn.models.stack import BlockStack, Graphs
 from graphattn.models.swin_parts import PatchMerging, WindowBlock, stage_graph
 from graphattn.nn.attention import GraphAttention
@@ -246,17 +246,7 @@ class SwinTransformer(BlockStack):
 
         N is the number of tokens of the last stage, and the width is ``self.dim``.
         """
-        if (
-            not isinstance(images, Tensor)
-            or images.dim() < 3
-            or images.shape[-3] != self.channels
-            or 0 in images.shape[-2:]
-        ):
-            got = list(images.shape) if isinstance(images, Tensor) else type(images).__name__
-            raise ValueError(
-                f"images must be a tensor of shape [*, {self.channels}, height, width], got {got}"
-            )
-        check_dtype(images, self.patches.weight.dtype)
+        check_images(images, self.channels, self.patches.weight.dtype)
         batch, (height, width) = images.shape[:-3], images.shape[-2:]
         patch = self.patch_size
         if height % patch or width % patch:

@@ -28,14 +28,14 @@ class Corpus:
     the memory, and what is read of a record is no more than what is asked for. ``corpus[i]`` is a
     dictionary:
 
-    ==============  =============================================================================
-    ``"tokens"``    LongTensor [N]; of images instead ``"image"``, float [C, H, W] from 0 to 1
-    ``"name"``      what the record is called: the whole header of a FASTA record, or a file's name
-    ``"group"``     where there is one: an organism
-    ``"labels"``    where there are any: LongTensor [N] (GenBank: whether a base is coding)
-    ``"label"``     where there is one: the image's class
-    ``"structure"`` of structures: a :class:`Structure <graphattn.data.Structure>`
-    ==============  =============================================================================
+    ===============  =============================================================================
+    ``"tokens"``     LongTensor [N]; of images instead ``"image"``, float [C, H, W] from 0 to 1
+    ``"name"``       what the record is called: the whole header of a FASTA record, or a file's name
+    ``"group"``      where there is one: an organism
+    ``"labels"``     where there are any: LongTensor [N] (GenBank: whether a base is coding)
+    ``"label"``      where there is one: the image's class
+    ``"structure"``  of structures: a :class:`Structure <graphattn.data.Structure>`
+    ===============  =============================================================================
 
     Args:
         folder: where :func:`load_corpus` wrote one, below its `cache`.
