@@ -35,6 +35,7 @@ class RunConfig:
             windows evenly spread over it; 0 for all. ``graphattn evaluate`` takes all.
         split: "position" (the end of a text), "record" or "group" (whole groups stay together).
         group: a regular expression whose first group names a record's group in its header.
+        split_seed: of the draw of records and groups; runs of other seeds have the same parts.
         model: a preset (:func:`graphattn.models.presets`) or the folder of a saved model.
         model_options: further arguments of the model.
         mixer, mixer_options, window: as all models take them; None as the preset has it.
@@ -75,6 +76,7 @@ class RunConfig:
     validation_tokens: int = 65536
     split: Literal["auto", "position", "record", "group"] = "auto"
     group: str = ""
+    split_seed: int = 0
     model: str = "auto"
     model_options: dict[str, Any] = field(default_factory=dict)
     mixer: Any = None
@@ -208,6 +210,7 @@ class RunConfig:
 _INTEGERS = {
     "length": 0,
     "validation_tokens": 0,
+    "split_seed": 0,
     "steps": 0,
     "batch_tokens": 1,
     "accumulate": 1,

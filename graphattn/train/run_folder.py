@@ -7,6 +7,7 @@ import os
 import platform
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -164,7 +165,7 @@ def locked(path: Path) -> Iterator[None]:
     # Processes that load data must not hold the lock of one that was killed.
     os.register_at_fork(after_in_child=lambda: _close(holding))
     try:
-        if not _lock(handle):
+        if not _lock(handle, patience=0.5):
             raise ValueError(
                 f"out: another process is training in {str(path)!r}: wait for it, or choose "
                 "another folder"
@@ -183,24 +184,33 @@ def _close(handles: list[int]) -> None:
 def _is_locked(path: Path) -> bool:
     if not (path / LOCK).is_file():
         return False
-    handle = os.open(path / LOCK, os.O_RDWR)
+    handle = os.open(path / LOCK, os.O_RDONLY)  # the folder may belong to somebody else
     try:
         return not _lock(handle)
     finally:
         os.close(handle)
 
 
-def _lock(handle: int) -> bool:
-    """Whether a file could be locked; True where the system has no such locks."""
+def _lock(handle: int, patience: float = 0.0) -> bool:
+    """Whether a file could be locked; True where the system has no such locks.
+
+    A process that only looks whether a run is locked holds the lock for a moment, so a process
+    that starts to write tries again for `patience` seconds.
+    """
     try:
         import fcntl
     except ImportError:
         return True
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True
+    end = time.monotonic() + patience
+    while True:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            if time.monotonic() >= end:
+                return False
+            time.sleep(0.01)
+        else:
+            return True
 
 
 # Where results come from.

@@ -211,7 +211,7 @@ def _split(config: RunConfig, corpus: Corpus) -> tuple[RunConfig, dict[str, Part
     if by == "auto":
         is_one = corpus.kind == "text" or len(corpus) == 1
         by = "group" if config.group else "position" if is_one else "record"
-    shares |= {"group": config.group, "seed": config.seed}
+    shares |= {"group": config.group, "seed": config.split_seed}
     try:
         return config.replace(split=by), split_corpus(corpus, by=by, **shares)
     except ValueError:

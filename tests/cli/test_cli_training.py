@@ -194,6 +194,19 @@ def test_what_is_auto_fits_the_data_and_stays_as_it_is(data, name, given, expect
     assert not parts[0] & parts[1]
 
 
+def test_runs_of_other_seeds_hold_out_the_same_records(data):
+    def held_out(**given):
+        config = ga.train.RunConfig(data=str(data / "proteins.fasta"), test=0.3, **given)
+        prepared = ga.train.prepare(config)
+        first = next(iter(prepared.model.state_dict().values()))
+        return prepared.parts["test"].spans.tolist(), first
+
+    (ours, weights), (theirs, others) = held_out(seed=0), held_out(seed=1)
+    assert ours == theirs
+    assert not torch.equal(weights, others)
+    assert held_out(split_seed=1)[0] != ours
+
+
 def test_images_are_cut_into_patches_and_classified(tmp_path):
     import numpy
     from PIL import Image

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import resource
 import signal
 import sys
+import threading
 import types
 from pathlib import Path
 from typing import Any
@@ -239,6 +241,26 @@ def test_two_processes_do_not_train_in_one_folder(tmp_path, straight):
     run = tiny_runs.train(tmp_path / "run", callbacks=[tiny_runs.At(5, meet)])
     assert told == ["running", 7]
     assert run.rows == straight.rows
+
+
+def test_a_look_at_a_run_neither_writes_to_it_nor_keeps_it_from_starting(tmp_path, monkeypatch):
+    path = tiny_runs.train(tmp_path / "run", steps=2).path
+    (path / "run.json").write_text((path / "run.json").read_text().replace("finished", "running"))
+    opened, held = [], []
+
+    def open_and_note(name, flags, *mode, **keywords):
+        opened.append((str(name), flags & os.O_ACCMODE))
+        return real(name, flags, *mode, **keywords)
+
+    real = os.open
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "open", open_and_note)
+        assert ga.train.read_run(path).status == "interrupted"
+    assert (str(path / ".lock"), os.O_RDONLY) in opened
+    held.append(real(path / ".lock", os.O_RDONLY))
+    fcntl.flock(held[0], fcntl.LOCK_EX)
+    threading.Timer(0.1, lambda: os.close(held[0])).start()
+    assert tiny_runs.train(path, steps=2).status == "finished"
 
 
 def test_a_run_says_where_it_comes_from(tmp_path):
