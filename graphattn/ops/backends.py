@@ -11,7 +11,7 @@ import torch
 from graphattn.graphs.arguments import as_choice
 from graphattn.kernels.launch import is_looked_into
 
-BACKENDS = ("reference", "structured", "triton")
+BACKENDS = ("reference", "structured", "native", "triton")
 
 _override: ContextVar[str] = ContextVar("graphattn_backend", default="auto")
 # The same for torch.compile, which guards global variables and cannot read context variables.
@@ -66,6 +66,8 @@ def choose_backend(backend: str, support: dict[str, str | None], device: torch.d
             return "reference"
         if device.type == "cuda" and support["triton"] is None:
             return "triton"
+        if support.get("native") is None:
+            return "native"
         return (
             "structured"
             if torch.compiler.is_compiling() or support["structured"] is None

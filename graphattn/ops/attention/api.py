@@ -18,7 +18,7 @@ from torch import Tensor
 from graphattn.graphs.arguments import as_float, as_int
 from graphattn.graphs.token_graph import TokenGraph
 from graphattn.kernels.launch import is_looked_into
-from graphattn.ops.attention import operators, reference, structured, triton
+from graphattn.ops.attention import native, operators, reference, structured, triton
 from graphattn.ops.attention.edge_bias import check_edge_bias, is_table, per_edge
 from graphattn.ops.attention.reference import Score
 from graphattn.ops.attention.softcap import as_softcap
@@ -122,7 +122,7 @@ def rbf_attention(
             tables, :class:`~graphattn.nn.DistanceBias` biases of edges in space.
         valid: bool [*, N] or [N], or a pair for (targets, sources); an edge that touches an
             invalid token is no edge, and what invalid tokens hold is never read.
-        backend: "auto", "reference", "structured" or "triton" (:func:`~graphattn.backends`).
+        backend: "auto", "reference", "structured", "native" or "triton" (:func:`~graphattn.backends`).
         return_lse: also return the logarithm of the sum above (after top-k, without eps, sink and
             dropout), [*, N, H], -inf for a target without edges; float32 for half-precision inputs.
         sink: the logits s_h of one more term in the normaliser, an attention sink: a number or a
@@ -376,11 +376,12 @@ def _attend(
             return operators.attend(query, key, value, graph, **options)
         tensors = query.to(dtype), key.to(dtype), value.to(dtype)
         options["softcap"] = softcap
-        if chosen == "structured":
+        if chosen in ("structured", "native"):
             options |= {"bias": bias, "per_offset": per_offset, "dropout": dropout, "seed": seed}
             if is_watched(query):
                 return operators.attend(*tensors, graph, backend=chosen, **options)
-            return structured.attend(*tensors, graph, **options)
+            attend = native.attend if chosen == "native" else structured.attend
+            return attend(*tensors, graph, **options)
         note_uncounted("rbf_attention or dot_product_attention with backend='reference'")
         if seed is not None:
             options["dropout"] = dropout_of_call(dropout, seed, query, graph)
@@ -396,7 +397,12 @@ def support(
 ) -> dict[str, str | None]:
     """Backend -> None where it can run attention, over whatever graph; otherwise the reason."""
     why_not = triton.why_not(query, value_width, softcap=softcap, dropout=dropout)
-    return {"reference": None, "structured": None, "triton": why_not}
+    return {
+        "reference": None,
+        "structured": None,
+        "native": native.why_not(query),
+        "triton": why_not,
+    }
 
 
 def _check_qkv(query: Any, key: Any, value: Any) -> int:

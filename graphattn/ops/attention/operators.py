@@ -14,7 +14,7 @@ from torch import Tensor
 
 from graphattn.graphs.encoding import decode
 from graphattn.graphs.token_graph import TokenGraph
-from graphattn.ops.attention import structured, triton
+from graphattn.ops.attention import native, structured, triton
 from graphattn.ops.inputs import ValidPair, compute_dtype
 
 INPUTS = "Tensor query, Tensor key, Tensor value, Tensor scale, Tensor? bias"
@@ -54,7 +54,8 @@ def attend(
 def _structured(inputs: tuple[Any, ...], options: tuple[Any, ...]) -> tuple[Any, Any]:
     """The inputs as a plan wants them, and the plan."""
     of_target, of_source, code, listed, seed, score, top_k, per_offset, *more = options
-    return structured.plan_call(
+    plan_call = native.plan_call if more[2] == "native" else structured.plan_call
+    return plan_call(
         inputs,
         decode(code, listed, inputs[0].device),
         score=score,

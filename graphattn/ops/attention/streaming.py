@@ -33,7 +33,12 @@ def has_step_kernel(
     if wanted != "triton" and not (wanted == "auto" and on_device):
         return False  # on a CPU every microsecond counts
     reason = why_no_step(like, cache_dtype, window, top_k, softcap)
-    support = {"reference": None, "structured": None, "triton": reason}
+    support = {
+        "reference": None,
+        "structured": None,
+        "native": "it has no code for single steps",
+        "triton": reason,
+    }
     return choose_backend(backend, support, like.device) == "triton"
 
 

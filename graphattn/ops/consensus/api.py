@@ -165,7 +165,12 @@ def consensus_update(
 def support(state: Tensor, trunks: int = 1, edge_hidden: bool = False) -> dict[str, str | None]:
     """Backend -> None where it can run a consensus step, otherwise the reason."""
     reason = triton.why_not(state, trunks, edge_hidden)
-    return {"reference": None, "structured": None, "triton": reason}
+    return {
+        "reference": None,
+        "structured": None,
+        "native": "it has no code for consensus, which is a matrix product in torch",
+        "triton": reason,
+    }
 
 
 def consensus_edge_matrices(

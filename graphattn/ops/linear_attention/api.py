@@ -31,6 +31,7 @@ from graphattn.ops.segments import segment_sum
 SUPPORT: dict[str, str | None] = {
     "reference": None,
     "structured": None,
+    "native": "linear attention has no code of its own: it is products of matrices already",
     "triton": "linear attention has no kernels of its own: it is products of matrices already",
 }
 

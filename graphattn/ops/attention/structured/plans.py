@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -30,6 +31,9 @@ from graphattn.ops.inputs import ValidPair, clear_invalid
 from graphattn.ops.memory import keep_freed_memory
 
 SHORT = 128  # tokens
+
+# What makes a plan of rows: (graph, score, top_k, valid, modifiers, index of a table or None).
+Rows = Callable[[TokenGraph, str, int | None, ValidPair, Modifiers, Tensor | None], Plan]
 
 
 def attend(
@@ -64,8 +68,13 @@ def plan_call(
     softcap: float | None = None,
     dropout: float = 0.0,
     seed: Tensor | None = None,
+    rows: Rows | None = None,
 ) -> tuple[Inputs, Plan]:
-    """Inputs with one leading dimension and zeros in place of invalid tokens, and their plan."""
+    """Inputs with one leading dimension and zeros in place of invalid tokens, and their plan.
+
+    `rows` makes plans for graphs without tiles; those of this package if None.
+    """
+    rows = gathered_rows if rows is None else rows
     keep_freed_memory()
     query, key, value, scale, bias = inputs
     batch = query.shape[:-3]
@@ -90,9 +99,22 @@ def plan_call(
     flat_inputs = flat(query, valid[0]), flat(key, valid[1]), flat(value, valid[1]), scale, bias
     if graph.structure is not None and (bias is None or per_offset or bias.dim() == 4):
         table = bias is not None
-        options = score, top_k, masks, modifiers
+        options = score, top_k, masks, rows, modifiers
         return flat_inputs, _plan(graph.structure, flat_inputs[0], *options, table=table)
-    return flat_inputs, RowPlan(*graph.csr(), score, top_k, masks, modifiers)
+    return flat_inputs, rows(graph, score, top_k, masks, modifiers, None)
+
+
+def gathered_rows(
+    graph: TokenGraph,
+    score: str,
+    top_k: int | None,
+    valid: ValidPair,
+    modifiers: Modifiers,
+    index: Tensor | None,
+) -> Plan:
+    """A plan that gathers the sources of a few rows at a time."""
+    rows = RowPlan(*graph.csr(), score, top_k, valid, modifiers)
+    return rows if index is None else TablePlan(rows, index)
 
 
 def _is_dense(graph: TokenGraph) -> bool:
@@ -106,6 +128,7 @@ def _plan(
     score: str,
     top_k: int | None,
     valid: ValidPair,
+    rows: Rows,
     modifiers: Modifiers = NONE,
     *,
     table: bool = False,
@@ -117,7 +140,7 @@ def _plan(
     of_target, of_source = valid
     stored = top_k is not None or table or modifiers.any  # logits are; a tile's should be few
     if not stored and like.device.type == "cpu" and (whole := _causal_beyond(structure)):
-        return _plan_of_later_rows(whole, structure.num_targets, like, score, valid)
+        return _plan_of_later_rows(whole, structure.num_targets, like, score, valid, rows)
     tiles = tiles_of(structure, 64 if stored else 128, 32 if score == "dot" else 1)
     if tiles is not None:
         return TilePlan(tiles, score, top_k, valid, modifiers)
@@ -132,17 +155,16 @@ def _plan(
                 None if of_target is None else of_target[:, t],
                 None if of_source is None else of_source[:, s],
             )
-            options = score, top_k, own, modifiers.some(t, s)
+            options = score, top_k, own, rows, modifiers.some(t, s)
             parts.append((_plan(part, like, *options, table=table), t, s))
         return PartsPlan(parts)
     if apart and (found := _global_tokens(structure)):
-        return _plan_of_global_tokens(found, like, score, valid, modifiers)
-    graph = _kept(structure, like.device)
-    rows = RowPlan(*graph.csr(), score, top_k, valid, modifiers)
-    if not table:
-        return rows
-    source, target = graph.edge_index
-    return TablePlan(rows, structure.offset_index(target, source))
+        return _plan_of_global_tokens(found, like, score, valid, rows, modifiers)
+    graph, index = _kept(structure, like.device), None
+    if table:
+        source, target = graph.edge_index
+        index = structure.offset_index(target, source)
+    return rows(graph, score, top_k, valid, modifiers, index)
 
 
 def _is_fast(structure: Structure, apart: bool) -> bool:
@@ -183,12 +205,14 @@ def _causal_beyond(structure: Structure) -> Band | None:
     return None
 
 
-def _plan_of_later_rows(whole: Band, rows: int, like: Tensor, score: str, valid: ValidPair) -> Plan:
-    """Rows that are left out are invalid targets."""
-    skipped = whole.num_tokens - rows
+def _plan_of_later_rows(
+    whole: Band, count: int, like: Tensor, score: str, valid: ValidPair, rows: Rows
+) -> Plan:
+    """Rows that are left out, all but the last `count`, are invalid targets."""
+    skipped = whole.num_tokens - count
     mask = torch.zeros(len(like), whole.num_tokens, dtype=torch.bool, device=like.device)
     mask[:, skipped:] = True if valid[0] is None else valid[0]
-    return LaterRowsPlan(_plan(whole, like, score, None, (mask, valid[1])), skipped)
+    return LaterRowsPlan(_plan(whole, like, score, None, (mask, valid[1]), rows), skipped)
 
 
 class _Hubs(NamedTuple):
@@ -222,7 +246,7 @@ def _are_global(part: Structure) -> bool:
 
 
 def _plan_of_global_tokens(
-    hubs: _Hubs, like: Tensor, score: str, valid: ValidPair, modifiers: Modifiers
+    hubs: _Hubs, like: Tensor, score: str, valid: ValidPair, rows: Rows, modifiers: Modifiers
 ) -> Plan:
     """Near edges are those of `rest` without the global tokens at either end."""
     targets, sources = (torch.tensor(x, dtype=torch.int64, device=like.device) for x in hubs[:2])
@@ -239,9 +263,9 @@ def _plan_of_global_tokens(
     return GlobalTokensPlan(
         targets,
         sources,
-        _plan(hubs.rest, like, score, None, (others[0], others[1]), modifiers),
-        _plan(Complete(N, len(sources)), like, score, None, far, beside[0]),
-        _plan(Complete(len(targets), M), like, score, None, own, beside[1]),
+        _plan(hubs.rest, like, score, None, (others[0], others[1]), rows, modifiers),
+        _plan(Complete(N, len(sources)), like, score, None, far, rows, beside[0]),
+        _plan(Complete(len(targets), M), like, score, None, own, rows, beside[1]),
     )
 
 

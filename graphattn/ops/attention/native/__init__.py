@@ -1,0 +1,35 @@
+"""Attention by compiled code on a CPU: rows of edges, for every graph that has no tiles.
+
+Graphs with tiles run as in `structured`, whose plans choose; `rows.py` takes the others.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from graphattn.graphs.token_graph import TokenGraph
+from graphattn.kernels.cpu import library
+from graphattn.ops.attention import structured
+from graphattn.ops.attention.native.rows import native_rows
+from graphattn.ops.attention.structured.recompute import Inputs, Plan
+
+
+def why_not(like: Tensor) -> str | None:
+    """The reason why compiled code does not take a case, whatever its graph; None where it does."""
+    if like.device.type != "cpu":
+        return f"it runs on CPUs, not on {like.device.type}"
+    return library.why_not()
+
+
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, graph: TokenGraph, **options: Any
+) -> tuple[Tensor, Tensor]:
+    """Output [*, N, H, Dv] and log-sums [*, N, H]; options are those of `structured`."""
+    return structured.attend(query, key, value, graph, rows=native_rows, **options)
+
+
+def plan_call(inputs: Inputs, graph: TokenGraph, **options: Any) -> tuple[Inputs, Plan]:
+    """The inputs as a plan wants them, and the plan."""
+    return structured.plan_call(inputs, graph, rows=native_rows, **options)

@@ -1,0 +1,250 @@
+"""Attention over any edge list by compiled code: a row of edges per target, no edge ever gathered.
+
+`kernels/cpu/rows.cpp` is the code. This file hands it tensors by their addresses, and knows the
+edges in the order of their sources, which the backward of keys and values needs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphattn.graphs.token_graph import TokenGraph
+from graphattn.kernels.cpu.library import library
+from graphattn.ops.attention.structured.modifiers import Modifiers
+from graphattn.ops.attention.structured.recompute import Gradients, Inputs, Plan
+from graphattn.ops.attention.structured.rows import RowPlan, TablePlan
+from graphattn.ops.inputs import ValidPair
+from graphattn.ops.kept import kept
+
+HASHES = 1 << 32  # of dropout: 32 bits
+
+
+class TokenView(ctypes.Structure):
+    """A tensor [batch, tokens, heads, features] as ``kernels/cpu/rows.h`` has it."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("batch", ctypes.c_int64),
+        ("token", ctypes.c_int64),
+        ("head", ctypes.c_int64),
+    )
+
+
+class RowsCall(ctypes.Structure):
+    """One call; the fields are those of ``kernels/cpu/rows.h``, in their order."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("batch", "targets", "sources", "heads", "kv_heads")),
+        *((name, ctypes.c_int64) for name in ("width", "value_width")),
+        *((name, ctypes.c_void_p) for name in ("rowptr", "source")),
+        *((name, TokenView) for name in ("query", "key", "value")),
+        ("is_rbf", ctypes.c_int64),
+        ("scale", ctypes.c_void_p),
+        ("top_k", ctypes.c_int64),
+        ("softcap", ctypes.c_double),
+        ("bias", ctypes.c_void_p),
+        ("bias_batch", ctypes.c_int64),
+        ("bias_row", ctypes.c_void_p),
+        ("valid_targets", ctypes.c_void_p),
+        ("valid_sources", ctypes.c_void_p),
+        ("dropout", ctypes.c_double),
+        ("drop_rows", ctypes.c_void_p),
+        ("drop_columns", ctypes.c_void_p),
+        ("drop_below", ctypes.c_int64),
+        ("out", TokenView),
+        ("lse", ctypes.c_void_p),
+        ("threads", ctypes.c_int64),
+    )
+
+
+class RowsGradients(ctypes.Structure):
+    """What the backward of a call reads and writes beside it."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("colptr", "target", "edge")),
+        ("d_out", TokenView),
+        ("d_lse", ctypes.c_void_p),
+        *((name, TokenView) for name in ("d_query", "d_key", "d_value")),
+        ("d_scale", ctypes.c_void_p),
+        ("d_bias", ctypes.c_void_p),
+        ("d_bias_batch", ctypes.c_int64),
+    )
+
+
+class Edges:
+    """The edges of a graph in the order of their targets and, once asked for, of their sources."""
+
+    def __init__(self, rowptr: Tensor, source: Tensor, num_sources: int) -> None:
+        self.rowptr, self.source, self.num_sources = rowptr, source, num_sources
+
+    @cached_property
+    def by_source(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Where every source's edges begin [M + 1], and of each its target and number, [E]."""
+        edge = self.source.argsort(stable=True)
+        targets = torch.arange(len(self.rowptr) - 1).repeat_interleave(self.rowptr.diff())
+        counts = torch.bincount(self.source, minlength=self.num_sources)
+        return torch.cat([counts.new_zeros(1), counts.cumsum(0)]), targets[edge], edge
+
+
+def edges_of(graph: TokenGraph) -> Edges:
+    """The edges of a graph, kept as long as its list of edges lives."""
+    return kept(graph, _edges)
+
+
+def _edges(graph: TokenGraph, _: Tensor) -> Edges:
+    rowptr, source = graph.csr()
+    return Edges(rowptr.contiguous(), source.contiguous(), graph.num_sources)
+
+
+def native_rows(
+    graph: TokenGraph,
+    score: str,
+    top_k: int | None,
+    valid: ValidPair,
+    modifiers: Modifiers,
+    index: Tensor | None,
+) -> Plan:
+    """A plan of rows for the planner of `structured`."""
+    slow = RowPlan(*graph.csr(), score, top_k, valid, modifiers)
+    return NativeRowPlan(edges_of(graph), slow, index)
+
+
+@dataclass
+class NativeRowPlan:
+    """Attention over the edges of every target; see :class:`~..structured.recompute.Plan`.
+
+    `slow` does the same in operations that can be differentiated again. `index` [E], where the bias
+    is a table of offsets, says which row of it an edge reads.
+    """
+
+    edges: Edges
+    slow: RowPlan
+    index: Tensor | None = None
+
+    def forward(self, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
+        """Output, log-sums, and the log-sums again."""
+        query, _, value, _, _ = inputs
+        out = query.new_empty((*query.shape[:-1], value.shape[-1]))
+        lse = query.new_empty(query.shape[:-1])
+        call = _Call(self, inputs)
+        call.numbers.out, call.numbers.lse = _view(out), lse.data_ptr()
+        call.run(None)
+        return out, lse, lse
+
+    def backward(
+        self, inputs: Inputs, out: Tensor, saved: Tensor, d_out: Tensor, d_lse: Tensor | None
+    ) -> Gradients:
+        """Gradients of the five inputs; every row is computed again."""
+        query, key, value, scale, bias = inputs
+        call = _Call(self, inputs)
+        d_query, d_key, d_value = (
+            x.new_empty(x.shape) for x in (query, key, value)
+        )
+        d_scale = torch.zeros(scale.shape, dtype=torch.float64)
+        d_bias = None
+        if bias is not None:
+            shape = (len(self.edges.source), bias.shape[-1])
+            d_bias = bias.new_zeros(shape if bias.dim() == 2 else (len(bias), *shape))
+        d_out = _featurewise(d_out)
+        d_lse = None if d_lse is None else d_lse.contiguous()
+        by_source = self.edges.by_source
+        wanted = RowsGradients(
+            *(x.data_ptr() for x in by_source),
+            _view(d_out),
+            _address(d_lse),
+            _view(d_query),
+            _view(d_key),
+            _view(d_value),
+            d_scale.data_ptr(),
+            _address(d_bias),
+            _per_sample(d_bias),
+        )
+        call.run(wanted)
+        if d_bias is not None and self.index is not None:
+            assert bias is not None
+            d_bias = torch.zeros_like(bias).index_add_(0, self.index, d_bias)
+        return d_query, d_key, d_value, d_scale.to(scale.dtype), d_bias
+
+    def plainly(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
+        """Output and log-sums in operations that can be differentiated any number of times."""
+        slow: Plan = self.slow if self.index is None else TablePlan(self.slow, self.index)
+        return slow.plainly(inputs)
+
+
+class _Call:
+    """The numbers and addresses of a call, and the tensors that must live as long."""
+
+    def __init__(self, plan: NativeRowPlan, inputs: Inputs) -> None:
+        query, key, value, scale, bias = inputs
+        rows, edges = plan.slow, plan.edges
+        query, key, value = (_featurewise(x) for x in (query, key, value))
+        B, N, H, D = query.shape
+        scale = scale.contiguous()
+        bias = None if bias is None else bias.contiguous()
+        valid = tuple(None if x is None else x.contiguous() for x in rows.valid)
+        softcap, dropout = rows.modifiers
+        hashes: tuple[Tensor, ...] = ()
+        if dropout is not None:
+            hashes = dropout.rows.contiguous(), dropout.columns.contiguous()
+        self.is_double = query.dtype == torch.float64
+        self.alive = query, key, value, scale, bias, valid, hashes
+        self.numbers = RowsCall(
+            batch=B,
+            targets=N,
+            sources=key.shape[1],
+            heads=H,
+            kv_heads=key.shape[2],
+            width=D,
+            value_width=value.shape[3],
+            rowptr=edges.rowptr.data_ptr(),
+            source=edges.source.data_ptr(),
+            query=_view(query),
+            key=_view(key),
+            value=_view(value),
+            is_rbf=rows.score == "rbf",
+            scale=scale.data_ptr(),
+            top_k=rows.top_k or 0,
+            softcap=softcap or 0.0,
+            bias=_address(bias),
+            bias_batch=_per_sample(bias),
+            bias_row=_address(plan.index),
+            valid_targets=_address(valid[0]),
+            valid_sources=_address(valid[1]),
+            threads=torch.get_num_threads(),
+        )
+        if dropout is not None:
+            least = min(int(dropout.p * HASHES), HASHES - 1) - (HASHES >> 1)
+            self.numbers.dropout, self.numbers.drop_below = dropout.p, least
+            self.numbers.drop_rows, self.numbers.drop_columns = (x.data_ptr() for x in hashes)
+
+    def run(self, wanted: RowsGradients | None) -> None:
+        """Forward, or backward to what is `wanted`."""
+        found = library()
+        assert found is not None
+        given = None if wanted is None else ctypes.byref(wanted)
+        if found.graphattn_attention_rows(ctypes.byref(self.numbers), given, self.is_double):
+            raise MemoryError("attention over rows of edges: there is not enough memory")
+
+
+def _view(x: Tensor) -> TokenView:
+    return TokenView(x.data_ptr(), *x.stride()[:3])
+
+
+def _address(x: Tensor | None) -> Any:
+    return None if x is None else x.data_ptr()
+
+
+def _per_sample(bias: Tensor | None) -> int:
+    """Numbers between the biases of two samples; 0 where all share one."""
+    return 0 if bias is None or bias.dim() == 2 or len(bias) == 1 else bias.stride(0)
+
+
+def _featurewise(x: Tensor) -> Tensor:
+    """x with features side by side; copied where they are not."""
+    return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()

@@ -1,0 +1,47 @@
+// What attention over lists of edges is given; library.py has the same structures.
+#pragma once
+
+#include <cstdint>
+
+namespace graphattn {
+
+// A tensor [batch, tokens, heads, features]: how many numbers lie between two entries of the first
+// three dimensions. Features lie side by side.
+struct TokenView {
+  void* data;
+  int64_t batch, token, head;
+};
+
+struct RowsCall {
+  int64_t batch, targets, sources, heads, kv_heads, width, value_width;
+  const int64_t *rowptr, *source;  // [targets + 1], [edges]: the sources of every target
+  TokenView query, key, value;
+  int64_t is_rbf;          // whether logits are -scale |q - k|^2 / 2; scale q . k otherwise
+  const void* scale;       // [heads]
+  int64_t top_k;           // edges that a target and head keeps; 0: all
+  double softcap;          // 0: none
+  const void* bias;        // [edges, heads], one such table per sample, or null
+  int64_t bias_batch;      // numbers between two samples' biases; 0: they share one
+  const int64_t* bias_row; // [edges]: which row of the bias an edge reads; null: its own
+  const uint8_t* valid_targets;  // [batch, targets], or null
+  const uint8_t* valid_sources;  // [batch, sources], or null
+  double dropout;
+  const int64_t* drop_rows;    // [batch, targets, heads], or null: no dropout
+  const int32_t* drop_columns; // [sources]
+  int64_t drop_below;          // an edge whose hash is less is dropped
+  TokenView out;               // written
+  void* lse;                   // [batch, targets, heads], written
+  int64_t threads;
+};
+
+struct RowsGradients {
+  const int64_t *colptr, *target, *edge;  // the same edges by source: [sources + 1], [edges] twice
+  TokenView d_out;
+  const void* d_lse;  // [batch, targets, heads], or null
+  TokenView d_query, d_key, d_value;  // written
+  double* d_scale;       // [heads], added to
+  void* d_bias;          // [edges, heads], added to, or null
+  int64_t d_bias_batch;  // numbers between two samples' gradients; 0: they share one
+};
+
+}  // namespace graphattn
