@@ -26,10 +26,10 @@ FOLDER = Path("kernels/cpu")
 PACKAGE = "graphattn.kernels.cpu"
 
 # -fno-fast-math first: whatever the environment's flags say, NaN and denormals keep their meaning.
-FLAGS = (
-    "-std=c++17 -O3 -g0 -fvisibility=hidden -fno-fast-math -fno-math-errno -fno-trapping-math "
-    "-ffp-contract=fast -Wno-psabi"
-).split()
+FLAGS = [
+    *("-std=c++17", "-O3", "-g0", "-fvisibility=hidden", "-Wno-psabi"),
+    *("-fno-fast-math", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast"),
+]
 OPENMP = "-fopenmp"
 BUILDS: dict[str, list[str]] = {"base": []}
 if platform.machine() in ("x86_64", "AMD64"):
@@ -40,7 +40,7 @@ TURNED_OFF = os.environ.get("GRAPHATTN_NATIVE") == "0"
 # No Python is in the libraries: one file serves every version. Free-threaded ones cannot say so.
 ANY_PYTHON = not sysconfig.get_config_var("Py_GIL_DISABLED")
 
-# Every file of the folder belongs to the build; libraries are built anew when one of them changes.
+# Every file of the folder belongs to the build; libraries are built anew when one changes.
 SOURCES = sorted(str(path) for path in FOLDER.glob("*.cpp"))
 DEPENDS = [*sorted(str(path) for path in FOLDER.glob("*.h")), "setup.py"]
 
@@ -50,6 +50,9 @@ failed: list[str] = []  # builds
 
 class BuildNative(build_ext):
     """Takes OpenMP where the compiler has it; leaves nothing of an older build where one fails."""
+
+    build_temp: str
+    extensions: list[Extension]
 
     def run(self) -> None:
         if self.inplace:
