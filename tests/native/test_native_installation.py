@@ -50,8 +50,11 @@ def tree(tmp_path_factory) -> Path:
 def make(tree: Path, what: str, folder: Path, **environment: str) -> tuple[list[str], Path, str]:
     """The names in a distribution that the project's own backend makes, its file, and the log."""
     (tree / "kernels" / "cpu" / "_native_v9.abi3.so").write_text("old")
-    for stale in (tree / "build").glob("lib*"):
-        (stale / "graphattn" / "old.py").write_text("old")
+    for stale in ("lib", "lib.linux-x86_64-cpython-311"):
+        package = tree / "build" / stale / "graphattn"
+        (package / "kernels" / "cpu").mkdir(parents=True, exist_ok=True)
+        (package / "old.py").write_text("old")
+        (package / "kernels" / "cpu" / "_native_v4.abi3.so").write_text("old")
     folder.mkdir()
     run = subprocess.run(
         [sys.executable, "-c", BUILD, what, str(folder)],
@@ -69,9 +72,6 @@ def make(tree: Path, what: str, folder: Path, **environment: str) -> tuple[list[
 
 @pytest.fixture(scope="module")
 def wheel_without_a_compiler(tree, tmp_path_factory) -> tuple[list[str], Path, str]:
-    stale = tree / "build" / "lib.linux-x86_64-cpython-311" / "graphattn" / "kernels" / "cpu"
-    stale.mkdir(parents=True)
-    (stale / "_native_v4.abi3.so").write_text("old")
     folder = tmp_path_factory.mktemp("without") / "wheel"
     return make(tree, "build_wheel", folder, CXX="/bin/false")
 
@@ -79,7 +79,7 @@ def wheel_without_a_compiler(tree, tmp_path_factory) -> tuple[list[str], Path, s
 def test_a_wheel_without_a_compiler_carries_no_library_and_says_so_once(wheel_without_a_compiler):
     names, file, log = wheel_without_a_compiler
     assert [name for name in names if "_native" in name] == []
-    assert not any(name.endswith((".cpp", ".h", "old.py")) for name in names)
+    assert not any(name.endswith((".cpp", ".h", "/old.py")) for name in names)
     assert file.name.endswith("-py3-none-any.whl")
     assert log.count("no C++ compiler") == 1
     said, last = log.strip().splitlines()[-2:]
@@ -123,7 +123,9 @@ def test_a_wheel_carries_libraries_and_nothing_old(tree, tmp_path):
     expected = {path.name.split(".")[0] for path in Path(library.__file__).parent.glob("_native_*")}
     assert {Path(name).name.split(".")[0] for name in cpu if "_native" in name} == expected
     assert not any(name.endswith((".cpp", ".h")) for name in names)
-    assert not any("old" in Path(name).name for name in names)
+    assert "graphattn/old.py" not in names
+    content = zipfile.ZipFile(file)
+    assert all(content.read(name) != b"old" for name in cpu)
     assert "left out" not in log
     assert not file.name.endswith("-any.whl")
 
