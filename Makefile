@@ -7,31 +7,40 @@ PROCESSES ?= 2
 CASES ?= 3
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-all slow scatter transformers-oldest bench kernels-check kernels-check-all lint docs format clean
+.PHONY: demo test test-all slow scatter transformers-oldest bench kernels-check kernels-check-all \
+	native-check lint docs format clean
 
 # torch goes first and alone: a looser requirement would be resolved to the newest CUDA build.
 $(VENV)/.installed: pyproject.toml Makefile
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[bio,dev,docs,plots]"
+	GRAPHATTN_NATIVE=0 $(BIN)/python -m pip install --quiet --disable-pip-version-check \
+		--editable ".[bio,dev,docs,plots]"
 	touch $@
 
-demo: $(VENV)/.installed  ## real text through every graph and layer
+# The compiled CPU kernels lie in the tree, where a changed file rebuilds them and nothing else.
+# Without a C++ compiler this says so and succeeds; after installing one: `make clean`.
+NATIVE := build/native.built
+$(NATIVE): $(wildcard kernels/cpu/*.cpp kernels/cpu/*.h) setup.py $(VENV)/.installed
+	@env -u GRAPHATTN_NATIVE $(BIN)/python setup.py --quiet build_ext --inplace
+	@mkdir -p build && touch $@
+
+demo: $(NATIVE)  ## real text through every graph and layer
 	$(BIN)/graphattn demo
 
 # Two processes of one thread each take half the time of one with two threads.
-test: $(VENV)/.installed  ## unit tests (a sample of long sweeps), docstring examples, README
+test: $(NATIVE)  ## unit tests (a sample of long sweeps), docstring examples, README
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(PROCESSES) --dist worksteal \
 		$(if $(filter all,$(CASES)),,--cases $(CASES))
 
 test-all:  ## the same, every case of every sweep
 	$(MAKE) test CASES=all
 
-slow: $(VENV)/.installed  ## long sweeps: does every bug put in by hand fail a test?
+slow: $(NATIVE)  ## long sweeps: does every bug put in by hand fail a test?
 	$(BIN)/python -m pytest -q -m slow
 
 # torch-scatter is built from source, against the torch that is there: minutes, and a compiler.
-scatter: $(VENV)/.installed  ## torch-scatter as an independent oracle
+scatter: $(NATIVE)  ## torch-scatter as an independent oracle
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check ninja "setuptools>=77"
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m pip install --quiet \
 		--disable-pip-version-check --no-build-isolation "torch-scatter>=2.1"
@@ -45,33 +54,37 @@ $(OLDEST)/.installed: $(VENV)/.installed
 		"transformers==5.4.0"
 	touch $@
 
-transformers-oldest: $(OLDEST)/.installed  ## the plug-in with the oldest transformers it supports
+transformers-oldest: $(OLDEST)/.installed $(NATIVE)  ## the plug-in with the oldest transformers it supports
 	PYTHONPATH=$(OLDEST) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(PROCESSES) \
 		--dist worksteal $(if $(filter all,$(CASES)),,--cases $(CASES)) \
 		tests/integrations graphattn/integrations
 
-bench: $(VENV)/.installed  ## every operation beside its peers
+bench: $(NATIVE)  ## every operation beside its peers
 	$(BIN)/graphattn bench
 
-kernels-check: $(VENV)/.installed  ## every Triton kernel compiled for sm_90, without a GPU
+kernels-check: $(NATIVE)  ## every Triton kernel compiled for sm_90, without a GPU
 	env -u TRITON_INTERPRET $(BIN)/python -m graphattn.kernels.check
 
-kernels-check-all: $(VENV)/.installed  ## for every architecture; writes the table that is kept
+kernels-check-all: $(NATIVE)  ## for every architecture; writes the table that is kept
 	env -u TRITON_INTERPRET $(BIN)/python -m graphattn.kernels.check --all \
 		--markdown docs/benchmarks/kernels.md
 
-lint: $(VENV)/.installed  ## formatting, lint and types
+# Like kernels-check a look at kernels that tests cannot have; it takes a C++ compiler.
+native-check: $(NATIVE)  ## compiled CPU kernels under the address, behaviour and thread sanitizers
+	$(BIN)/python tests/native/sanitizers.py
+
+lint: $(NATIVE)  ## formatting, lint and types
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-docs: $(VENV)/.installed  ## the documentation, in docs/_build/html
+docs: $(NATIVE)  ## the documentation, in docs/_build/html
 	$(BIN)/sphinx-build -W --keep-going -q -b html docs docs/_build/html
 	@echo "docs/_build/html/index.html"
 
-format: $(VENV)/.installed
+format: $(NATIVE)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf $(VENV) docs/_build docs/_figures build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) kernels/cpu/_native_* docs/_build docs/_figures build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

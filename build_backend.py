@@ -3,7 +3,11 @@
 An editable installation finds `graphattn` (and `kernels/` as `graphattn.kernels`) by a hook that
 runs when something is imported. Type checkers run nothing, so they would find nothing. This backend
 adds what they read: a folder of links in the layout of an installation, as a stub package (PEP
-561), which Python itself never imports. Everything else is setuptools' own.
+561), which Python itself never imports.
+
+setuptools takes what an earlier build left in build/ for its own: a library of other sources, or of
+a compiler that is no longer there. So a wheel is built without that. Everything else is setuptools'
+own.
 
 Where links cannot be made (Windows without its developer mode) the installation is as setuptools
 makes it. A new file directly in graphattn/ is seen after the next installation, a deeper one at
@@ -23,7 +27,6 @@ from typing import Any
 from setuptools import build_meta
 from setuptools.build_meta import (  # noqa: F401
     build_sdist,
-    build_wheel,
     get_requires_for_build_editable,
     get_requires_for_build_sdist,
     get_requires_for_build_wheel,
@@ -33,6 +36,24 @@ from setuptools.build_meta import (  # noqa: F401
 
 TOP = Path(__file__).resolve().parent
 PATH_FILE = "__editable__.graphattn-types.pth"
+
+
+def build_wheel(
+    wheel_directory: str,
+    config_settings: dict[str, Any] | None = None,
+    metadata_directory: str | None = None,
+) -> str:
+    """setuptools' wheel, of nothing that an earlier build left."""
+    remove_earlier_build(TOP / "build")
+    name: str = build_meta.build_wheel(wheel_directory, config_settings, metadata_directory)
+    return name
+
+
+def remove_earlier_build(folder: Path) -> None:
+    """What setuptools writes below `folder`; the rest of it (links, `make`'s files) stays."""
+    for pattern in ("lib*", "temp*", "bdist*"):
+        for path in folder.glob(pattern):
+            shutil.rmtree(path)
 
 
 def build_editable(

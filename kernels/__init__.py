@@ -18,4 +18,5 @@ A kernel knows tensors and index arrays only, never a TokenGraph. Read them in t
   sizes, their start.
 - `configurations` (and `band_`, `edge_`, `knn_`, `window_step_`, `consensus_configurations`),
   `ahead_of_time`, `prediction`, `check`: looking at them without a GPU.
+- `cpu`: kernels in C++, for processors.
 """

@@ -89,6 +89,15 @@ GRAPHATTN_INLINE void store_first(lane_t<V>* to, V x, int64_t count) {
   std::memcpy(to, &x, static_cast<size_t>(count) * sizeof(lane_t<V>));
 }
 
+// The same bytes as a vector of another type.
+template <class To, class From>
+GRAPHATTN_INLINE To bit_cast(const From& from) {
+  static_assert(sizeof(To) == sizeof(From));
+  To to;
+  std::memcpy(&to, &from, sizeof to);
+  return to;
+}
+
 // ---- Between two vectors, and across one ----
 
 // Lane by lane. Where b is NaN it is a, where a is NaN it is a: what has been found so far goes
@@ -172,7 +181,7 @@ GRAPHATTN_INLINE V exp(V x) {
   using Numbers = ExpNumbers<T>;
 
   const V rounded = x * Numbers::log2_e + Numbers::round_by;
-  const Bits exponent = reinterpret_cast<const Bits&>(rounded) << Numbers::mantissa_bits;
+  const Bits exponent = bit_cast<Bits>(rounded) << Numbers::mantissa_bits;
   const V n = rounded - Numbers::round_by;
   const V r = (x - n * Numbers::ln2_high) - n * Numbers::ln2_low;
 
@@ -183,7 +192,7 @@ GRAPHATTN_INLINE V exp(V x) {
     series = series * r + static_cast<T>(inverse_factorial(k));
   }
   const V of_r = ((series * r) * r + r) + T{1};
-  const V scaled = (V)((Bits)of_r + exponent);
+  const V scaled = bit_cast<V>(bit_cast<Bits>(of_r) + exponent);
 
   // What is not at most `highest` is too large or NaN; adding infinity keeps both apart.
   const V upper = x <= Numbers::highest ? scaled : x + std::numeric_limits<T>::infinity();
@@ -216,6 +225,8 @@ GRAPHATTN_INLINE void prefetch(const void* start) { __builtin_prefetch(start); }
 GRAPHATTN_INLINE void prefetch(const void* start, int64_t bytes) {
   constexpr int64_t cache_line = 64;
   for (int64_t at = 0; at < bytes; at += cache_line) {
+    // Into the second level: whole rows of features, fetched into the first, would push each other
+    // out again (1.3 times the time of attention over random neighbours).
     __builtin_prefetch(static_cast<const char*>(start) + at, 0, 2);
   }
 }

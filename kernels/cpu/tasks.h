@@ -14,7 +14,6 @@
 #include <new>
 
 #if defined(GRAPHATTN_STD_THREADS)
-#include <system_error>
 #include <thread>
 #include <vector>
 #elif defined(_OPENMP)
@@ -65,20 +64,20 @@ inline int worker_count(int64_t tasks, int threads) {
 
 // ---- The loop ----
 
-// Tasks are taken one by one, in order; the first exception ends the taking and is kept.
+// Who does which task; the first exception is kept, and ends what has not begun.
 template <class F>
 class TaskQueue {
  public:
-  TaskQueue(int64_t tasks, const F& f) : tasks_(tasks), f_(f) {}
+  TaskQueue(int64_t tasks, int workers, const F& f) : tasks_(tasks), workers_(workers), f_(f) {}
 
   void work(int worker) noexcept {
-    for (int64_t task = take(); task < tasks_; task = take()) {
-      try {
-        f_(task, worker);
-      } catch (...) {
-        stop(std::current_exception());
-      }
-    }
+#if defined(GRAPHATTN_STD_THREADS)
+    // Every worker has a share, however late it starts: a race between two is always seen.
+    for (int64_t task = worker; task < tasks_; task += workers_) run(task, worker);
+#else
+    // Whoever is free takes the next: tasks, and cores beside other work, differ in speed.
+    for (int64_t task = take(); task < tasks_; task = take()) run(task, worker);
+#endif
   }
 
   void rethrow() const {
@@ -88,12 +87,17 @@ class TaskQueue {
  private:
   int64_t take() { return next_.fetch_add(1, std::memory_order_relaxed); }
 
-  void stop(std::exception_ptr error) {
-    if (!stopped_.exchange(true)) error_ = std::move(error);
-    next_.store(tasks_, std::memory_order_relaxed);
+  void run(int64_t task, int worker) noexcept {
+    if (stopped_.load(std::memory_order_relaxed)) return;
+    try {
+      f_(task, worker);
+    } catch (...) {
+      if (!stopped_.exchange(true)) error_ = std::current_exception();
+    }
   }
 
   const int64_t tasks_;
+  const int workers_;
   const F& f_;
   std::atomic<int64_t> next_{0};
   std::atomic<bool> stopped_{false};
@@ -109,17 +113,13 @@ void parallel_tasks(int64_t tasks, int threads, const F& f) {
     for (int64_t task = 0; task < tasks; ++task) f(task, 0);
     return;
   }
-  TaskQueue<F> queue(tasks, f);
+  TaskQueue<F> queue(tasks, workers, f);
 #if defined(GRAPHATTN_STD_THREADS)
   // The thread sanitizer knows these; of OpenMP's synchronisation it knows nothing.
   std::vector<std::thread> others;
   others.reserve(static_cast<size_t>(workers));
-  try {
-    for (int worker = 1; worker < workers; ++worker) {
-      others.emplace_back([&queue, worker] { queue.work(worker); });
-    }
-  } catch (const std::system_error&) {
-    // No more threads are to be had: those that are there do the work.
+  for (int worker = 1; worker < workers; ++worker) {
+    others.emplace_back([&queue, worker] { queue.work(worker); });
   }
   queue.work(0);
   for (std::thread& other : others) other.join();

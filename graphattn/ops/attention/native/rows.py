@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from graphattn.graphs.token_graph import TokenGraph
-from graphattn.kernels.cpu.library import library
+from graphattn.kernels.cpu import library
 from graphattn.ops.attention.structured.modifiers import Modifiers
 from graphattn.ops.attention.structured.recompute import Gradients, Inputs, Plan
 from graphattn.ops.attention.structured.rows import RowPlan, TablePlan
@@ -225,11 +225,12 @@ class _Call:
 
     def run(self, wanted: RowsGradients | None) -> None:
         """Forward, or backward to what is `wanted`."""
-        found = library()
+        found = library.library()
         assert found is not None
         given = None if wanted is None else ctypes.byref(wanted)
-        if found.graphattn_attention_rows(ctypes.byref(self.numbers), given, self.is_double):
-            raise MemoryError("attention over rows of edges: there is not enough memory")
+        library.check(
+            found.graphattn_attention_rows(ctypes.byref(self.numbers), given, self.is_double)
+        )
 
 
 def _view(x: Tensor) -> TokenView:

@@ -1,0 +1,77 @@
+"""Small calls of every compiled CPU kernel, for the sanitizers (`make native-check`).
+
+A case only has to reach the lines of a kernel and the ends of its memory: sizes of 0 and 1, one
+less and one more than a vector or a tile, several threads. Whether results are right is for the
+tests. A new kernel adds a line to `CASES`: a name, a function, and the arguments of its calls.
+
+    GRAPHATTN_NATIVE=... python tests/native/cases_native.py
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+import native_entries
+import torch
+
+from graphattn.kernels.cpu import library
+
+THREADS = (1, 2, 3)
+COUNTS = (0, 1, 3, 4, 5, 15, 16, 17, 63, 4096, 4097, 20_000)
+DTYPES = (torch.float32, torch.float64)
+
+
+class Cases(NamedTuple):
+    """Calls of one function with each of some arguments."""
+
+    name: str
+    call: Callable[..., object]
+    arguments: Iterable[tuple[object, ...]]
+
+
+def exp(count: int, dtype: torch.dtype, threads: int) -> None:
+    native_entries.exp(100 * torch.randn(count, dtype=dtype), threads)
+
+
+def reduce(dtype: torch.dtype) -> None:
+    native_entries.reduce(torch.randn(native_entries.lanes(dtype), dtype=dtype))
+
+
+def fail_to_allocate(tasks: int, threads: int) -> None:
+    try:
+        native_entries.allocate(-1, tasks, threads)  # refused before the allocator is asked
+    except MemoryError:
+        return
+    raise AssertionError("there is no such memory")
+
+
+CASES = [
+    Cases("exp", exp, itertools.product(COUNTS, DTYPES, THREADS)),
+    Cases("reduce", reduce, itertools.product(DTYPES)),
+    Cases("workers", native_entries.workers, itertools.product((0, 1, 2, 50), THREADS)),
+    Cases(
+        "allocate",
+        native_entries.allocate,
+        itertools.product((0, 1, 100_000), (0, 1, 20), THREADS),
+    ),
+    Cases("fail_to_allocate", fail_to_allocate, itertools.product((1, 20), THREADS)),
+]
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    print(f"  {library.instruction_set()}: ", end="", flush=True)
+    for name, call, arguments in CASES:
+        count = 0
+        for one in arguments:
+            call(*one)
+            count += 1
+        print(f"{count} {name}", end=", ", flush=True)
+    print("done", flush=True)
+
+
+if __name__ == "__main__":
+    native_entries.loaded()
+    main()

@@ -1,0 +1,21 @@
+"""Which builds of the compiled CPU kernels are tested: those that are there and run here."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+
+import pytest
+import torch
+
+from graphattn.kernels.cpu import library
+
+
+@pytest.fixture(scope="session", params=[*reversed(library.BUILDS)])
+def native(request: pytest.FixtureRequest) -> ctypes.CDLL:
+    """One build after the other."""
+    capability = torch.backends.cpu.get_cpu_capability()
+    found = library.find(Path(library.__file__).parent, request.param, capability)
+    if found.library is None:
+        pytest.skip(found.reason)
+    return found.library
