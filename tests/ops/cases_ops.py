@@ -8,6 +8,11 @@ import torch
 from torch import Tensor
 
 import graphattn as ga
+from graphattn.kernels.cpu import library
+
+# What runs on a CPU: compiled code where there is some, and the fallback that it stands in for.
+FAST = ["structured", "native"] if library.why_not() is None else ["structured"]
+BACKENDS = ["reference", *FAST]
 
 
 def random(*shape: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:

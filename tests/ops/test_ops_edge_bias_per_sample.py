@@ -8,14 +8,13 @@ from typing import Any
 import oracle_ops as oracle
 import pytest
 import torch
-from cases_ops import GRAPHS, qkv, random, valid_tokens
+from cases_ops import BACKENDS, GRAPHS, qkv, random, valid_tokens
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import graphattn as ga
 
 EXACT = {"rtol": 1e-10, "atol": 1e-10}
-TORCH = ["reference", "structured"]
 # Windows, tables, global tokens, lists with empty rows, two tracks, packed sequences.
 NAMES = [
     "path",
@@ -63,7 +62,7 @@ def by_loops(
 
 @pytest.mark.parametrize("top_k", [None, 2])
 @pytest.mark.parametrize("op", ["rbf", "dot"])
-@pytest.mark.parametrize("backend", TORCH)
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", NAMES)
 def test_every_sample_has_its_own_biases(
     name: str, backend: str, op: str, top_k: int | None
@@ -83,7 +82,7 @@ def test_every_sample_has_its_own_biases(
     torch.testing.assert_close(weights, per_edge, **EXACT)
 
 
-@pytest.mark.parametrize("backend", TORCH)
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", ["path", "complete", "isolated targets", "mixed batch"])
 def test_and_eps_and_padding_as_well(name: str, backend: str) -> None:
     graph = GRAPHS[name]()
@@ -96,7 +95,7 @@ def test_and_eps_and_padding_as_well(name: str, backend: str) -> None:
     torch.testing.assert_close(out, expected.out, **EXACT)
 
 
-@pytest.mark.parametrize("backend", TORCH)
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_on_a_complete_graph_they_are_the_additive_mask_of_sdpa(backend: str) -> None:
     graph = ga.complete_graph(7)
     q, k, v = qkv(graph, batch=(3,), heads=4)
@@ -110,7 +109,7 @@ def test_on_a_complete_graph_they_are_the_additive_mask_of_sdpa(backend: str) ->
     torch.testing.assert_close(out, expected, **EXACT)
 
 
-@pytest.mark.parametrize("backend", TORCH)
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("sizes", [(1, 3), (2, 1), (1, 1), (3,), (1,)], ids=str)
 def test_a_size_of_one_stands_for_all_samples_and_sums_their_gradients(
     sizes: tuple[int, ...], backend: str
@@ -143,7 +142,7 @@ def test_with_a_leading_size_of_one_nobody_takes_them_for_a_table() -> None:
 
 
 @pytest.mark.parametrize("option", ["plain", "top_k", "valid"])
-@pytest.mark.parametrize("backend", TORCH)
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("op", ["rbf", "dot"])
 @pytest.mark.parametrize("name", ["list", "complete"])
 def test_all_gradients_are_those_of_differences(
@@ -171,7 +170,7 @@ def test_all_gradients_are_those_of_differences(
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 @pytest.mark.parametrize("top_k", [None, 2])
 @pytest.mark.parametrize("shared", [False, True])
-@pytest.mark.parametrize("backend", TORCH)
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", ["path", "complete", "isolated targets", "mixed batch"])
 def test_what_edges_of_padding_hold_reaches_nothing(
     name: str, backend: str, shared: bool, top_k: int | None, bad: float
@@ -210,7 +209,7 @@ def test_what_edges_of_padding_hold_reaches_nothing(
 
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("edge", [0, 5])
-@pytest.mark.parametrize("backend", TORCH)
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", ["complete", "isolated targets"])
 def test_a_nan_of_one_edge_spoils_its_own_row_alone(
     name: str, backend: str, edge: int, shared: bool
@@ -231,7 +230,7 @@ def test_a_nan_of_one_edge_spoils_its_own_row_alone(
     torch.testing.assert_close(out[~spoilt], clean[~spoilt], **EXACT)
 
 
-@pytest.mark.parametrize("backend", TORCH)
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_a_bias_of_minus_infinity_takes_an_edge_away_in_its_sample(backend: str) -> None:
     graph = ga.complete_graph(6)
     q, k, v = qkv(graph, batch=(2,))
@@ -247,7 +246,7 @@ def test_a_bias_of_minus_infinity_takes_an_edge_away_in_its_sample(backend: str)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("backend", TORCH)
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_half_precision_adds_them_in_float32(backend: str, dtype: torch.dtype) -> None:
     """Biases whose difference half precision would round away still choose the nearest."""
     graph = GRAPHS["path"]()
@@ -320,7 +319,7 @@ def test_what_does_not_fit_is_refused_by_name() -> None:
 
 def test_a_graph_without_edges_and_a_batch_without_samples() -> None:
     empty = ga.from_edge_index(torch.empty(2, 0, dtype=torch.long), 4)
-    for backend in TORCH:
+    for backend in BACKENDS:
         q, k, v = qkv(empty, batch=(2,))
         bias = torch.zeros(2, 0, 2, dtype=torch.float64)
         out = ga.rbf_attention(q, k, v, empty, 1.0, edge_bias=bias, backend=backend)

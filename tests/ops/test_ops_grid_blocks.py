@@ -6,7 +6,7 @@ import torch
 import graphattn as ga
 from graphattn.graphs.structure import Complete
 from graphattn.ops.attention.structured.parts import ReorderedPlan
-from graphattn.ops.attention.structured.plans import _plan
+from graphattn.ops.attention.structured.plans import _plan, gathered_rows
 
 CASES = [
     (8, 8, 4, 0),
@@ -46,7 +46,9 @@ def attend(kind, q, k, v, graph, **options):
 
 def test_they_are_taken_block_by_block():
     structure = ga.grid_block_graph(8, 8, 4, shift=2).structure
-    assert isinstance(_plan(structure, torch.zeros(1), "dot", None, (None, None)), ReorderedPlan)
+    assert isinstance(
+        _plan(structure, torch.zeros(1), "dot", None, (None, None), gathered_rows), ReorderedPlan
+    )
     assert not isinstance(structure, Complete)
 
 

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from cases_ops import random
+from cases_ops import BACKENDS, random
 from torch import Tensor
 
 import graphattn as ga
@@ -70,7 +70,7 @@ def by_hand(
     return out
 
 
-@pytest.mark.parametrize("backend", ["reference", "structured"])
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", CASES)
 def test_attention_in_neighborhoods_is_nattens(name: str, backend: str) -> None:
     shape, options = CASES[name]

@@ -4,14 +4,13 @@ import itertools
 
 import pytest
 import torch
-from cases_ops import consensus_inputs, qkv, random, valid_tokens
+from cases_ops import BACKENDS, consensus_inputs, qkv, random, valid_tokens
 from oracle_ops import attention
 
 import graphattn as ga
 from graphattn.graphs.bands import has_bands
 from graphattn.ops.attention.structured.tiles import tiles_of
 
-BACKENDS = ("reference", "structured")
 TIGHT = {"rtol": 1e-10, "atol": 1e-11}
 WHOLE = {
     "causal": (ga.causal_graph(40), 11, 40),

@@ -4,12 +4,11 @@ import math
 
 import pytest
 import torch
-from cases_ops import FEW, GRAPHS, qkv, random, valid_tokens
+from cases_ops import BACKENDS, FEW, GRAPHS, qkv, random, valid_tokens
 from oracle_ops import attention, per_edge
 
 import graphattn as ga
 
-BACKENDS = ["reference", "structured"]
 TIGHT = {"rtol": 1e-12, "atol": 1e-12}
 SCORES = {
     "rbf": lambda q, k, v, graph, **more: ga.rbf_attention(q, k, v, graph, 1.3, **more),

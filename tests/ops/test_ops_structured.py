@@ -4,6 +4,7 @@ import os
 
 import pytest
 import torch
+from cases_ops import FAST
 from random_ops import draws, random_graph
 
 import graphattn as ga
@@ -13,6 +14,7 @@ from graphattn.ops.attention import api
 from graphattn.ops.attention.structured import contiguous, rows
 from graphattn.ops.attention.structured.group import Group
 
+EACH = pytest.mark.parametrize("backend", FAST)
 CASES = int(os.environ.get("GRAPHATTN_SWEEP", "500"))
 
 
@@ -80,15 +82,16 @@ def short_chunks(monkeypatch):
     monkeypatch.setattr(rows, "CHUNK", 64)
 
 
+@EACH
 @pytest.mark.long
 @pytest.mark.parametrize("quarter", range(4))
-def test_values_and_gradients_are_those_of_the_reference(quarter, request):
+def test_values_and_gradients_are_those_of_the_reference(backend, quarter, request):
     if quarter % 2:
         request.getfixturevalue("short_chunks")
     for seed in range(quarter, CASES, 4):
         graph, tensors, options = random_case(seed, torch.float64)
         pairs = zip(
-            run("structured", graph, tensors, options),
+            run(backend, graph, tensors, options),
             run("reference", graph, tensors, options),
             strict=True,
         )
@@ -96,8 +99,9 @@ def test_values_and_gradients_are_those_of_the_reference(quarter, request):
             torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-10, msg=f"seed {seed}")
 
 
+@EACH
 @pytest.mark.parametrize("offset", [0.0, 100.0])
-def test_float32_keeps_its_accuracy_under_a_common_offset(offset):
+def test_float32_keeps_its_accuracy_under_a_common_offset(backend, offset):
     compared = 0
     for seed in range(max(100, CASES // 2)):
         graph, tensors, options = random_case(seed, torch.float32, offset)
@@ -109,7 +113,7 @@ def test_float32_keeps_its_accuracy_under_a_common_offset(offset):
             for name, x in options.items()
         }
         exact = run("reference", graph, doubled, precise)
-        mine = run("structured", graph, tensors, options)
+        mine = run(backend, graph, tensors, options)
         for got, truth in zip(mine[:1] + mine[2:], exact[:1] + exact[2:], strict=True):
             error = (got.double() - truth).norm() / truth.norm().clamp_min(1e-2)
             # The gradient of sigma, [H], is a sum over all edges whose terms cancel.
@@ -118,9 +122,10 @@ def test_float32_keeps_its_accuracy_under_a_common_offset(offset):
     assert compared > 15
 
 
+@EACH
 @pytest.mark.parametrize("distance", [1e2, 1e4])
 @pytest.mark.parametrize("name", ["complete", "causal", "window", "blocks"])
-def test_tokens_far_from_each_other_cost_no_digits(name, distance):
+def test_tokens_far_from_each_other_cost_no_digits(backend, name, distance):
     """Two crowds far apart in units of sigma, mixed: products alone would lose their neighbours."""
     graph = {
         "complete": ga.complete_graph(60),
@@ -135,7 +140,7 @@ def test_tokens_far_from_each_other_cost_no_digits(name, distance):
     options = {"sigma": torch.tensor([1.0, 0.5]), "eps": 1e-3}
     exact_options = {**options, "sigma": options["sigma"].double()}
     exact = run("reference", graph, [t.double() for t in (x, x, value)], exact_options)
-    mine = run("structured", graph, [x, x, value], options)
+    mine = run(backend, graph, [x, x, value], options)
     for got, truth in zip(mine[:5], exact[:5], strict=True):
         assert (got.double() - truth).norm() <= 1e-5 * truth.norm()
 
@@ -164,34 +169,38 @@ OPTIONS = {
 }
 
 
+@EACH
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("bad", BAD.values(), ids=BAD)
-def test_a_bad_sequence_changes_no_bit_of_the_others_of_its_batch(bad, options):
+def test_a_bad_sequence_changes_no_bit_of_the_others_of_its_batch(backend, bad, options):
     graph = ga.batch([ga.causal_window_graph(n, 6) for n in (20, 3, 18)])
     torch.manual_seed(0)
     tensors = [torch.randn(2, 41, 2, 4) for _ in range(3)]
     others = (torch.arange(41) < 20) | (torch.arange(41) >= 23)
-    clean = run("structured", graph, tensors, options)
+    clean = run(backend, graph, tensors, options)
     spoilt = [x.clone() for x in tensors]
     for x in spoilt:
         x[:, 20:23] = bad
-    dirty = run("structured", graph, spoilt, options)
+    dirty = run(backend, graph, spoilt, options)
     for before, after in zip(clean[:5], dirty[:5], strict=True):
         assert torch.equal(before[:, others], after[:, others])
 
 
+@EACH
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("bad", BAD.values(), ids=BAD)
 @pytest.mark.parametrize("build", [ga.causal_graph, lambda n: ga.causal_window_graph(n, 70)])
-def test_a_bad_token_changes_no_bit_before_it_and_none_beyond_its_window(build, bad, options):
+def test_a_bad_token_changes_no_bit_before_it_and_none_beyond_its_window(
+    backend, build, bad, options
+):
     graph = build(200)
     mask = graph.to_mask()
     torch.manual_seed(0)
     tensors = [torch.randn(200, 2, 4) for _ in range(3)]
-    clean = run("structured", graph, tensors, options)
+    clean = run(backend, graph, tensors, options)
     for place in (0, 63, 150, 199):
         spoilt = [x.clone().index_fill_(0, torch.tensor([place]), bad) for x in tensors]
-        dirty = run("structured", graph, spoilt, options)
+        dirty = run(backend, graph, spoilt, options)
         blind = ~mask[:, place]
         assert torch.equal(clean[0][blind], dirty[0][blind])
         assert torch.equal(clean[1][blind], dirty[1][blind])
@@ -399,9 +408,10 @@ def test_equal_keys_tie_wherever_they_stand_in_a_tile(score, features, dtype):
             torch.testing.assert_close(out, truth, rtol=1e-4, atol=1e-4)
 
 
+@EACH
 @pytest.mark.parametrize("size", [1e6, 1e8, 1e10])
 @pytest.mark.parametrize("build", [ga.window_path_graph, lambda n, _: ga.complete_graph(n)])
-def test_an_enormous_key_costs_nobody_else_a_digit(build, size):
+def test_an_enormous_key_costs_nobody_else_a_digit(backend, build, size):
     """It is left out of its own row (no self-loops), and weighs nothing in the others."""
     graph = build(40, 3)
     torch.manual_seed(0)
@@ -412,7 +422,7 @@ def test_an_enormous_key_costs_nobody_else_a_digit(build, size):
         options = {"sigma": torch.tensor([0.5])}
         exact = run("reference", graph, [t.double() for t in (query, far, value)],
                     {"sigma": options["sigma"].double()})  # fmt: skip
-        mine = run("structured", graph, [query, far, value], options)
+        mine = run(backend, graph, [query, far, value], options)
         torch.testing.assert_close(mine[0].double(), exact[0], rtol=1e-5, atol=1e-5)
         for got, truth in zip(mine[2:5], exact[2:5], strict=True):
             assert got.isfinite().all()

@@ -122,7 +122,8 @@ def rbf_attention(
             tables, :class:`~graphattn.nn.DistanceBias` biases of edges in space.
         valid: bool [*, N] or [N], or a pair for (targets, sources); an edge that touches an
             invalid token is no edge, and what invalid tokens hold is never read.
-        backend: "auto", "reference", "structured", "native" or "triton" (:func:`~graphattn.backends`).
+        backend: "auto", "reference", "structured", "native" or "triton"
+            (:func:`~graphattn.backends`).
         return_lse: also return the logarithm of the sum above (after top-k, without eps, sink and
             dropout), [*, N, H], -inf for a target without edges; float32 for half-precision inputs.
         sink: the logits s_h of one more term in the normaliser, an attention sink: a number or a

@@ -143,9 +143,7 @@ class NativeRowPlan:
         """Gradients of the five inputs; every row is computed again."""
         query, key, value, scale, bias = inputs
         call = _Call(self, inputs)
-        d_query, d_key, d_value = (
-            x.new_empty(x.shape) for x in (query, key, value)
-        )
+        d_query, d_key, d_value = (x.new_empty(x.shape) for x in (query, key, value))
         d_scale = torch.zeros(scale.shape, dtype=torch.float64)
         d_bias = None
         if bias is not None:
