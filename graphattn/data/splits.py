@@ -148,7 +148,8 @@ def _is_one_text(corpus: Corpus) -> bool:
 def _by_position(corpus: Corpus, shares: tuple[float, float]) -> dict[str, Part]:
     ends = corpus.lengths.cumsum(0)
     total = int(ends[-1])
-    room = _AT_A_BORDER * min([total * share for share in shares if share > 0], default=0.0)
+    wanted = (1.0 - sum(shares), *shares)
+    room = _AT_A_BORDER * total * min(share for share in wanted if share > 0)
     cuts = [0]
     for share in (sum(shares), shares[1]):
         cut = total - round(total * share)
@@ -158,7 +159,6 @@ def _by_position(corpus: Corpus, shares: tuple[float, float]) -> dict[str, Part]
         cuts.append(border if share > 0 and abs(border - cut) <= room else cut)
     cuts.append(total)
     parts = {}
-    wanted = (1.0 - sum(shares), *shares)
     for name, share, first, last in zip(_NAMES, wanted, cuts, cuts[1:], strict=False):
         if share > 0 and first >= last:
             raise ValueError(

@@ -162,7 +162,13 @@ def _check(model: Any, objective: Any, config: Any, train: Any, validation: Any)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError("model must have parameters that require gradients, got none")
     for name, examples in (("train", train), ("validation", validation)):
-        if examples is not None and len(examples) == 0:
+        if examples is None:
+            continue
+        if not hasattr(examples, "__len__") or not hasattr(examples, "__getitem__"):
+            raise ValueError(
+                f"{name} must be examples by index, such as a list, got {type(examples).__name__}"
+            )
+        if len(examples) == 0:
             raise ValueError(f"{name} must hold examples, got none")
     if config.precision == "float16" and not torch.cuda.is_available():
         raise ValueError("precision must be 'float32' or 'bfloat16' on a CPU, got 'float16'")
@@ -280,8 +286,8 @@ def _train(
         with _stopping_on_signals(trainer):
             if start < config.steps:
                 trainer.train(resume_from_checkpoint=newest)
-            else:
-                trainer._load_from_checkpoint(str(newest))
+            elif newest is not None:  # (without steps there is none)
+                trainer._load_from_checkpoint(newest)
         status = _status(trainer, config)
         if args.process_index == 0:
             _write_model(trainer, path)

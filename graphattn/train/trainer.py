@@ -120,8 +120,16 @@ class GraphTrainer(Trainer):
         self.folder = Path(config.out)
         self.running = RunningLoss()
         self.batches = TokenBatches(
-            lengths_of(train, model), config.batch_tokens, seed=config.seed, shuffle=True
+            lengths_of(train, model, config.batch_tokens),
+            config.batch_tokens,
+            seed=config.seed,
+            shuffle=True,
         )
+        self._validation_lengths: Tensor | None = None
+        if validation is not None:  # what cannot be judged is told before the first step
+            self._validation_lengths = lengths_of(
+                validation, model, config.batch_tokens, "validation"
+            )
         self.learned = model
         super().__init__(
             model=Learner(model, objective),
@@ -151,9 +159,10 @@ class GraphTrainer(Trainer):
 
     def batches_of(self, dataset: Sequence[Example]) -> torch.utils.data.DataLoader:
         """All examples once, in order, on the CPU."""
-        order = TokenBatches(
-            lengths_of(dataset, self.learned), self.config.batch_tokens, seed=0, shuffle=False
-        )
+        lengths = self._validation_lengths
+        if dataset is not self.eval_dataset or lengths is None:
+            lengths = lengths_of(dataset, self.learned, self.config.batch_tokens, "eval_dataset")
+        order = TokenBatches(lengths, self.config.batch_tokens, seed=0, shuffle=False)
         return torch.utils.data.DataLoader(
             dataset,  # type: ignore[arg-type]
             batch_sampler=order,
@@ -220,7 +229,15 @@ class GraphTrainer(Trainer):
         batches = map(self._prepare_inputs, self.batches_of(dataset))
         with self.accelerator.autocast():
             numbers = self.objective.evaluate(self.learned, batches, seed=self.config.seed)
-        found = {f"{metric_key_prefix}_{name}": value for name, value in numbers.items()}
+        if "loss" not in numbers:  # the best checkpoint is that of the lowest
+            raise ValueError(
+                f"objective must report a 'loss', got {sorted(numbers)} of a "
+                f"{type(self.objective).__name__}"
+            )
+        found = {
+            f"{metric_key_prefix}_{name}": value.item() if isinstance(value, Tensor) else value
+            for name, value in numbers.items()
+        }
         self.log(dict(found))
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, found)
         return found

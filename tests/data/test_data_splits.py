@@ -245,3 +245,12 @@ def test_what_cannot_be_split_is_refused_by_name(how, message):
 def test_a_corpus_without_tokens_is_refused():
     with pytest.raises(ValueError, match="corpus must hold at least one token"):
         ga.data.split_corpus(PlainCorpus([]), validation=0.1, test=0.1)
+
+
+def test_a_cut_moves_to_no_border_that_would_take_most_of_a_small_training_part():
+    # 5 % is 21 tokens to learn from; the border at 19 is near, measured by the other shares alone.
+    corpus = numbered([3, 10, 3, 3, 200, 200])
+    parts = ga.data.split_corpus(corpus, validation=0.45, test=0.5, by="position")
+    assert abs(parts["train"].num_tokens - 0.05 * 419) <= 0.1 * 0.05 * 419
+    parts = ga.data.split_corpus(numbered([490, 510]), validation=0.49, test=0.49, by="position")
+    assert parts["train"].num_tokens == 20
