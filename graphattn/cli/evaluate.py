@@ -11,12 +11,13 @@ from rich.console import Console
 from rich.table import Table
 
 from graphattn.cli.demo.sample import printable
-from graphattn.cli.outputs import write_json
+from graphattn.cli.outputs import as_json
 from graphattn.cli.tables import plain_table
 from graphattn.data import Part, split_corpus
 from graphattn.graphs.arguments import as_choice
 from graphattn.train.choices import tokens_of_image
 from graphattn.train.evaluation import evaluate_model
+from graphattn.train.records import replace_text
 from graphattn.train.setup import Examples, examples_of, read_corpus
 from graphattn.train.trained import Trained, load_trained
 
@@ -66,7 +67,7 @@ def run_evaluate(
             err=True,
         )
     path = folder / "evaluation.json"
-    write_json(path, {**_before(path), name: found})
+    replace_text(path, as_json({**_before(path), name: found}))  # a full disk loses nothing
     typer.echo(str(path))
 
 

@@ -292,8 +292,8 @@ def _train(
         trainer = GraphTrainer(
             model, objective, config, args, train, validation, start=start, callbacks=own
         )
-    except RuntimeError as error:  # so transformers says that a service is not installed
-        raise ImportError(f"log_to {config.log_to!r}: {error}") from error
+    except RuntimeError as missing:  # so transformers says that a service is not installed
+        raise ImportError(f"log_to {config.log_to!r}: {missing}") from missing
     trainer.remove_callback(PrinterCallback)
     torch.manual_seed(config.seed + args.process_index)  # masks differ between processes
     newest = str(checkpoints.checkpoint_path(path, start)) if steps else None
