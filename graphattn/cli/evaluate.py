@@ -59,6 +59,8 @@ def run_evaluate(
             seed=seed,
         )
     found["model"] = str(trained.source.relative_to(trained.run.path))
+    path = folder / "evaluation.json"  # first, whole: a full disk or a closed pipe loses nothing
+    replace_text(path, as_json({**_before(path), name: found}))
     console.print(table_of(name, found))
     if train is None:
         typer.echo(
@@ -66,8 +68,6 @@ def run_evaluate(
             "frequencies costs is not told",
             err=True,
         )
-    path = folder / "evaluation.json"
-    replace_text(path, as_json({**_before(path), name: found}))  # a full disk loses nothing
     typer.echo(str(path))
 
 

@@ -154,3 +154,12 @@ def test_a_seed_is_one_that_all_generators_take():
     with pytest.raises(ValueError, match=r"seed must be < 2\*\*32"):
         RunConfig(seed=2**32)
     assert RunConfig(seed=2**32 - 1).seed == 2**32 - 1
+
+
+def test_a_range_of_more_rates_than_there_are_is_refused_at_once():
+    from graphattn.train.sweep_grid import as_rates
+
+    assert as_rates("1e-3..1e-2:3") == [0.001, 0.003162, 0.01]
+    for count in (10**5, 10**20):
+        with pytest.raises(ValueError, match="must differ in 4 digits"):
+            as_rates(f"1e-3..1e-2:{count}")
