@@ -8,6 +8,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+import torch
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -68,10 +69,26 @@ def run_train(
     except OSError as error:
         typer.echo(f"graphattn: {error}", err=True)
         return FAILED
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        said = str(error).splitlines()[0] if str(error) else "there is no memory left"
+        typer.echo(
+            f"graphattn: {said}: fewer --batch-tokens (and more to --accumulate), or "
+            "--gradient-checkpointing, take less",
+            err=True,
+        )
+        return FAILED
     except KeyboardInterrupt:
         typer.echo(f"graphattn: stopped at once; {go_on(config.out)}", err=True)
         return INTERRUPTED
     return tell_end(run, prepared, console)
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether there was too little memory, on a GPU or elsewhere."""
+    kinds = (MemoryError, torch.OutOfMemoryError)
+    return isinstance(error, kinds) or "can't allocate memory" in str(error)
 
 
 def go_on(folder: str | os.PathLike[str]) -> str:

@@ -112,6 +112,8 @@ class RunConfig:
             setattr(self, name, as_int(name, getattr(self, name), least))
         for name, is_positive in _NUMBERS.items():
             setattr(self, name, as_float(name, getattr(self, name), positive=is_positive))
+        if self.seed >= 2**32:
+            raise ValueError(f"seed must be < 2**32, as numpy's must, got {self.seed}")
         hints = typing.get_type_hints(type(self))
         for name, hint in hints.items():
             value = getattr(self, name)
@@ -144,9 +146,7 @@ class RunConfig:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a YAML file."""
-        yaml = _yaml()
-        text = yaml.safe_dump(self.as_dict(), sort_keys=False, allow_unicode=True)
-        Path(path).write_text(text, encoding="utf-8")
+        Path(path).write_text(to_yaml(self.as_dict()), encoding="utf-8")
 
     @classmethod
     def parse(cls, name: str, text: str) -> Any:
@@ -171,7 +171,7 @@ class RunConfig:
             return text
         try:
             return from_yaml(text)
-        except _yaml().YAMLError as error:
+        except (_yaml().YAMLError, RecursionError) as error:
             raise ValueError(
                 f"{name} must be a value as YAML or JSON has it, got {text!r}: "
                 f"{' '.join(str(error).split())}"
@@ -191,7 +191,7 @@ class RunConfig:
         yaml = _yaml()
         try:
             found = from_yaml(Path(path).read_text(encoding="utf-8")) or {}
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
+        except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
             raise ValueError(
                 f"{os.fspath(path)}: is not YAML: {' '.join(str(error).split())}"
             ) from None
@@ -257,16 +257,19 @@ def _plain(name: str, value: Any) -> Any:
 
 
 def from_yaml(text: str) -> Any:
-    """What YAML says, with ``1e-4`` as the number that it is in YAML 1.2 and in JSON.
+    """What YAML says, with numbers as YAML 1.2 and JSON have them: ``1e-4`` is one, ``010`` is 10.
 
     Example:
         >>> from graphattn.train.config import from_yaml
-        >>> from_yaml("{lr: 1e-4, mixer: dot}")
-        {'lr': 0.0001, 'mixer': 'dot'}
+        >>> from_yaml("{lr: 1e-4, mixer: dot, steps: 010}")
+        {'lr': 0.0001, 'mixer': 'dot', 'steps': 10}
     """
     yaml = _yaml()
 
     class Loader(yaml.SafeLoader):  # type: ignore[name-defined]
+        def construct_document(self, node: Any) -> Any:
+            return self.construct_object(node, deep=True)  # refuses what holds itself
+
         def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
             keys = [key.value for key, _ in node.value]
             for key in keys:
@@ -276,11 +279,51 @@ def from_yaml(text: str) -> Any:
                     )
             return super().construct_mapping(node, deep)
 
-    Loader.add_implicit_resolver("tag:yaml.org,2002:float", _WITH_EXPONENT, list("-+0123456789."))
+        def construct_integer(self, node: Any) -> int:
+            text = self.construct_scalar(node)
+            return int(text, 16 if "x" in text else 8 if "o" in text else 10)
+
+    _with_numbers(Loader)
+    Loader.add_constructor("tag:yaml.org,2002:int", Loader.construct_integer)
     return yaml.load(text, Loader)  # a SafeLoader: plain values alone
 
 
-_WITH_EXPONENT = re.compile(r"^[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)[eE][-+]?[0-9]+$")
+def to_yaml(value: Any) -> str:
+    """YAML that :func:`from_yaml` reads as the same: a text like ``1e-4`` stands in quotes.
+
+    Example:
+        >>> from graphattn.train.config import from_yaml, to_yaml
+        >>> to_yaml({"out": "1e-4", "lr": 1e-4})
+        "out: '1e-4'\\nlr: 0.0001\\n"
+    """
+    yaml = _yaml()
+
+    class Dumper(yaml.SafeDumper):  # type: ignore[name-defined]
+        def ignore_aliases(self, data: Any) -> bool:
+            return True
+
+    _with_numbers(Dumper)
+    text: str = yaml.dump(value, Dumper=Dumper, sort_keys=False, allow_unicode=True)
+    return text
+
+
+# YAML 1.2, section 10.3.2, and 10_000; PyYAML has YAML 1.1, in which 010 is 8 and 1:30 is 90.
+_NUMBERS_OF_YAML = {
+    "int": r"[-+]?[0-9]+(_[0-9]+)*|0o[0-7]+|0x[0-9a-fA-F]+",
+    "float": r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?"
+    r"|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+}
+
+
+def _with_numbers(kind: Any) -> None:
+    """Let a loader or a dumper take for numbers what YAML 1.2 does."""
+    tags = {f"tag:yaml.org,2002:{name}": text for name, text in _NUMBERS_OF_YAML.items()}
+    kind.yaml_implicit_resolvers = {
+        first: [own for own in resolvers if own[0] not in tags]
+        for first, resolvers in kind.yaml_implicit_resolvers.items()
+    }
+    for tag, text in tags.items():
+        kind.add_implicit_resolver(tag, re.compile(f"^(?:{text})$"), list("-+0123456789."))
 
 
 def _yaml() -> Any:

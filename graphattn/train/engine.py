@@ -96,8 +96,9 @@ def fit(
     with contextlib.ExitStack() as stack:
         with _first_alone(args):
             if args.process_index == 0:
-                path.mkdir(parents=True, exist_ok=True)
+                run_folder.make_folder(path)
                 stack.enter_context(run_folder.locked(path))
+                run_folder.forget_failed(path)
         run_folder.check_config(path, config, args.world_size)
         over = run_folder.read_state(path).get("status") in run_folder.OVER
         if over and RunConfig.load(path / run_folder.CONFIG).steps == config.steps:
@@ -181,11 +182,20 @@ def _check(model: Any, objective: Any, config: Any, train: Any, validation: Any)
 
 def _arguments(config: RunConfig, *, evaluates: bool) -> Any:
     try:
+        from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
+
         from graphattn.train.trainer import training_arguments
     except ImportError as error:
         raise ImportError(
             "training needs transformers and accelerate: pip install 'graphattn[train]'"
         ) from error
+    names = [name.strip() for name in config.log_to.split(",")]
+    if names not in (["none"], ["all"]) and not {*names} <= {*INTEGRATION_TO_CALLBACK}:
+        known = ", ".join(sorted(INTEGRATION_TO_CALLBACK))
+        raise ValueError(
+            f"log_to must be 'none', 'all' or some of {known}, separated by commas, got "
+            f"{config.log_to!r}"
+        )
     on_cpu = not torch.accelerator.is_available()
     args = training_arguments(config, evaluates=evaluates, use_cpu=on_cpu)
     if args.world_size > 1:
@@ -224,13 +234,14 @@ def _open(path: Path, config: RunConfig, tokenizer: Any, args: Any) -> None:
     """Make the folder ready: nothing half-written, no row after the newest checkpoint."""
     checkpoints.remove_unfinished(path)
     (path / "checkpoints").mkdir(exist_ok=True)
+    checkpoints.check_newest(path)
     checkpoints.keep_checkpoints(path, config.keep, checkpoints.best_checkpoint(path))
     newest = max(checkpoints.complete_checkpoints(path), default=0)
     keep_rows(path / run_folder.LOG, newest)
-    if tokenizer is not None and not (path / "tokenizer.json").is_file():
-        data: Any = import_module("graphattn.data")
-        data.save_tokenizer(tokenizer, path / "tokenizer.json")
     before = run_folder.read_state(path)
+    is_begun = (path / run_folder.CONFIG).is_file() or not before
+    if tokenizer is not None and is_begun:
+        _check_tokenizer(path / "tokenizer.json", tokenizer)
     run_folder.write_state(
         path,
         **run_folder.provenance(config, str(args.device), args.world_size),
@@ -240,7 +251,22 @@ def _open(path: Path, config: RunConfig, tokenizer: Any, args: Any) -> None:
         seconds=before.get("seconds", 0.0),
         error=None,
     )
+    if tokenizer is not None and not (is_begun and (path / "tokenizer.json").is_file()):
+        data: Any = import_module("graphattn.data")
+        data.save_tokenizer(tokenizer, path / "tokenizer.json")
     run_folder.write_config(path, config)
+
+
+def _check_tokenizer(path: Path, tokenizer: Any) -> None:
+    """Refuse data whose tokens are not those that the model has learned."""
+    if not path.is_file():
+        return
+    data: Any = import_module("graphattn.data.tokenizers")
+    if data.tokenizer_as_dict(data.load_tokenizer(path)) != data.tokenizer_as_dict(tokenizer):
+        raise ValueError(
+            f"data has other tokens than those in {str(path)!r}: it has changed since the run "
+            "began, or the file is of something else; choose another folder as out"
+        )
 
 
 # The run.
@@ -267,16 +293,13 @@ def _train(
     if config.compile:
         model.compile()
     line = ProgressLine()
-    trainer = GraphTrainer(
-        model,
-        objective,
-        config,
-        args,
-        train,
-        validation,
-        start=start,
-        callbacks=[line, *_recorders(objective, config, train, validation), *callbacks],
-    )
+    own = [line, *_recorders(objective, config, train, validation), *callbacks]
+    try:
+        trainer = GraphTrainer(
+            model, objective, config, args, train, validation, start=start, callbacks=own
+        )
+    except RuntimeError as missing:  # so transformers says that a service is not installed
+        raise ImportError(f"log_to {config.log_to!r}: {missing}") from missing
     trainer.remove_callback(PrinterCallback)
     torch.manual_seed(config.seed + args.process_index)  # masks differ between processes
     newest = str(checkpoints.checkpoint_path(path, start)) if steps else None

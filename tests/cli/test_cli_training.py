@@ -310,6 +310,19 @@ def test_an_evaluation_stands_beside_guessing(run):
     assert found["loss"] == pytest.approx(total / count, rel=1e-5)
 
 
+def test_an_evaluation_is_kept_when_nobody_reads_its_table(run, monkeypatch):
+    from graphattn.cli import evaluate
+
+    def closed(*_: object) -> None:
+        raise BrokenPipeError(32, "Broken pipe")
+
+    (run / "evaluation.json").unlink(missing_ok=True)
+    monkeypatch.setattr(evaluate, "table_of", closed)
+    assert "Broken pipe" in refused("evaluate", run, "--split", "validation")
+    assert "text.txt validation" in json.loads((run / "evaluation.json").read_text())
+    (run / "evaluation.json").unlink()
+
+
 def test_other_data_is_added_to_the_evaluation(run):
     Path("other.txt").write_text("something else entirely, which it has not read")
     assert call("evaluate", run, "--data", "other.txt").exit_code == 0
