@@ -260,7 +260,7 @@ def _train(
         model.gradient_checkpointing_enable()  # type: ignore[operator]
     if config.compile:
         model.compile()
-    line = ProgressLine()
+    line = ProgressLine(path.resolve().name)
     trainer = GraphTrainer(
         model,
         objective,
