@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from graphattn.cli.run_options import config_of
@@ -110,6 +111,9 @@ def tell_end(run: Run, prepared: Prepared, console: Console) -> int:
         typer.echo(str(run.path))
         return DIVERGED
     console.print(result_table(run, prepared))
+    seconds = short(float(run.info.get("seconds", 0)))
+    model = escape(str(run.path / "model"))
+    console.print(f"{seconds} seconds. The best model is in {model}", soft_wrap=True)
     typer.echo(str(run.path))
     return DONE
 
@@ -160,6 +164,4 @@ def result_table(run: Run, prepared: Prepared) -> Table:
         prepared.objective, prepared.parts["train"], validation, prepared.model
     ).items():
         table.add_row(f"guessing by {name}", f"{value:.4f}")
-    seconds = float(run.info.get("seconds", 0))
-    table.caption = f"{short(seconds)} seconds. The best model is in {run.path / 'model'}"
     return table

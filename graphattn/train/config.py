@@ -26,36 +26,50 @@ class RunConfig:
     config lies beside the results as ``config.yaml``.
 
     Args:
-        data: a file or a folder: text, FASTA, GenBank, PDB/mmCIF, idx images or a folder of images.
-        kind: what `data` holds: "text", "protein", "nucleotide", "structures" or "images".
-        tokenizer: of text: "bytes", "characters", or the file of a `tokenizers` tokenizer.
-        length: the longest window of tokens; longer records are cut.
-        validation, test: shares that are set aside.
-        validation_tokens: how many tokens of the validation set are looked at while training,
-            windows evenly spread over it; 0 for all. ``graphattn evaluate`` takes all.
-        split: "position" (the end of a text), "record" or "group" (whole groups stay together).
-        group: a regular expression whose first group names a record's group in its header.
+        data: a file, a folder or a pattern such as "*.fasta": text, FASTA, GenBank, PDB/mmCIF, idx
+            images or folders of images.
+        kind: what `data` holds: "text", "protein", "nucleotide", "structures" or "images"; "auto"
+            looks.
+        tokenizer: of text: "bytes" (also "auto"), "characters", or the path of a tokenizer.json.
+        length: the most tokens that a model sees at once; longer records are cut into windows. 0
+            chooses 256 for text and 512 for other sequences.
+        validation: the share set aside to choose the best checkpoint by.
+        test: the share set aside that training never sees, for ``graphattn evaluate``.
+        validation_tokens: tokens of the validation set that each evaluation looks at, in windows
+            evenly spread over it; 0 for all.
+        split: what is set aside: "position" (the end of a text), "record" (some records) or "group"
+            (whole groups, such as families or organisms).
+        group: a regular expression; what its parentheses match in a header is the record's group.
         split_seed: of the draw of records and groups; runs of other seeds have the same parts.
-        model: a preset (:func:`graphattn.models.presets`) or the folder of a saved model.
-        model_options: further arguments of the model.
-        mixer, mixer_options, window: as all models take them; None as the preset has it.
+        model: a preset (``graphattn models`` lists them) or the folder of a saved model; "auto"
+            fits the data.
+        model_options: further arguments of the model, such as {depth: 2, dropout: 0.1}.
+        mixer: the layer that tokens exchange information by: dot, dot-window, vlt, linear, gka,
+            krause, consensus, mix and more, or a list of one per block. Default: the preset's.
+        mixer_options: further arguments of the mixer, such as {top_k: 8} of krause.
+        window: tokens that a token sees, or a list of one per block. Default: the preset's.
         objective: "masked", "diffusion", "causal", "classification" or "regression".
-        objective_options: further arguments of the objective.
-        steps: of the optimizer.
-        batch_tokens: tokens of a batch (images: a batch of ``batch_tokens // tokens`` images).
-        accumulate: batches per step.
-        lr, warmup_steps, schedule, weight_decay, clip_norm: of AdamW; the rate rises for
-            `warmup_steps`, then stays or falls to 0 along a cosine or a line.
+        objective_options: further arguments of the objective, such as {mask_ratio: 0.3} of masked.
+        steps: steps of the optimizer, and so updates of the weights.
+        batch_tokens: tokens of a batch, padding counted; of images, the patches of all of them.
+        accumulate: batches per step; their losses count as those of one large batch.
+        lr: the highest learning rate of AdamW.
+        warmup_steps: steps in which the learning rate rises from 0 to `lr`.
+        schedule: what the learning rate does then: fall to 0 along a cosine or a line, or stay.
+        weight_decay: of AdamW; norms, biases and embeddings have none.
+        clip_norm: the longest gradient; longer ones are shortened to it. 0 for no limit.
         precision: "float32", "bfloat16" or "float16" (autocast).
         gradient_checkpointing: recompute activations in the backward pass.
         compile: run the model through torch.compile.
-        seed: of weights, order, masks and dropout.
-        evaluate_every, save_every, log_every: in steps.
+        seed: of the split, the weights, the order, masks and dropout.
+        evaluate_every: steps between looks at the validation set.
+        save_every: steps between checkpoints, which an interrupted run goes on from.
+        log_every: steps between rows of training loss in log.jsonl.
         keep: how many checkpoints are kept beside the best.
         record_every: steps between records of the layers' state (stability, sinks, rank); 0: never.
-        workers: processes that load data.
+        workers: processes that load data beside the one that trains.
         log_to: what transformers' Trainer can report to ("none", "tensorboard", "wandb", ...).
-        out: the folder of the run.
+        out: the folder of the run, which is made; config, log, checkpoints and model lie in it.
 
     Raises:
         ValueError: names the argument, its value and what is allowed.

@@ -292,7 +292,7 @@ def _train(
         model.gradient_checkpointing_enable()  # type: ignore[operator]
     if config.compile:
         model.compile()
-    line = ProgressLine()
+    line = ProgressLine(path.resolve().name)
     own = [line, *_recorders(objective, config, train, validation), *callbacks]
     try:
         trainer = GraphTrainer(

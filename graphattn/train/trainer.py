@@ -5,6 +5,7 @@ Importing this imports transformers; :func:`graphattn.train.fit` does so when it
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import shutil
@@ -19,7 +20,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from graphattn.data import TokenBatches
 from graphattn.train import checkpoints, run_folder
 from graphattn.train.config import RunConfig
-from graphattn.train.objective import Batch, Example, Objective
+from graphattn.train.objective import Batch, Example, Loss, Objective
 from graphattn.train.order import EndlessBatches, TrainingLoader, lengths_of
 from graphattn.train.parameters import parameter_groups
 from graphattn.train.records import append_row, replace_text, sync
@@ -63,6 +64,16 @@ def training_arguments(
     )
 
 
+def _collated(objective: Objective, examples: Sequence[Example]) -> Batch:
+    batch = objective.collate(examples)
+    if not isinstance(batch, dict):
+        raise ValueError(
+            f"{type(objective).__name__}.collate must return a dict, such as "
+            f"{{'tokens': tensor}}, got {type(batch).__name__}"
+        )
+    return batch
+
+
 class Learner(nn.Module):
     """A model and its objective as one module, whose call gives the loss.
 
@@ -76,6 +87,11 @@ class Learner(nn.Module):
 
     def forward(self, batch: Batch) -> tuple[Tensor, int]:
         found = self.objective.loss(self.model, batch)
+        if not isinstance(found, Loss):
+            raise ValueError(
+                f"{type(self.objective).__name__}.loss must return a graphattn.train.Loss("
+                f"total, count), the sum over all answers and how many, got {type(found).__name__}"
+            )
         return found.total, found.count
 
 
@@ -136,7 +152,7 @@ class GraphTrainer(Trainer):
             args=args,
             train_dataset=train,
             eval_dataset=validation,
-            data_collator=objective.collate,
+            data_collator=functools.partial(_collated, objective),
             callbacks=[_Flow(self), *callbacks],
         )
 

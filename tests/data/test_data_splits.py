@@ -194,6 +194,18 @@ def test_without_an_expression_groups_are_those_of_the_corpus():
     assert [len(own) for own in owners] == [8, 1, 1]
 
 
+def test_a_record_without_the_first_choice_of_an_expression_is_grouped_by_the_second():
+    names = ["a 1.1", "b 1.1", "c", "d"]
+    corpus = random_records([10] * 4, names=names)
+    pattern = r"^\S+ ([\d.]+)|^(\S+)"
+    together = set()
+    for seed in range(20):
+        parts = ga.data.split_corpus(corpus, validation=0.0, test=0.5, group=pattern, seed=seed)
+        for part in (parts["train"], parts["test"]):
+            together.add(tuple(sorted(part.spans[:, 0].tolist())))
+    assert together == {(0, 1), (2, 3)}
+
+
 def test_an_expression_without_parentheses_is_a_group_as_it_matches():
     corpus = random_records([10] * 4, names=["x1", "x2", "y1", "y2"])
     parts = ga.data.split_corpus(corpus, validation=0.0, test=0.5, group="[xy]")
@@ -229,7 +241,7 @@ def test_auto_takes_the_end_of_texts_and_records_of_all_else():
         ({"by": "sequence"}, "by must be one of 'auto', 'position', 'record', 'group'"),
         ({"by": "position", "group": "x"}, "group needs by='group'"),
         ({"group": "("}, "group must be a regular expression, got"),
-        ({"group": "record [0-8]$"}, "finds none in 'record 9' and 10 others"),
+        ({"group": "record [0-8]$"}, r"finds none in 'record 9' and 10 others; .*'\|\^\(\\S\+\)'"),
         ({"by": "group"}, "the corpus has none for 'record 0' and 19 others"),
         ({"test": 0.01, "by": "record"}, "test=0.01 leave a part empty"),
         ({"test": 0.001, "by": "position"}, "test must hold at least one token"),

@@ -136,3 +136,30 @@ def test_batches_without_end_start_anywhere_and_are_shared_among_processes():
 
 def test_processes_that_load_data_change_nothing(tmp_path, straight):
     assert tiny_runs.train(tmp_path / "run", workers=1).rows == straight.rows
+
+
+def test_where_no_terminal_is_every_evaluation_is_a_line(tmp_path, capsys):
+    run = tiny_runs.train(tmp_path / "night", steps=4, evaluate_every=2)
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split(", ")[0] for line in lines] == ["night: step 2 of 4", "night: step 4 of 4"]
+    for line, row in zip(lines, run.evaluations, strict=True):
+        assert f"validation {row['loss']:.4g}" in line
+    assert lines[0].endswith(" left")
+    assert not lines[1].endswith(" left")
+
+
+@pytest.mark.parametrize(
+    ("name", "made", "message"),
+    [
+        ("collate", torch.zeros(2), r"Wrong.collate must return a dict, .* got Tensor"),
+        ("loss", torch.zeros(()), r"Wrong.loss must return a graphattn.train.Loss.* got Tensor"),
+    ],
+)
+def test_an_objective_that_returns_something_else_is_told_what_it_must(
+    tmp_path, name, made, message
+):
+    wrong = type("Wrong", (tiny_runs.Hidden,), {name: lambda self, *_, **__: made})()
+    with pytest.raises(ValueError, match=message):
+        ga.train.fit(
+            tiny_runs.model(), wrong, tiny_runs.config(tmp_path, steps=1), tiny_runs.examples()
+        )
