@@ -17,6 +17,7 @@ from graphattn.data import Part, split_corpus
 from graphattn.graphs.arguments import as_choice
 from graphattn.train.choices import tokens_of_image
 from graphattn.train.evaluation import evaluate_model
+from graphattn.train.run_folder import origin
 from graphattn.train.setup import Examples, examples_of, read_corpus
 from graphattn.train.trained import Trained, load_trained
 
@@ -58,6 +59,7 @@ def run_evaluate(
             seed=seed,
         )
     found["model"] = str(trained.source.relative_to(trained.run.path))
+    found["origin"] = {**origin(trained.run.config), "seed": seed}
     console.print(table_of(name, found))
     if train is None:
         typer.echo(
