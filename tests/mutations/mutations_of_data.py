@@ -54,21 +54,25 @@ MUTATIONS = [
         "graphattn/data/families.py",
         "torch.minimum(num_words[a], num_words[b])",
         "torch.maximum(num_words[a], num_words[b])",
-        (f"{SPLITS}::test_relatives_among_proteins_stay_in_one_part",),
+        (
+            f"{SPLITS}::test_a_short_fragment_belongs_to_the_whole_and_repeats_of_one_letter_to_nothing",
+        ),
     ),
     Mutation(
         "a word that a sequence repeats counts more than once",
         "graphattn/data/families.py",
         "(tokens.unfold(0, k, 1) * powers).sum(1).unique()",
         "(tokens.unfold(0, k, 1) * powers).sum(1)",
-        (f"{SPLITS}::test_relatives_among_proteins_stay_in_one_part",),
+        (
+            f"{SPLITS}::test_a_short_fragment_belongs_to_the_whole_and_repeats_of_one_letter_to_nothing",
+        ),
     ),
     Mutation(
         "a group is all that an expression matches",
         "graphattn/data/splits.py",
         "own[min(1, len(own.groups()))]",
         "own[0]",
-        (f"{SPLITS}::test_groups_stay_whole_and_no_other_choice_of_them_is_nearer_to_the_shares",),
+        (f"{SPLITS}::test_a_group_is_what_parentheses_match_and_without_any_the_whole",),
     ),
     Mutation(
         "validation and test change places where records are drawn",
@@ -131,7 +135,7 @@ MUTATIONS = [
         "graphattn/data/batches.py",
         'before + max_tokens, side="right"',
         'before + max_tokens + 1, side="right"',
-        (f"{BATCHES}::test_packed_batches_are_filled_in_order_and_join_without_padding",),
+        (f"{BATCHES}::test_every_example_is_in_one_batch_and_no_batch_is_larger_than_allowed",),
     ),
     Mutation(
         "every epoch starts where the first was gone on with",
@@ -152,7 +156,7 @@ MUTATIONS = [
         "graphattn/data/tokenizers.py",
         "self._tokenizer.encode(text, add_special_tokens=False)",
         "self._tokenizer.encode(text, add_special_tokens=True)",
-        (f"{TOKENIZERS}::test_a_file_tokenizer_does_what_the_library_does",),
+        (f"{TOKENIZERS}::test_special_tokens_of_a_file_are_not_added",),
     ),
     Mutation(
         "a tokenizer cuts texts to the length that its file names",
@@ -166,7 +170,9 @@ MUTATIONS = [
         "graphattn/data/tokenizers.py",
         "max(tokens, default=-1) + 1",
         "len(tokens)",
-        (f"{TOKENIZERS}",),
+        (
+            f"{TOKENIZERS}::test_a_vocabulary_reaches_to_its_largest_token_where_numbers_are_left_out",
+        ),
     ),
     Mutation(
         "a coding stretch begins a base late",
@@ -194,7 +200,7 @@ MUTATIONS = [
         "graphattn/data/images.py",
         "if len(shape) == 3 else image.transpose(2, 0, 1)",
         "if len(shape) == 3 else image.transpose(2, 1, 0)",
-        (f"{IMAGES}",),
+        (f"{IMAGES}::test_colours_of_idx_images_come_before_height_and_width",),
     ),
     Mutation(
         "height and width of pictures change places",
@@ -250,7 +256,7 @@ MUTATIONS = [
         "graphattn/data/corpus/writer.py",
         "            self._hash.update(labels)\n",
         "",
-        (f"{CACHE}::test_equal_records_have_equal_fingerprints_wherever_they_lie",),
+        (f"{CACHE}::test_other_labels_of_the_same_tokens_give_another_fingerprint",),
     ),
     Mutation(
         "bytes of a text are counted as characters",

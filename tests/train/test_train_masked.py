@@ -250,6 +250,8 @@ def test_an_evaluation_is_the_same_every_time_and_leaves_the_model_in_training()
     assert torch.equal(torch.get_rng_state(), state)
     assert model.training
     assert first["perplexity"] == pytest.approx(math.exp(first["loss"]))
+    twice = objective.evaluate(model, batches[:1] * 2, seed=3)
+    assert twice["loss"] != objective.evaluate(model, batches[:1], seed=3)["loss"]  # other masks
 
 
 def test_a_model_learns_what_its_neighbours_tell():
