@@ -132,6 +132,7 @@ def test_what_is_wrong_is_told_in_one_line_by_its_name(data, run, masked):
         ((*train, "--model-options", "{width: 1}"), "got 'width'"),
         ((*train, "--model-options", "{vocab_size: 9}"), "vocab_size must be at least 256"),
         ((*train, "--mixer", "dott"), "mixer must be"),
+        ((*train, "--log-to", "nobody"), "log_to must be none"),
         ((*train, "--length", "300", "--batch-tokens", "299"), "batch_tokens must be at least"),
         (("train", "--resume", "gone"), "'gone'"),
         (("train", "--resume", run, "--lr", "1"), "--lr cannot change"),

@@ -76,13 +76,6 @@ MUTATIONS = [
         (f"{FOLDERS}::test_the_newest_and_the_best_checkpoints_are_kept",),
     ),
     Mutation(
-        "the last step is not saved",
-        "graphattn/train/trainer.py",
-        "control.should_training_stop = control.should_log = control.should_save = True",
-        "control.should_training_stop = control.should_log = True",
-        (f"{FOLDERS}::test_steps_may_grow_and_a_run_that_is_over_is_returned_as_it_is",),
-    ),
-    Mutation(
         "a continued run sees again what it has seen",
         "graphattn/train/trainer.py",
         "done = self.start * self.config.accumulate * processes",
@@ -150,7 +143,7 @@ MUTATIONS = [
         "graphattn/train/engine.py",
         "torch.manual_seed(config.seed + args.process_index)",
         "torch.manual_seed(config.seed)",
-        (f"{PROCESSES}",),
+        (f"{PROCESSES}::test_two_processes_stop_after_the_same_step_and_go_on_bit_for_bit",),
     ),
     Mutation(
         "gradients are not clipped",
@@ -199,7 +192,7 @@ MUTATIONS = [
         "graphattn/train/running_loss.py",
         '"above": self.above}',
         '"above": 0}',
-        (f"{FOLDERS}::test_a_loss_that_stays_far_above_its_start_is_diverged_and_one_peak_is_not",),
+        (f"{FOLDERS}::test_a_checkpoint_knows_how_long_a_loss_was_far_above_its_start",),
     ),
     Mutation(
         "folders that were being written are read",
@@ -213,21 +206,21 @@ MUTATIONS = [
         "graphattn/train/checkpoints.py",
         "sync(*(Path(parent) / name for name in names), Path(parent))",
         "pass",
-        (f"{FOLDERS}",),
+        (f"{FOLDERS}::test_a_name_is_given_after_all_that_it_names_is_on_the_disk",),
     ),
     Mutation(
         "a file is moved into place before it is on the disk",
         "graphattn/train/records.py",
         "        sync(aside)\n",
         "",
-        (f"{FOLDERS}",),
+        (f"{FOLDERS}::test_a_name_is_given_after_all_that_it_names_is_on_the_disk",),
     ),
     Mutation(
         "files are written over in place",
         "graphattn/train/records.py",
         "aside.replace(path)",
         "path.write_bytes(aside.read_bytes())",
-        (f"{FOLDERS}::test_what_is_half_written_is_removed_and_never_read",),
+        (f"{FOLDERS}::test_a_name_is_given_after_all_that_it_names_is_on_the_disk",),
     ),
     Mutation(
         "a half-written last row breaks the log",
@@ -248,7 +241,7 @@ MUTATIONS = [
         "graphattn/train/run_folder.py",
         "os.register_at_fork(after_in_child=lambda: _close(holding))",
         "pass",
-        (f"{FOLDERS}::test_two_processes_do_not_train_in_one_folder",),
+        (f"{FOLDERS}::test_processes_that_load_data_hold_no_lock_of_the_run_that_started_them",),
     ),
     Mutation(
         "a killed run seems to go on",
@@ -269,7 +262,7 @@ MUTATIONS = [
         "graphattn/train/run_folder.py",
         "if before != processes:",
         "if False:",
-        (f"{FOLDERS}", f"{PROCESSES}"),
+        (f"{PROCESSES}::test_two_processes_stop_after_the_same_step_and_go_on_bit_for_bit",),
     ),
     Mutation(
         "files that differ from the commit go unsaid",
