@@ -50,7 +50,7 @@ MUTATIONS = [
         "graphattn/train/masked.py",
         "self._ratios.draw(len(tokens),",
         "self._ratios.draw(1,",
-        (f"{MASKED}::test_the_loss_is_the_mean_over_masked_tokens_of_what_a_plain_loop_counts",),
+        (f"{MASKED}::test_every_sequence_of_a_batch_has_a_ratio_of_its_own",),
     ),
     Mutation(
         "few masked tokens count no more than many",
@@ -71,7 +71,7 @@ MUTATIONS = [
         "graphattn/train/masked.py",
         'at_least_one=self.weight == "none"',
         "at_least_one=True",
-        (f"{MASKED}::test_weighted_by_its_ratio_a_loss_is_per_token_of_all_tokens",),
+        (f"{MASKED}::test_a_weighted_loss_masks_what_was_drawn_alone",),
     ),
     Mutation(
         "the cosine schedule is upside down",
