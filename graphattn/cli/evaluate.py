@@ -18,6 +18,7 @@ from graphattn.graphs.arguments import as_choice
 from graphattn.train.choices import tokens_of_image
 from graphattn.train.evaluation import evaluate_model
 from graphattn.train.records import replace_text
+from graphattn.train.run_folder import origin
 from graphattn.train.setup import Examples, examples_of, read_corpus
 from graphattn.train.trained import Trained, load_trained
 
@@ -59,6 +60,7 @@ def run_evaluate(
             seed=seed,
         )
     found["model"] = str(trained.source.relative_to(trained.run.path))
+    found["origin"] = {**origin(trained.run.config), "seed": seed}
     path = folder / "evaluation.json"  # first, whole: a full disk or a closed pipe loses nothing
     replace_text(path, as_json({**_before(path), name: found}))
     console.print(table_of(name, found))

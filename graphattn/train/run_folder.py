@@ -271,6 +271,11 @@ def _lock(handle: int, patience: float = 0.0) -> bool:
 
 def provenance(config: RunConfig, device: str, processes: int) -> dict[str, Any]:
     """What a result depends on beside its config: commit, versions, machine."""
+    return {**origin(config), "device": device, "processes": processes}
+
+
+def origin(config: RunConfig) -> dict[str, Any]:
+    """Where a number comes from: commit, digest of the config, seed, versions."""
     names = ("torch", "transformers", "accelerate", "datasets", "numpy")
     return {
         "commit": commit(),
@@ -281,8 +286,6 @@ def provenance(config: RunConfig, device: str, processes: int) -> dict[str, Any]
             "python": platform.python_version(),
             **{name: _version(name) for name in names},
         },
-        "device": device,
-        "processes": processes,
     }
 
 

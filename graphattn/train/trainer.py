@@ -54,7 +54,7 @@ def training_arguments(
         save_steps=config.save_every,
         metric_for_best_model="loss" if evaluates else None,
         greater_is_better=False if evaluates else None,
-        report_to=[name.strip() for name in config.log_to.split(",")],
+        report_to=services(config.log_to),
         dataloader_num_workers=config.workers,
         dataloader_pin_memory=torch.cuda.is_available() and not use_cpu,
         remove_unused_columns=False,
@@ -72,6 +72,30 @@ def _collated(objective: Objective, examples: Sequence[Example]) -> Batch:
             f"{{'tokens': tensor}}, got {type(batch).__name__}"
         )
     return batch
+
+
+def services(log_to: str) -> list[str]:
+    """Names of what transformers can report to; all of it, and what it needs, is there.
+
+    Raises:
+        ValueError: transformers knows no such service.
+        ImportError: the package of one is missing.
+    """
+    from transformers.integrations import integration_utils as known
+
+    names = [name.strip() for name in log_to.split(",")]
+    if names in (["none"], ["all"]):
+        return names
+    there = known.get_available_reporting_integrations()
+    for name in names:
+        if name not in known.INTEGRATION_TO_CALLBACK:
+            allowed = ", ".join(sorted(known.INTEGRATION_TO_CALLBACK))
+            raise ValueError(f"log_to must be none, all, or some of {allowed}, got {log_to!r}")
+        if name not in (*there, "azure_ml", "flyte"):  # whose absence they tell themselves
+            raise ImportError(
+                f"log_to={name!r} needs a package that is missing: pip install {name}"
+            )
+    return names
 
 
 class Learner(nn.Module):

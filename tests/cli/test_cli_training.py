@@ -132,6 +132,7 @@ def test_what_is_wrong_is_told_in_one_line_by_its_name(data, run, masked):
         ((*train, "--model-options", "{width: 1}"), "got 'width'"),
         ((*train, "--model-options", "{vocab_size: 9}"), "vocab_size must be at least 256"),
         ((*train, "--mixer", "dott"), "mixer must be"),
+        ((*train, "--log-to", "nobody"), "log_to must be none"),
         ((*train, "--length", "300", "--batch-tokens", "299"), "batch_tokens must be at least"),
         (("train", "--resume", "gone"), "'gone'"),
         (("train", "--resume", run, "--lr", "1"), "--lr cannot change"),
@@ -291,6 +292,8 @@ def test_an_evaluation_stands_beside_guessing(run):
     assert result.stdout.splitlines()[-1] == str(run / "evaluation.json")
     (found,) = json.loads((run / "evaluation.json").read_text()).values()
     assert found["bits_per_byte"] == pytest.approx(found["loss"] / 0.6931471805599453)
+    info = ga.train.read_run(run).info
+    assert found["origin"] == {own: info[own] for own in ("commit", "config", "seed", "versions")}
     assert 0 <= found["calibration"]["error"] <= 1
     prepared = ga.train.prepare(ga.train.read_run(run).config)
     tokens = torch.cat([prepared.train[k]["tokens"] for k in range(len(prepared.train))])
@@ -346,6 +349,8 @@ def test_a_text_is_what_the_model_writes_and_is_kept(run):
     assert result.exit_code == 0, result.output
     row = json.loads((run / "samples.jsonl").read_text().splitlines()[-1])
     assert row["text"].startswith("né ")
+    assert row["origin"]["seed"] == 5
+    assert row["origin"]["config"] == ga.train.read_run(run).config.digest()
     draws = torch.Generator().manual_seed(5)
     tokenizer = ga.data.ByteTokenizer()
     made = ga.load(run / "model").generate(

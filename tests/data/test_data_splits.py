@@ -11,6 +11,7 @@ from plain_corpus import PlainCorpus, numbered, random_records
 
 import graphattn as ga
 from graphattn.data import splits
+from graphattn.data.families import families
 
 NAMES = ["train", "validation", "test"]
 
@@ -136,6 +137,13 @@ def test_relatives_among_proteins_stay_in_one_part():
     assert sum(map(len, drawn)) > 12
 
 
+def test_a_short_fragment_belongs_to_the_whole_and_repeats_of_one_letter_to_nothing():
+    whole, other = random_records([400, 400], seed=5).records
+    assert families([whole, other, whole[100:112]], 24) == [[0, 2], [1]]
+    ends = torch.full((20,), 7)  # of one word, sixteen times
+    assert families([torch.cat([whole, ends]), torch.cat([other, ends])], 24) == [[0], [1]]
+
+
 def test_where_relatives_are_too_many_to_compare_a_warning_says_so(monkeypatch):
     monkeypatch.setattr(splits, "_MOST_COMPARED", 500)
     corpus = random_records([20] * 30)
@@ -206,13 +214,14 @@ def test_a_record_without_the_first_choice_of_an_expression_is_grouped_by_the_se
     assert together == {(0, 1), (2, 3)}
 
 
-def test_an_expression_without_parentheses_is_a_group_as_it_matches():
+@pytest.mark.every_case
+@pytest.mark.parametrize("group", ["[xy]", r"([xy])\d"])
+def test_a_group_is_what_parentheses_match_and_without_any_the_whole(group):
     corpus = random_records([10] * 4, names=["x1", "x2", "y1", "y2"])
-    parts = ga.data.split_corpus(corpus, validation=0.0, test=0.5, group="[xy]")
-    assert {tuple(sorted(p.spans[:, 0].tolist())) for p in (parts["train"], parts["test"])} == {
-        (0, 1),
-        (2, 3),
-    }
+    for seed in range(8):
+        parts = ga.data.split_corpus(corpus, validation=0.0, test=0.5, group=group, seed=seed)
+        drawn = {tuple(sorted(parts[own].spans[:, 0].tolist())) for own in ("train", "test")}
+        assert drawn == {(0, 1), (2, 3)}
 
 
 def test_auto_takes_the_end_of_texts_and_records_of_all_else():
