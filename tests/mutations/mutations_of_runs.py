@@ -111,13 +111,6 @@ MUTATIONS = [
         (f"{FOLDERS}::test_a_run_that_was_interrupted_ends_as_if_undisturbed",),
     ),
     Mutation(
-        "a loader takes its seed from the numbers of masks",
-        "graphattn/train/order.py",
-        '{"generator": torch.Generator().manual_seed(0), **options}',
-        "{**options}",
-        (f"{ENGINE}::test_processes_that_load_data_change_nothing",),
-    ),
-    Mutation(
         "all processes see the same batches",
         "graphattn/train/order.py",
         "self.rank, None, self.processes",
