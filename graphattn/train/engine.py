@@ -105,7 +105,7 @@ def fit(
             return read_run(path)
         with _first_alone(args):
             if args.process_index == 0:
-                _open(path, config, tokenizer, args)
+                _open(path, config, tokenizer, getattr(train, "fingerprint", None), args)
         steps = checkpoints.complete_checkpoints(path)
         return _train(model, objective, config, args, train, validation, callbacks, steps)
 
@@ -230,7 +230,7 @@ def _first_alone(args: Any) -> Iterator[None]:
                 raise ValueError("out: the first process could not open the folder of the run")
 
 
-def _open(path: Path, config: RunConfig, tokenizer: Any, args: Any) -> None:
+def _open(path: Path, config: RunConfig, tokenizer: Any, data: str | None, args: Any) -> None:
     """Make the folder ready: nothing half-written, no row after the newest checkpoint."""
     checkpoints.remove_unfinished(path)
     (path / "checkpoints").mkdir(exist_ok=True)
@@ -242,9 +242,15 @@ def _open(path: Path, config: RunConfig, tokenizer: Any, args: Any) -> None:
     is_begun = (path / run_folder.CONFIG).is_file() or not before
     if tokenizer is not None and is_begun:
         _check_tokenizer(path / "tokenizer.json", tokenizer)
+    if is_begun and data is not None and before.get("data") not in (None, data):
+        raise ValueError(
+            f"data is not what the run in {str(path)!r} began with: it has changed since, or the "
+            "file is another one; choose another folder as out"
+        )
     run_folder.write_state(
         path,
         **run_folder.provenance(config, str(args.device), args.world_size),
+        data=data,
         status="running",
         started=before.get("started", run_folder.now()),
         continued=[*before.get("continued", []), newest] if before else [],
@@ -252,8 +258,8 @@ def _open(path: Path, config: RunConfig, tokenizer: Any, args: Any) -> None:
         error=None,
     )
     if tokenizer is not None and not (is_begun and (path / "tokenizer.json").is_file()):
-        data: Any = import_module("graphattn.data")
-        data.save_tokenizer(tokenizer, path / "tokenizer.json")
+        tokenizers: Any = import_module("graphattn.data")
+        tokenizers.save_tokenizer(tokenizer, path / "tokenizer.json")
     run_folder.write_config(path, config)
 
 

@@ -126,6 +126,28 @@ def test_data_whose_tokens_have_changed_is_refused(tmp_path):
     assert start("abcdef").status == "finished"
 
 
+def test_a_run_does_not_go_on_with_data_that_has_changed(tmp_path):
+    data = tmp_path / "text.txt"
+
+    def start(text: str, steps: int) -> ga.train.Run:
+        data.write_text(text)
+        found = ga.train.prepare(
+            RunConfig(
+                data=str(data), tokenizer="characters", length=8, batch_tokens=64, steps=steps,
+                model_options={"depth": 1, "dim": 8, "heads": 1}, out=str(tmp_path / "run"),
+            )
+        )  # fmt: skip
+        return ga.train.fit(
+            found.model, found.objective, found.config, found.train, tokenizer=found.tokenizer
+        )
+
+    text = "to be or not to be " * 20
+    assert start(text, 1).info["data"]
+    with pytest.raises(ValueError, match=r"data is not what the run in .* began with"):
+        start(text.replace("to be or", "or be to", 1), 2)
+    assert start(text, 2).training[-1]["step"] == 2
+
+
 # The config.
 
 

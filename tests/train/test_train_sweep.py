@@ -235,6 +235,22 @@ def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
 # Stopping.
 
 
+@pytest.mark.parametrize("content", [None, b"", b"not a database", 200])
+def test_a_damaged_list_of_trials_is_refused_and_its_results_stay(
+    tmp_path: Path, content: bytes | int | None
+) -> None:
+    folder = tmp_path / "sweep"
+    sweep(folder)
+    rows, storage = (folder / "results.jsonl").read_bytes(), folder / "trials.db"
+    if content is None:
+        storage.unlink()
+    else:
+        storage.write_bytes(storage.read_bytes()[:content] if isinstance(content, int) else content)
+    with pytest.raises(ValueError, match=r"trials\.db.*choose another folder as out"):
+        sweep(folder)
+    assert (folder / "results.jsonl").read_bytes() == rows
+
+
 def test_a_run_that_was_asked_to_stop_ends_the_sweep_and_is_gone_on_with(tmp_path: Path) -> None:
     calls: list[str] = []
 
