@@ -5,6 +5,7 @@ from mutation import Mutation
 MASKING = "tests/train/test_train_masking.py"
 ENGINE = "tests/train/test_train_engine.py"
 FOLDERS = "tests/train/test_train_run_folders.py"
+KILLS = "tests/train/test_train_kills.py"
 PROCESSES = "tests/train/test_train_processes.py"
 LAYERS = "tests/train/test_train_layer_records.py"
 SWEEP = "tests/train/test_train_sweep.py"
@@ -241,7 +242,7 @@ MUTATIONS = [
         "graphattn/train/run_folder.py",
         'status == "running" and not _is_locked(path)',
         'status == "running" and not path',
-        (f"{FOLDERS}::test_two_processes_do_not_train_in_one_folder",),
+        (f"{KILLS}::test_a_run_that_says_it_runs_and_holds_no_lock_was_killed",),
     ),
     Mutation(
         "steps of a run may shrink",
@@ -332,14 +333,7 @@ MUTATIONS = [
         "graphattn/train/sweep_grid.py",
         "seed=self.seed, mixer_options=options",
         "seed=0, mixer_options=options",
-        (f"{SWEEP}::test_every_combination_is_trained_once_and_never_again",),
-    ),
-    Mutation(
-        "a trial is taken without a lock",
-        "graphattn/train/sweep_queue.py",
-        "        self.lock.acquire()\n        try:\n            statuses",
-        "        try:\n            statuses",
-        (f"{SWEEP}::test_starts_at_the_same_moment_enqueue_once_and_never_take_the_same_trial",),
+        (f"{SWEEP}::test_a_trial_gets_the_options_that_its_mixer_takes",),
     ),
     Mutation(
         "a trial of a worker that was taken for dead is trained beside him",
@@ -360,7 +354,7 @@ MUTATIONS = [
         "graphattn/train/sweep_queue.py",
         ' and "asked" not in own.user_attrs',
         "",
-        (f"{SWEEP}::test_a_run_that_was_asked_to_stop_ends_the_sweep_and_is_gone_on_with",),
+        (f"{SWEEP}::test_whoever_asks_a_trial_to_stop_has_not_killed_it",),
     ),
     Mutation(
         "what failed is trained again and again",
