@@ -158,7 +158,7 @@ MUTATIONS = [
         "graphattn/train/trainer.py",
         "parameter.grad = None  # a last",
         "pass  # a last",
-        (f"{FOLDERS}::test_a_loss_that_is_not_finite_ends_a_run_as_diverged_and_keeps_its_rows",),
+        (f"{ENGINE}::test_a_loss_that_is_infinite_leaves_the_weights_as_they_were",),
     ),
     Mutation(
         "a run that diverged has finished",
@@ -259,13 +259,6 @@ MUTATIONS = [
         (f"{PROCESSES}::test_two_processes_stop_after_the_same_step_and_go_on_bit_for_bit",),
     ),
     Mutation(
-        "files that differ from the commit go unsaid",
-        "graphattn/train/run_folder.py",
-        '"--dirty", ',
-        "",
-        (f"{FOLDERS}::test_a_run_says_where_it_comes_from",),
-    ),
-    Mutation(
         "a run that is over never goes on",
         "graphattn/train/engine.py",
         "if over and RunConfig.load(path / run_folder.CONFIG).steps == config.steps:",
@@ -319,7 +312,7 @@ MUTATIONS = [
         "graphattn/train/sweep_results.py",
         "best = min(means,",
         "best = max(means,",
-        (f"{SWEEP}::test_the_best_rate_has_the_lowest_mean_among_those_where_no_seed_diverged",),
+        (f"{SWEEP}::test_the_stable_range_has_no_gap",),
     ),
     Mutation(
         "values of a range do not reach its end evenly",

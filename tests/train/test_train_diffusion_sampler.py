@@ -172,7 +172,7 @@ def test_top_probability_draws_the_surest_place_first(steps):
     prompt = torch.tensor(start)
 
     def uneven(tokens: torch.Tensor) -> torch.Tensor:  # that all logits of a place are large
-        return CHAIN(tokens) + torch.tensor([[0.0], [9.0], [3.0]])  # makes no token sure
+        return CHAIN(tokens) + torch.tensor([[9.0], [0.0], [3.0]])  # makes no token sure
 
     samples = sample_diffusion(
         uneven, (4000, 3), steps, mask_token=MASK, method="top-probability", prompt=prompt,
