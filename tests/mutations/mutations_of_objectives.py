@@ -14,7 +14,6 @@ BOUNDS = "tests/train/test_train_diffusion_likelihood.py"
 CALIBRATION = "tests/train/test_train_calibration.py"
 PSEUDO = "tests/train/test_train_pseudo_likelihood.py"
 BASELINES = "tests/train/test_train_baselines.py"
-ENGINE = "tests/train/test_train_engine.py"
 
 MUTATIONS = [
     Mutation(
@@ -298,7 +297,7 @@ MUTATIONS = [
         "(sure * self.bins).ceil().long() - 1)",
         "(sure * self.bins).floor().long())",
         (
-            f"{CALIBRATION}::test_a_sure_guess_is_in_the_last_bin_and_one_that_is_always_right_has_no_error",
+            f"{CALIBRATION}::test_a_bin_holds_its_upper_border_and_what_is_too_sure_makes_up_for_nothing",
         ),
     ),
     Mutation(
@@ -306,7 +305,9 @@ MUTATIONS = [
         "graphattn/train/calibration.py",
         "(self._right - self._sure).abs().sum()",
         "(self._right - self._sure).sum().abs()",
-        (f"{CALIBRATION}::test_bins_are_those_of_scikit_learn_and_the_error_that_of_a_plain_loop",),
+        (
+            f"{CALIBRATION}::test_a_bin_holds_its_upper_border_and_what_is_too_sure_makes_up_for_nothing",
+        ),
     ),
     Mutation(
         "a calibration is of other masks than the evaluation",
@@ -355,7 +356,7 @@ MUTATIONS = [
         "graphattn/train/objective.py",
         "total + float(found.total), count + found.count",
         "total + float(found.mean), count + 1",
-        (f"{ENGINE}::test_validation_is_what_the_objective_says_of_the_weights_at_that_step",),
+        (f"{CAUSAL}::test_an_evaluation_is_the_mean_over_tokens_and_not_over_batches",),
     ),
     Mutation(
         "an evaluation drops what training drops",
@@ -376,8 +377,6 @@ MUTATIONS = [
         "graphattn/train/evaluation.py",
         "examples[k * len(examples) // count]",
         "examples[k]",
-        (
-            "tests/cli/test_cli_training.py::test_masked_models_have_a_pseudo_perplexity_of_few_tokens",
-        ),
+        (f"{PSEUDO}::test_an_evaluation_asks_sequences_spread_over_all_of_them",),
     ),
 ]

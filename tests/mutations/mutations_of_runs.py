@@ -5,6 +5,7 @@ from mutation import Mutation
 MASKING = "tests/train/test_train_masking.py"
 ENGINE = "tests/train/test_train_engine.py"
 FOLDERS = "tests/train/test_train_run_folders.py"
+KILLS = "tests/train/test_train_kills.py"
 PROCESSES = "tests/train/test_train_processes.py"
 LAYERS = "tests/train/test_train_layer_records.py"
 SWEEP = "tests/train/test_train_sweep.py"
@@ -157,7 +158,7 @@ MUTATIONS = [
         "graphattn/train/trainer.py",
         "parameter.grad = None  # a last",
         "pass  # a last",
-        (f"{FOLDERS}::test_a_loss_that_is_not_finite_ends_a_run_as_diverged_and_keeps_its_rows",),
+        (f"{ENGINE}::test_a_loss_that_is_infinite_leaves_the_weights_as_they_were",),
     ),
     Mutation(
         "a run that diverged has finished",
@@ -241,7 +242,7 @@ MUTATIONS = [
         "graphattn/train/run_folder.py",
         'status == "running" and not _is_locked(path)',
         'status == "running" and not path',
-        (f"{FOLDERS}::test_two_processes_do_not_train_in_one_folder",),
+        (f"{KILLS}::test_a_run_that_says_it_runs_and_holds_no_lock_was_killed",),
     ),
     Mutation(
         "steps of a run may shrink",
@@ -256,13 +257,6 @@ MUTATIONS = [
         "if before != processes:",
         "if False:",
         (f"{PROCESSES}::test_two_processes_stop_after_the_same_step_and_go_on_bit_for_bit",),
-    ),
-    Mutation(
-        "files that differ from the commit go unsaid",
-        "graphattn/train/run_folder.py",
-        '"--dirty", ',
-        "",
-        (f"{FOLDERS}::test_a_run_says_where_it_comes_from",),
     ),
     Mutation(
         "a run that is over never goes on",
@@ -318,7 +312,7 @@ MUTATIONS = [
         "graphattn/train/sweep_results.py",
         "best = min(means,",
         "best = max(means,",
-        (f"{SWEEP}::test_the_best_rate_has_the_lowest_mean_among_those_where_no_seed_diverged",),
+        (f"{SWEEP}::test_the_stable_range_has_no_gap",),
     ),
     Mutation(
         "values of a range do not reach its end evenly",
@@ -332,14 +326,7 @@ MUTATIONS = [
         "graphattn/train/sweep_grid.py",
         "seed=self.seed, mixer_options=options",
         "seed=0, mixer_options=options",
-        (f"{SWEEP}::test_every_combination_is_trained_once_and_never_again",),
-    ),
-    Mutation(
-        "a trial is taken without a lock",
-        "graphattn/train/sweep_queue.py",
-        "        self.lock.acquire()\n        try:\n            statuses",
-        "        try:\n            statuses",
-        (f"{SWEEP}::test_starts_at_the_same_moment_enqueue_once_and_never_take_the_same_trial",),
+        (f"{SWEEP}::test_a_trial_gets_the_options_that_its_mixer_takes",),
     ),
     Mutation(
         "a trial of a worker that was taken for dead is trained beside him",
@@ -360,7 +347,7 @@ MUTATIONS = [
         "graphattn/train/sweep_queue.py",
         ' and "asked" not in own.user_attrs',
         "",
-        (f"{SWEEP}::test_a_run_that_was_asked_to_stop_ends_the_sweep_and_is_gone_on_with",),
+        (f"{SWEEP}::test_whoever_asks_a_trial_to_stop_has_not_killed_it",),
     ),
     Mutation(
         "what failed is trained again and again",

@@ -59,6 +59,22 @@ def test_a_step_is_of_the_mean_over_all_answers_of_all_batches(tmp_path):
     assert run.training[1]["grad_norm"] == pytest.approx(float(norm), rel=1e-3)
 
 
+def test_a_loss_that_is_infinite_leaves_the_weights_as_they_were(tmp_path):
+    class Infinite(tiny_runs.Certain):
+        asked = 0
+
+        def loss(self, *given):
+            found = super().loss(*given)
+            self.asked += 1
+            return ga.train.Loss(found.total * (torch.inf if self.asked == 5 else 1), found.count)
+
+    model = tiny_runs.model(dropout=0.0)
+    config = tiny_runs.config(tmp_path / "run", accumulate=1)
+    run = ga.train.fit(model, Infinite(), config, tiny_runs.examples())
+    assert (run.status, run.step) == ("diverged", 5)
+    assert all(bool(parameter.isfinite().all()) for parameter in model.parameters())
+
+
 def test_validation_is_what_the_objective_says_of_the_weights_at_that_step(tmp_path):
     found = []
     held_out, objective = tiny_runs.examples(9, 1), tiny_runs.Hidden()
@@ -134,6 +150,9 @@ def test_batches_without_end_start_anywhere_and_are_shared_among_processes():
     assert stream(rank=1, processes=2)[:15] == whole[1::2]
     epoch = len(ga.data.TokenBatches(lengths, 20, seed=3))
     assert sorted(itertools.chain(*whole[:epoch])) == list(range(25))
+    second = ga.data.TokenBatches(lengths, 20, seed=3)
+    second.set_epoch(1)
+    assert whole[epoch : 2 * epoch] == list(second) != whole[:epoch]
 
 
 def test_processes_that_load_data_change_nothing(tmp_path, straight):

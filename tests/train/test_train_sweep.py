@@ -12,13 +12,22 @@ import statistics
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import graphattn as ga
-from graphattn.train import MixerSummary, Run, RunConfig, read_sweep, run_sweep, summarize_sweep
+from graphattn.train import (
+    MixerSummary,
+    Run,
+    RunConfig,
+    read_sweep,
+    run_sweep,
+    summarize_sweep,
+    sweep_queue,
+)
 from graphattn.train.sweep_grid import Trial, as_rates
 
 pytest.importorskip("optuna", reason="sweeps need the extra `train`")
@@ -423,6 +432,16 @@ def test_who_was_taken_for_dead_and_is_alive_is_waited_for(tmp_path: Path) -> No
     other.join(20)
     assert order == ["first", "second"]
     assert [row["status"] for row in read_sweep(folder)] == ["finished"]
+
+
+def test_whoever_asks_a_trial_to_stop_has_not_killed_it() -> None:
+    def status(**attributes: Any) -> str:
+        failed = types.SimpleNamespace(name="FAIL")
+        own = types.SimpleNamespace(state=failed, user_attrs=attributes)
+        return sweep_queue._status([own] * sweep_queue.MOST_KILLED)
+
+    assert status() == "failed"
+    assert status(asked=True) == "interrupted"
 
 
 def test_a_trial_that_kills_every_worker_is_given_up(tmp_path: Path) -> None:
