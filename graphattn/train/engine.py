@@ -182,20 +182,11 @@ def _check(model: Any, objective: Any, config: Any, train: Any, validation: Any)
 
 def _arguments(config: RunConfig, *, evaluates: bool) -> Any:
     try:
-        from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
-
         from graphattn.train.trainer import training_arguments
     except ImportError as error:
         raise ImportError(
             "training needs transformers and accelerate: pip install 'graphattn[train]'"
         ) from error
-    names = [name.strip() for name in config.log_to.split(",")]
-    if names not in (["none"], ["all"]) and not {*names} <= {*INTEGRATION_TO_CALLBACK}:
-        known = ", ".join(sorted(INTEGRATION_TO_CALLBACK))
-        raise ValueError(
-            f"log_to must be 'none', 'all' or some of {known}, separated by commas, got "
-            f"{config.log_to!r}"
-        )
     on_cpu = not torch.accelerator.is_available()
     args = training_arguments(config, evaluates=evaluates, use_cpu=on_cpu)
     if args.world_size > 1:
@@ -300,12 +291,9 @@ def _train(
         model.compile()
     line = ProgressLine(path.resolve().name)
     own = [line, *_recorders(objective, config, train, validation), *callbacks]
-    try:
-        trainer = GraphTrainer(
-            model, objective, config, args, train, validation, start=start, callbacks=own
-        )
-    except RuntimeError as missing:  # so transformers says that a service is not installed
-        raise ImportError(f"log_to {config.log_to!r}: {missing}") from missing
+    trainer = GraphTrainer(
+        model, objective, config, args, train, validation, start=start, callbacks=own
+    )
     trainer.remove_callback(PrinterCallback)
     torch.manual_seed(config.seed + args.process_index)  # masks differ between processes
     newest = str(checkpoints.checkpoint_path(path, start)) if steps else None

@@ -90,7 +90,10 @@ def services(log_to: str) -> list[str]:
     for name in names:
         if name not in known.INTEGRATION_TO_CALLBACK:
             allowed = ", ".join(sorted(known.INTEGRATION_TO_CALLBACK))
-            raise ValueError(f"log_to must be none, all, or some of {allowed}, got {log_to!r}")
+            raise ValueError(
+                f"log_to must be 'none', 'all' or some of {allowed}, separated by commas, got "
+                f"{log_to!r}"
+            )
         if name not in (*there, "azure_ml", "flyte"):  # whose absence they tell themselves
             raise ImportError(
                 f"log_to={name!r} needs a package that is missing: pip install {name}"

@@ -48,7 +48,9 @@ def test_a_service_is_told_what_the_log_holds(tmp_path, monkeypatch):
 def test_a_service_that_is_unknown_or_missing_is_named_before_anything_is_written(
     tmp_path, monkeypatch
 ):
-    with pytest.raises(ValueError, match=r"log_to must be none, all, or some of .*, got 'nobody'"):
+    with pytest.raises(
+        ValueError, match=r"log_to must be 'none', 'all' or some of .*, got 'nobody'"
+    ):
         tiny_runs.train(tmp_path / "run", log_to="nobody")
     from transformers.integrations import integration_utils
 
