@@ -250,7 +250,7 @@ def test_auto_takes_the_end_of_texts_and_records_of_all_else():
         ({"by": "sequence"}, "by must be one of 'auto', 'position', 'record', 'group'"),
         ({"by": "position", "group": "x"}, "group needs by='group'"),
         ({"group": "("}, "group must be a regular expression, got"),
-        ({"group": "record [0-8]$"}, r"finds none in 'record 9' and 10 others; .*'\|\^\(.S\+\)'"),
+        ({"group": "record [0-8]$"}, "finds none in 'record 9' and 10 others; a second choice"),
         ({"by": "group"}, "the corpus has none for 'record 0' and 19 others"),
         ({"test": 0.01, "by": "record"}, "test=0.01 leave a part empty"),
         ({"test": 0.001, "by": "position"}, "test must hold at least one token"),
