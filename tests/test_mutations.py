@@ -6,9 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import mutations_of_data
 import mutations_of_models
+import mutations_of_objectives
 import mutations_of_parts
 import mutations_of_proteins
+import mutations_of_runs
 import pytest
 from mutation import Mutation
 
@@ -1650,9 +1653,12 @@ MUTATIONS = [
         ),
     ),
 ]
+MUTATIONS += mutations_of_data.MUTATIONS
 MUTATIONS += mutations_of_models.MUTATIONS
+MUTATIONS += mutations_of_objectives.MUTATIONS
 MUTATIONS += mutations_of_parts.MUTATIONS
 MUTATIONS += mutations_of_proteins.MUTATIONS
+MUTATIONS += mutations_of_runs.MUTATIONS
 
 
 def copy_of_the_checkout(folder: Path) -> Path:

@@ -11,12 +11,14 @@ from rich.console import Console
 from rich.table import Table
 
 from graphattn.cli.demo.sample import printable
-from graphattn.cli.outputs import write_json
+from graphattn.cli.outputs import as_json
 from graphattn.cli.tables import plain_table
 from graphattn.data import Part, split_corpus
 from graphattn.graphs.arguments import as_choice
 from graphattn.train.choices import tokens_of_image
 from graphattn.train.evaluation import evaluate_model
+from graphattn.train.records import replace_text
+from graphattn.train.run_folder import origin
 from graphattn.train.setup import Examples, examples_of, read_corpus
 from graphattn.train.trained import Trained, load_trained
 
@@ -58,6 +60,9 @@ def run_evaluate(
             seed=seed,
         )
     found["model"] = str(trained.source.relative_to(trained.run.path))
+    found["origin"] = {**origin(trained.run.config), "seed": seed}
+    path = folder / "evaluation.json"  # first, whole: a full disk or a closed pipe loses nothing
+    replace_text(path, as_json({**_before(path), name: found}))
     console.print(table_of(name, found))
     if train is None:
         typer.echo(
@@ -65,8 +70,6 @@ def run_evaluate(
             "frequencies costs is not told",
             err=True,
         )
-    path = folder / "evaluation.json"
-    write_json(path, {**_before(path), name: found})
     typer.echo(str(path))
 
 

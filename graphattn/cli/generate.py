@@ -16,6 +16,7 @@ from graphattn.data import NucleotideTokenizer, ProteinTokenizer
 from graphattn.graphs.arguments import as_int
 from graphattn.models import CausalLM
 from graphattn.train.diffusion import sample_diffusion
+from graphattn.train.run_folder import origin
 from graphattn.train.trained import Trained, load_trained
 
 SAMPLES = "samples.jsonl"
@@ -49,6 +50,7 @@ def run_generate(
         if value is not None:
             kind = "a causal model" if is_causal else "a model that unmasks"
             raise ValueError(f"{option} does nothing with {kind}, got {value!r}")
+    made_by = origin(trained.run.config)
     for number in range(samples):
         generator = torch.Generator().manual_seed(seed + number)
         if number:
@@ -69,6 +71,7 @@ def run_generate(
             "steps": steps,
             "method": method,
             "model": str(trained.source.relative_to(trained.run.path)),
+            "origin": {**made_by, "seed": seed + number},
         }
         with (folder / SAMPLES).open("a", encoding="utf-8") as file:
             file.write(json.dumps(row, ensure_ascii=False) + "\n")

@@ -30,8 +30,13 @@ def check_figures_can_be_drawn() -> None:
 
 def write_json(path: Path, record: dict[str, Any]) -> None:
     """`record` as indented JSON; what JSON has no number for (infinity, NaN) becomes null."""
+    path.write_text(as_json(record), encoding="utf-8")
+
+
+def as_json(record: dict[str, Any]) -> str:
+    """What :func:`write_json` writes."""
     text = json.dumps(_without_infinities(record), indent=1, ensure_ascii=False, allow_nan=False)
-    path.write_text(text + "\n", encoding="utf-8")
+    return text + "\n"
 
 
 def _without_infinities(value: Any) -> Any:

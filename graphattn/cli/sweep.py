@@ -96,11 +96,22 @@ def summary_table(rows: list[Row]) -> Table:
     table.add_column("trials")
     for own in summarize_sweep(rows):
         table.add_row(escape(own.mixer), *_numbers(own), _counts(own))
-    table.caption = (
+    caption = (
         "Loss: mean over seeds, ± standard deviation. Stable: rates around the best at which no "
         "trial diverged; at the highest of them, the loss is so much above the best."
     )
+    if ends := [own.mixer for own in summarize_sweep(rows) if own.best_lr in _ends(rows)]:
+        caption += (
+            f" {escape(', '.join(ends))}: best at the end of the rates tried, so that others "
+            "beyond may be better, and how far it is stable is not known."
+        )
+    table.caption = caption
     return table
+
+
+def _ends(rows: list[Row]) -> set[float]:
+    rates = [row["lr"] for row in rows]
+    return {min(rates), max(rates)} if len(set(rates)) > 1 else set()
 
 
 def _numbers(own: MixerSummary) -> list[str]:

@@ -8,8 +8,10 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+import torch
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from graphattn.cli.run_options import config_of
@@ -68,10 +70,26 @@ def run_train(
     except OSError as error:
         typer.echo(f"graphattn: {error}", err=True)
         return FAILED
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        said = str(error).splitlines()[0] if str(error) else "there is no memory left"
+        typer.echo(
+            f"graphattn: {said}: fewer --batch-tokens (and more to --accumulate), or "
+            "--gradient-checkpointing, take less",
+            err=True,
+        )
+        return FAILED
     except KeyboardInterrupt:
         typer.echo(f"graphattn: stopped at once; {go_on(config.out)}", err=True)
         return INTERRUPTED
     return tell_end(run, prepared, console)
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether there was too little memory, on a GPU or elsewhere."""
+    kinds = (MemoryError, torch.OutOfMemoryError)
+    return isinstance(error, kinds) or "can't allocate memory" in str(error)
 
 
 def go_on(folder: str | os.PathLike[str]) -> str:
@@ -93,6 +111,9 @@ def tell_end(run: Run, prepared: Prepared, console: Console) -> int:
         typer.echo(str(run.path))
         return DIVERGED
     console.print(result_table(run, prepared))
+    seconds = short(float(run.info.get("seconds", 0)))
+    model = escape(str(run.path / "model"))
+    console.print(f"{seconds} seconds. The best model is in {model}", soft_wrap=True)
     typer.echo(str(run.path))
     return DONE
 
@@ -143,6 +164,4 @@ def result_table(run: Run, prepared: Prepared) -> Table:
         prepared.objective, prepared.parts["train"], validation, prepared.model
     ).items():
         table.add_row(f"guessing by {name}", f"{value:.4f}")
-    seconds = float(run.info.get("seconds", 0))
-    table.caption = f"{short(seconds)} seconds. The best model is in {run.path / 'model'}"
     return table

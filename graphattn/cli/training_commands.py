@@ -74,7 +74,7 @@ def evaluate(
         int | None,
         typer.Option(min=1, help="Default: those of the training.", show_default=False),
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of masks and noise.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Of masks and noise.")] = 0,
 ) -> None:
     """Measure a trained model: loss, perplexity, calibration, beside guessing.
 
@@ -113,7 +113,8 @@ def generate(
         ),
     ] = None,
     seed: Annotated[
-        int, typer.Option(min=0, help="Of the draws; the next sample has the next.")
+        int,
+        typer.Option(min=0, max=2**63 - 1, help="Of the draws; the next sample has the next."),
     ] = 0,
     steps: Annotated[
         int | None,

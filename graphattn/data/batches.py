@@ -144,7 +144,8 @@ def _checked(lengths: Tensor | Sequence[int], max_tokens: int) -> Tensor:
         found = None
     if found is not None and found.shape == (0,):
         raise ValueError("lengths must hold those of at least one example, got none")
-    if found is None or found.dim() != 1 or found.is_floating_point() or found.is_complex():
+    is_number = found is not None and found.dtype != torch.bool and not found.is_complex()
+    if found is None or found.dim() != 1 or found.is_floating_point() or not is_number:
         raise ValueError("lengths must be integers, one per example")
     found = found.to(torch.int64)
     if int(found.min()) < 1:

@@ -146,6 +146,12 @@ class _SequenceTokenizer:
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
 
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self)
+
+    def __hash__(self) -> int:
+        return hash(type(self))
+
 
 class ProteinTokenizer(_SequenceTokenizer):
     """One token per residue: the 20 amino acids in alphabetical order, then X for any other.

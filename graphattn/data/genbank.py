@@ -16,6 +16,8 @@ from graphattn.data.files import MAX_BYTES, FileFormatError, read_text
 from graphattn.data.structures.parsing import biotite_at_work, require_biotite
 
 _ORIGIN_NUMBERS = re.compile(r"[0-9\s]")
+_FIRST_BASE = re.compile(r"\s*([0-9]+)\s")
+_LOCUS_LENGTH = re.compile(r"\s([0-9]+)\s+(bp|aa)\b")
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,16 +139,27 @@ def _record(
 
 
 def _check_letters(path: str | os.PathLike[str], lines: list[str], begin: int) -> None:
-    """Raise for the first character of the sequence that is no letter."""
-    is_sequence = False
+    """Raise for the first character of the sequence that is no letter, and for missing bases."""
+    is_sequence, size = False, 0
     for number, line in enumerate(lines, begin):
         if line.startswith("ORIGIN"):
             is_sequence = True
         elif is_sequence and line.rstrip() != "//":
             letters = _ORIGIN_NUMBERS.sub("", line)
+            first = _FIRST_BASE.match(line)
+            if first is not None and letters and int(first[1]) != size + 1:
+                reason = (
+                    f"this line begins with base {first[1]}, after {size:,} bases: some are missing"
+                )
+                raise FileFormatError(path, reason, line=number)
+            size += len(letters)
             wrong = next((c for c in letters if not (c.isascii() and c.isalpha())), None)
             if wrong is not None:
                 raise FileFormatError(path, f"{wrong!a} in a sequence is not a letter", line=number)
+    told = _LOCUS_LENGTH.search(lines[0])
+    if told is not None and size and int(told[1]) != size:
+        reason = f"LOCUS tells of {told[1]} {told[2]}, and this entry has {size}: some are missing"
+        raise FileFormatError(path, reason, line=begin)
 
 
 def _field(file: Any, name: str) -> list[str]:

@@ -24,6 +24,9 @@ _IDX_TYPES = {
 }
 
 
+_PIECE = 2**20  # bytes that are read at once
+
+
 def read_idx(path: str | os.PathLike[str], *, max_bytes: int | None = MAX_BYTES) -> Tensor:
     """The array of an idx file (gzipped or not): MNIST's images [N, 28, 28] or labels [N].
 
@@ -78,7 +81,7 @@ def idx_images(path: str | os.PathLike[str], stream: BinaryIO) -> Iterator[Any]:
     if 0 in shape:
         raise FileFormatError(path, f"is empty: its shape is {list(shape)}")
     for number in range(shape[0]):
-        data = stream.read(size)
+        data = _read_at_most(stream, size)
         if len(data) != size:
             raise _wrong_size(path, shape, math.prod(shape), number * size + len(data))
         image = numpy.frombuffer(data, numpy.uint8).reshape(shape[1:])
@@ -86,6 +89,15 @@ def idx_images(path: str | os.PathLike[str], stream: BinaryIO) -> Iterator[Any]:
     if stream.read(1):
         reason = f"holds more than its header says: {list(shape)}"
         raise FileFormatError(path, reason)
+
+
+def _read_at_most(stream: BinaryIO, size: int) -> bytes:
+    """`size` bytes, or what there is: a header may say more than a memory holds."""
+    pieces: list[bytes] = []
+    while size and (piece := stream.read(min(size, _PIECE))):
+        pieces.append(piece)
+        size -= len(piece)
+    return b"".join(pieces)
 
 
 def _wrong_size(

@@ -88,8 +88,9 @@ def split_corpus(
         by: "position", "record" or "group". "auto" is "group" where `group` is given, "position"
             of text and of a single record, and "record" of all else; of nucleotides it is
             "position" also where no choice of whole records comes near the shares.
-        group: a regular expression that is searched in the names of all records: what its first
-            parentheses match (without any: the whole match) is the group. Without it, by="group"
+        group: a regular expression that is searched in the names of all records: what its
+            parentheses match (of several, the first that match something; without any, the whole
+            match) is the group. Without it, by="group"
             takes the groups of the corpus, such as organisms.
         seed: of the draw, >= 0.
 
@@ -148,7 +149,8 @@ def _is_one_text(corpus: Corpus) -> bool:
 def _by_position(corpus: Corpus, shares: tuple[float, float]) -> dict[str, Part]:
     ends = corpus.lengths.cumsum(0)
     total = int(ends[-1])
-    room = _AT_A_BORDER * min([total * share for share in shares if share > 0], default=0.0)
+    wanted = (1.0 - sum(shares), *shares)
+    room = _AT_A_BORDER * total * min(share for share in wanted if share > 0)
     cuts = [0]
     for share in (sum(shares), shares[1]):
         cut = total - round(total * share)
@@ -158,7 +160,6 @@ def _by_position(corpus: Corpus, shares: tuple[float, float]) -> dict[str, Part]
         cuts.append(border if share > 0 and abs(border - cut) <= room else cut)
     cuts.append(total)
     parts = {}
-    wanted = (1.0 - sum(shares), *shares)
     for name, share, first, last in zip(_NAMES, wanted, cuts, cuts[1:], strict=False):
         if share > 0 and first >= last:
             raise ValueError(
@@ -223,16 +224,21 @@ def _groups(corpus: Corpus, pattern: str) -> Tensor:
                 f"group must be a regular expression, got {pattern!r}: {error}"
             ) from None
         found = [search(name) for name in corpus.names]
-        own = [own and own[min(1, len(own.groups()))] for own in found]
+        own = [match and next(filter(None, match.groups() or (match[0],)), "") for match in found]
     else:
         own = list(corpus.groups)
     missing = [n for n, name in enumerate(own) if not name]
     if missing:
         where = f"group={pattern!r} finds none in" if pattern else "the corpus has none for"
+        advice = (
+            r"a second choice, as '|^(\S+)' at the end of one that begins with '^', makes each of "
+            "the others a group of its own"
+            if pattern
+            else "group is a regular expression that finds it in the name"
+        )
         more = f" and {len(missing) - 1} others" if len(missing) > 1 else ""
         raise ValueError(
-            f"every record must have a group: {where} {corpus.names[missing[0]]!r}{more}"
-            + ("" if pattern else "; group is a regular expression that finds it in the name")
+            f"every record must have a group: {where} {corpus.names[missing[0]]!r}{more}; " + advice
         )
     numbers: dict[str | None, int] = {}
     return torch.tensor([numbers.setdefault(name, len(numbers)) for name in own])

@@ -19,7 +19,8 @@ class CharacterTokenizer:
             string beside a model's weights to read its tokens later.
 
     Raises:
-        ValueError: `vocabulary` is empty or holds a character twice.
+        ValueError: `vocabulary` is empty, or holds a character twice or half of one (a lone
+            surrogate, which no file can keep).
 
     Example:
         >>> import graphattn as ga
@@ -42,6 +43,9 @@ class CharacterTokenizer:
         if len(token_of) < len(self.vocabulary):
             twice = next(c for c in self.vocabulary if self.vocabulary.count(c) > 1)
             raise ValueError(f"vocabulary must hold every character once, got {twice!a} twice")
+        half = next((c for c in self.vocabulary if "\ud800" <= c <= "\udfff"), None)
+        if half is not None:  # two of them would be read again as one character
+            raise ValueError(f"vocabulary must hold characters, got {half!a}, half of one")
         object.__setattr__(self, "_token_of", token_of)
 
     @classmethod

@@ -55,8 +55,18 @@ class ByteTokenizer:
     vocab_size = 256
 
     def encode(self, text: str) -> Tensor:
-        """The tokens of `text`: a LongTensor [N], N = its bytes in UTF-8."""
-        return torch.tensor(list(text.encode("utf-8")), dtype=torch.long)
+        """The tokens of `text`: a LongTensor [N], N = its bytes in UTF-8.
+
+        Raises:
+            ValueError: `text` holds half of a character (a lone surrogate), which UTF-8 has not.
+        """
+        try:
+            return torch.tensor(list(text.encode("utf-8")), dtype=torch.long)
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"text must hold characters that UTF-8 has, got {text[error.start]!a} at position "
+                f"{error.start}"
+            ) from None
 
     def decode(self, tokens: Tensor | Sequence[int]) -> str:
         """The text of `tokens`: integers [N] in 0..255.

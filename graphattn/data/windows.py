@@ -87,7 +87,10 @@ class Windows(Dataset[dict[str, Any]]):
         Raises:
             IndexError: there is no such window.
         """
-        index = numpy.asarray(indices, dtype=numpy.int64).reshape(-1)
+        given = numpy.asarray(indices)
+        if given.size and given.dtype.kind not in "iu":
+            raise IndexError(f"window must be an integer, got {indices!r:.80}")
+        index = given.astype(numpy.int64).reshape(-1)
         outside = index[(index < -self._size) | (index >= self._size)]
         if len(outside):
             raise IndexError(f"window must be from 0 to {self._size - 1}, got {outside[0]}")

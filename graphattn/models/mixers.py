@@ -188,9 +188,15 @@ def _check_entry(entry: Any, names: tuple[str, ...]) -> None:
         got = type(entry).__name__ if isinstance(entry, nn.Module) else repr(entry)
         near = did_you_mean(entry, names, {k: v for k, v in _ALSO_CALLED.items() if v in names})
         raise ValueError(
-            f"mixer must be one of {', '.join(map(repr, names))}, or layers that are called with "
-            f"one sequence, got {got}{near}"
+            f"mixer must be one of {', '.join(map(repr, names))}, or a list of layers, one per "
+            f"block, each called with one sequence, got {got}{near}{_of_class(entry)}"
         )
+
+
+def _of_class(entry: Any) -> str:
+    if not isinstance(entry, type):
+        return ""
+    return f"; of a class of yours, give layers: [{entry.__name__}(...) for _ in range(depth)]"
 
 
 def _check_options(options: dict[str, Any], entries: list[Any]) -> None:

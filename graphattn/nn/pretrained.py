@@ -193,6 +193,10 @@ def _folder(directory: Any) -> Path:
 
 def _read_config(path: Path) -> dict[str, Any]:
     if not path.is_file():
+        if (inner := path.parent / "model").joinpath(path.name).is_file():
+            raise FileNotFoundError(
+                f"{path} is missing: the folder is that of a run, whose model is in {inner}"
+            )
         raise FileNotFoundError(
             f"{path} is missing: without it nothing says which class and options the numbers are "
             "for. Make the model in code, and load_state_dict(safetensors.torch.load_file(...))"

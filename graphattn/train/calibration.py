@@ -104,11 +104,25 @@ class Calibration:
         Args:
             logits: [*, K], of any number of choices.
             truth: integers [*], which one is right.
+
+        Raises:
+            ValueError: the shapes do not fit, or the truth is none of the choices.
         """
+        for name, found in (("logits", logits), ("truth", truth)):
+            is_floating = isinstance(found, Tensor) and found.is_floating_point()
+            if not isinstance(found, Tensor) or is_floating != (name == "logits"):
+                got = found.dtype if isinstance(found, Tensor) else type(found).__name__
+                kind = "a floating-point" if name == "logits" else "an integer"
+                raise ValueError(f"{name} must be {kind} tensor, got {got}")
         if logits.shape[:-1] != truth.shape:
             raise ValueError(
                 "logits and truth must have shapes [*, K] and [*], got "
                 f"{list(logits.shape)} and {list(truth.shape)}"
+            )
+        if outside := truth[(truth < 0) | (truth >= logits.shape[-1])].tolist():
+            raise ValueError(
+                f"truth must be 0 .. {logits.shape[-1] - 1}, one of the choices, got {outside[0]}: "
+                "leave out guesses whose label is missing"
             )
         sure, guess = logits.to(compute_dtype(logits.dtype)).softmax(-1).max(-1)
         sure, right = sure.double().flatten(), (guess == truth).double().flatten()

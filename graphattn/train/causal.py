@@ -83,8 +83,8 @@ class NextToken(LikelihoodObjective):
                     f"{list(logits.shape)}"
                 )
             return logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()
-        is_guessed = valid.clone()
-        is_guessed[:, 0] = False
+        is_guessed = torch.zeros_like(valid)
+        is_guessed[:, 1:] = valid[:, 1:] & valid[:, :-1]  # and no padding is what guesses
         before = is_guessed.roll(-1, 1)  # (the last column gets the first one: False)
         return answers_at(model, tokens, batch, before, packed=self.packed), tokens[is_guessed]
 
@@ -122,9 +122,12 @@ _CAUSAL: weakref.WeakSet[Any] = weakref.WeakSet()  # models that were looked at
 def _as_bytes(found: Any) -> float | Tensor | None:
     if found is None:
         return None
-    if not isinstance(found, Tensor | Sequence) or isinstance(found, str):
+    if isinstance(found, str) or not hasattr(found, "__len__"):
         return as_float("bytes_per_token", found, positive=True)
-    table = torch.as_tensor(found, dtype=torch.float64)
+    try:
+        table = torch.as_tensor(found, dtype=torch.float64)
+    except (TypeError, ValueError):
+        table = torch.zeros(())
     if table.dim() != 1 or not len(table) or not ((table >= 0) & table.isfinite()).all():
         raise ValueError(
             "bytes_per_token must be a number > 0, or one finite number >= 0 per token, got "

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from graphattn.train.records import sync
 UNFINISHED = "."  # what folders being written or removed are called begins so
 STATE = "trainer_state.json"  # what transformers calls it
 NAME = re.compile(r"step-(\d{8,})")
+LEFT = re.compile(r"\.(step-\d{8,}|model)\.(unfinished|removed)")
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:
@@ -43,6 +45,47 @@ def best_checkpoint(folder: Path) -> int | None:
     return best if best in steps else steps[-1]
 
 
+def check_newest(folder: Path) -> None:
+    """Whether a run can go on from its newest checkpoint, of which nothing may be missing.
+
+    Raises:
+        ValueError: a file is missing or broken; the message names it.
+    """
+    steps = complete_checkpoints(folder)
+    if not steps:
+        return
+    path = checkpoint_path(folder, steps[-1])
+    random = [own.name for own in path.glob("rng_state*.pth")] or ["rng_state.pth"]
+    names = [pretrained.WEIGHTS, STATE, "running_loss.json", "optimizer.pt", "scheduler.pt"]
+    for name in (*names, *random):
+        if (wrong := _what_is_wrong(path / name)) is not None:
+            before = f"that of step {steps[-2]}" if len(steps) > 1 else "the start"
+            raise ValueError(
+                f"{path / name} {wrong}: the run cannot go on from there; without the folder "
+                f"{str(path)!r} it goes on from {before}"
+            )
+
+
+def _what_is_wrong(file: Path) -> str | None:
+    """What can be seen at the ends of a file: that it is there, and was not cut off."""
+    from safetensors import SafetensorError, safe_open
+
+    if not file.is_file():
+        return "is missing"
+    try:
+        if file.suffix == ".json":
+            if not isinstance(json.loads(file.read_text(encoding="utf-8")), dict):
+                return "is broken"
+        elif file.suffix == ".safetensors":
+            with safe_open(file, "pt"):
+                pass
+        elif not zipfile.is_zipfile(file):  # what torch.save writes
+            return "is broken"
+    except (ValueError, SafetensorError) as error:
+        return f"is broken ({error})"
+    return None
+
+
 def remove_unfinished(folder: Path) -> None:
     """Remove what a killed process left behind: files and folders under their other name."""
     for place in (folder, folder / "checkpoints"):
@@ -50,7 +93,7 @@ def remove_unfinished(folder: Path) -> None:
             if not path.is_dir():
                 if path.name.startswith((".log.jsonl.", ".run.json.", ".config.yaml.")):
                     path.unlink(missing_ok=True)
-            elif path.name.startswith((".step-", ".model")):
+            elif LEFT.fullmatch(path.name):
                 shutil.rmtree(path)
 
 

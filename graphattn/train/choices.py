@@ -123,8 +123,8 @@ def choose_model(config: RunConfig, corpus: Corpus) -> tuple[RunConfig, nn.Modul
             model: nn.Module = kind.from_preset(config.model, **changes)
             if config.objective == "classification" and corpus.kind != "images":
                 model = WithHead(model, _num_classes(corpus))
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"model {config.model!r}: {error}") from None
+    except (ValueError, TypeError, RuntimeError) as error:  # torch's, if there is no memory
+        raise ValueError(f"model {config.model!r}: {str(error).splitlines()[0]}") from None
     return config.replace(model_options=given), model
 
 
@@ -132,7 +132,13 @@ def objective_options(config: RunConfig, corpus: Corpus, model: nn.Module) -> di
     """What the objective is told of the data, where nothing else was said."""
     options = dict(config.objective_options)
     if config.objective in _WITH_MASK:
-        options.setdefault("mask_token", _tokens_of(corpus))
+        least = _tokens_of(corpus)
+        own = options.setdefault("mask_token", least)
+        if not isinstance(own, int) or own < least:
+            raise ValueError(
+                f"objective_options: mask_token must be at least {least}, behind the tokens of the "
+                f"data, got {own!r}"
+            )
     elif config.objective == "causal" and corpus.kind == "text":
         share = corpus.num_bytes / corpus.num_tokens
         options.setdefault("bytes_per_token", 1 if share == 1 else share)

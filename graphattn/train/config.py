@@ -26,36 +26,50 @@ class RunConfig:
     config lies beside the results as ``config.yaml``.
 
     Args:
-        data: a file or a folder: text, FASTA, GenBank, PDB/mmCIF, idx images or a folder of images.
-        kind: what `data` holds: "text", "protein", "nucleotide", "structures" or "images".
-        tokenizer: of text: "bytes", "characters", or the file of a `tokenizers` tokenizer.
-        length: the longest window of tokens; longer records are cut.
-        validation, test: shares that are set aside.
-        validation_tokens: how many tokens of the validation set are looked at while training,
-            windows evenly spread over it; 0 for all. ``graphattn evaluate`` takes all.
-        split: "position" (the end of a text), "record" or "group" (whole groups stay together).
-        group: a regular expression whose first group names a record's group in its header.
+        data: a file, a folder or a pattern such as "*.fasta": text, FASTA, GenBank, PDB/mmCIF, idx
+            images or folders of images.
+        kind: what `data` holds: "text", "protein", "nucleotide", "structures" or "images"; "auto"
+            looks.
+        tokenizer: of text: "bytes" (also "auto"), "characters", or the path of a tokenizer.json.
+        length: the most tokens that a model sees at once; longer records are cut into windows. 0
+            chooses 256 for text and 512 for other sequences.
+        validation: the share set aside to choose the best checkpoint by.
+        test: the share set aside that training never sees, for ``graphattn evaluate``.
+        validation_tokens: tokens of the validation set that each evaluation looks at, in windows
+            evenly spread over it; 0 for all.
+        split: what is set aside: "position" (the end of a text), "record" (some records) or "group"
+            (whole groups, such as families or organisms).
+        group: a regular expression; what its parentheses match in a header is the record's group.
         split_seed: of the draw of records and groups; runs of other seeds have the same parts.
-        model: a preset (:func:`graphattn.models.presets`) or the folder of a saved model.
-        model_options: further arguments of the model.
-        mixer, mixer_options, window: as all models take them; None as the preset has it.
+        model: a preset (``graphattn models`` lists them) or the folder of a saved model; "auto"
+            fits the data.
+        model_options: further arguments of the model, such as {depth: 2, dropout: 0.1}.
+        mixer: the layer that tokens exchange information by: dot, dot-window, vlt, linear, gka,
+            krause, consensus, mix and more, or a list of one per block. Default: the preset's.
+        mixer_options: further arguments of the mixer, such as {top_k: 8} of krause.
+        window: tokens that a token sees, or a list of one per block. Default: the preset's.
         objective: "masked", "diffusion", "causal", "classification" or "regression".
-        objective_options: further arguments of the objective.
-        steps: of the optimizer.
-        batch_tokens: tokens of a batch (images: a batch of ``batch_tokens // tokens`` images).
-        accumulate: batches per step.
-        lr, warmup_steps, schedule, weight_decay, clip_norm: of AdamW; the rate rises for
-            `warmup_steps`, then stays or falls to 0 along a cosine or a line.
+        objective_options: further arguments of the objective, such as {mask_ratio: 0.3} of masked.
+        steps: steps of the optimizer, and so updates of the weights.
+        batch_tokens: tokens of a batch, padding counted; of images, the patches of all of them.
+        accumulate: batches per step; their losses count as those of one large batch.
+        lr: the highest learning rate of AdamW.
+        warmup_steps: steps in which the learning rate rises from 0 to `lr`.
+        schedule: what the learning rate does then: fall to 0 along a cosine or a line, or stay.
+        weight_decay: of AdamW; norms, biases and embeddings have none.
+        clip_norm: the longest gradient; longer ones are shortened to it. 0 for no limit.
         precision: "float32", "bfloat16" or "float16" (autocast).
         gradient_checkpointing: recompute activations in the backward pass.
         compile: run the model through torch.compile.
-        seed: of weights, order, masks and dropout.
-        evaluate_every, save_every, log_every: in steps.
+        seed: of the split, the weights, the order, masks and dropout.
+        evaluate_every: steps between looks at the validation set.
+        save_every: steps between checkpoints, which an interrupted run goes on from.
+        log_every: steps between rows of training loss in log.jsonl.
         keep: how many checkpoints are kept beside the best.
         record_every: steps between records of the layers' state (stability, sinks, rank); 0: never.
-        workers: processes that load data.
+        workers: processes that load data beside the one that trains.
         log_to: what transformers' Trainer can report to ("none", "tensorboard", "wandb", ...).
-        out: the folder of the run.
+        out: the folder of the run, which is made; config, log, checkpoints and model lie in it.
 
     Raises:
         ValueError: names the argument, its value and what is allowed.
@@ -112,6 +126,8 @@ class RunConfig:
             setattr(self, name, as_int(name, getattr(self, name), least))
         for name, is_positive in _NUMBERS.items():
             setattr(self, name, as_float(name, getattr(self, name), positive=is_positive))
+        if self.seed >= 2**32:
+            raise ValueError(f"seed must be < 2**32, as numpy's must, got {self.seed}")
         hints = typing.get_type_hints(type(self))
         for name, hint in hints.items():
             value = getattr(self, name)
@@ -144,9 +160,7 @@ class RunConfig:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a YAML file."""
-        yaml = _yaml()
-        text = yaml.safe_dump(self.as_dict(), sort_keys=False, allow_unicode=True)
-        Path(path).write_text(text, encoding="utf-8")
+        Path(path).write_text(to_yaml(self.as_dict()), encoding="utf-8")
 
     @classmethod
     def parse(cls, name: str, text: str) -> Any:
@@ -171,7 +185,7 @@ class RunConfig:
             return text
         try:
             return from_yaml(text)
-        except _yaml().YAMLError as error:
+        except (_yaml().YAMLError, RecursionError) as error:
             raise ValueError(
                 f"{name} must be a value as YAML or JSON has it, got {text!r}: "
                 f"{' '.join(str(error).split())}"
@@ -191,7 +205,7 @@ class RunConfig:
         yaml = _yaml()
         try:
             found = from_yaml(Path(path).read_text(encoding="utf-8")) or {}
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
+        except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
             raise ValueError(
                 f"{os.fspath(path)}: is not YAML: {' '.join(str(error).split())}"
             ) from None
@@ -257,16 +271,19 @@ def _plain(name: str, value: Any) -> Any:
 
 
 def from_yaml(text: str) -> Any:
-    """What YAML says, with ``1e-4`` as the number that it is in YAML 1.2 and in JSON.
+    """What YAML says, with numbers as YAML 1.2 and JSON have them: ``1e-4`` is one, ``010`` is 10.
 
     Example:
         >>> from graphattn.train.config import from_yaml
-        >>> from_yaml("{lr: 1e-4, mixer: dot}")
-        {'lr': 0.0001, 'mixer': 'dot'}
+        >>> from_yaml("{lr: 1e-4, mixer: dot, steps: 010}")
+        {'lr': 0.0001, 'mixer': 'dot', 'steps': 10}
     """
     yaml = _yaml()
 
     class Loader(yaml.SafeLoader):  # type: ignore[name-defined]
+        def construct_document(self, node: Any) -> Any:
+            return self.construct_object(node, deep=True)  # refuses what holds itself
+
         def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
             keys = [key.value for key, _ in node.value]
             for key in keys:
@@ -276,11 +293,51 @@ def from_yaml(text: str) -> Any:
                     )
             return super().construct_mapping(node, deep)
 
-    Loader.add_implicit_resolver("tag:yaml.org,2002:float", _WITH_EXPONENT, list("-+0123456789."))
+        def construct_integer(self, node: Any) -> int:
+            text = self.construct_scalar(node)
+            return int(text, 16 if "x" in text else 8 if "o" in text else 10)
+
+    _with_numbers(Loader)
+    Loader.add_constructor("tag:yaml.org,2002:int", Loader.construct_integer)
     return yaml.load(text, Loader)  # a SafeLoader: plain values alone
 
 
-_WITH_EXPONENT = re.compile(r"^[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)[eE][-+]?[0-9]+$")
+def to_yaml(value: Any) -> str:
+    """YAML that :func:`from_yaml` reads as the same: a text like ``1e-4`` stands in quotes.
+
+    Example:
+        >>> from graphattn.train.config import from_yaml, to_yaml
+        >>> to_yaml({"out": "1e-4", "lr": 1e-4})
+        "out: '1e-4'\\nlr: 0.0001\\n"
+    """
+    yaml = _yaml()
+
+    class Dumper(yaml.SafeDumper):  # type: ignore[name-defined]
+        def ignore_aliases(self, data: Any) -> bool:
+            return True
+
+    _with_numbers(Dumper)
+    text: str = yaml.dump(value, Dumper=Dumper, sort_keys=False, allow_unicode=True)
+    return text
+
+
+# YAML 1.2, section 10.3.2, and 10_000; PyYAML has YAML 1.1, in which 010 is 8 and 1:30 is 90.
+_NUMBERS_OF_YAML = {
+    "int": r"[-+]?[0-9]+(_[0-9]+)*|0o[0-7]+|0x[0-9a-fA-F]+",
+    "float": r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?"
+    r"|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+}
+
+
+def _with_numbers(kind: Any) -> None:
+    """Let a loader or a dumper take for numbers what YAML 1.2 does."""
+    tags = {f"tag:yaml.org,2002:{name}": text for name, text in _NUMBERS_OF_YAML.items()}
+    kind.yaml_implicit_resolvers = {
+        first: [own for own in resolvers if own[0] not in tags]
+        for first, resolvers in kind.yaml_implicit_resolvers.items()
+    }
+    for tag, text in tags.items():
+        kind.add_implicit_resolver(tag, re.compile(f"^(?:{text})$"), list("-+0123456789."))
 
 
 def _yaml() -> Any:

@@ -96,15 +96,16 @@ def fit(
     with contextlib.ExitStack() as stack:
         with _first_alone(args):
             if args.process_index == 0:
-                path.mkdir(parents=True, exist_ok=True)
+                run_folder.make_folder(path)
                 stack.enter_context(run_folder.locked(path))
+                run_folder.forget_failed(path)
         run_folder.check_config(path, config, args.world_size)
         over = run_folder.read_state(path).get("status") in run_folder.OVER
         if over and RunConfig.load(path / run_folder.CONFIG).steps == config.steps:
             return read_run(path)
         with _first_alone(args):
             if args.process_index == 0:
-                _open(path, config, tokenizer, args)
+                _open(path, config, tokenizer, getattr(train, "fingerprint", None), args)
         steps = checkpoints.complete_checkpoints(path)
         return _train(model, objective, config, args, train, validation, callbacks, steps)
 
@@ -162,7 +163,13 @@ def _check(model: Any, objective: Any, config: Any, train: Any, validation: Any)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError("model must have parameters that require gradients, got none")
     for name, examples in (("train", train), ("validation", validation)):
-        if examples is not None and len(examples) == 0:
+        if examples is None:
+            continue
+        if not hasattr(examples, "__len__") or not hasattr(examples, "__getitem__"):
+            raise ValueError(
+                f"{name} must be examples by index, such as a list, got {type(examples).__name__}"
+            )
+        if len(examples) == 0:
             raise ValueError(f"{name} must hold examples, got none")
     if config.precision == "float16" and not torch.cuda.is_available():
         raise ValueError("precision must be 'float32' or 'bfloat16' on a CPU, got 'float16'")
@@ -214,27 +221,49 @@ def _first_alone(args: Any) -> Iterator[None]:
                 raise ValueError("out: the first process could not open the folder of the run")
 
 
-def _open(path: Path, config: RunConfig, tokenizer: Any, args: Any) -> None:
+def _open(path: Path, config: RunConfig, tokenizer: Any, data: str | None, args: Any) -> None:
     """Make the folder ready: nothing half-written, no row after the newest checkpoint."""
     checkpoints.remove_unfinished(path)
     (path / "checkpoints").mkdir(exist_ok=True)
+    checkpoints.check_newest(path)
     checkpoints.keep_checkpoints(path, config.keep, checkpoints.best_checkpoint(path))
     newest = max(checkpoints.complete_checkpoints(path), default=0)
     keep_rows(path / run_folder.LOG, newest)
-    if tokenizer is not None and not (path / "tokenizer.json").is_file():
-        data: Any = import_module("graphattn.data")
-        data.save_tokenizer(tokenizer, path / "tokenizer.json")
     before = run_folder.read_state(path)
+    is_begun = (path / run_folder.CONFIG).is_file() or not before
+    if tokenizer is not None and is_begun:
+        _check_tokenizer(path / "tokenizer.json", tokenizer)
+    if is_begun and data is not None and before.get("data") not in (None, data):
+        raise ValueError(
+            f"data is not what the run in {str(path)!r} began with: it has changed since, or the "
+            "file is another one; choose another folder as out"
+        )
     run_folder.write_state(
         path,
         **run_folder.provenance(config, str(args.device), args.world_size),
+        data=data,
         status="running",
         started=before.get("started", run_folder.now()),
         continued=[*before.get("continued", []), newest] if before else [],
         seconds=before.get("seconds", 0.0),
         error=None,
     )
+    if tokenizer is not None and not (is_begun and (path / "tokenizer.json").is_file()):
+        tokenizers: Any = import_module("graphattn.data")
+        tokenizers.save_tokenizer(tokenizer, path / "tokenizer.json")
     run_folder.write_config(path, config)
+
+
+def _check_tokenizer(path: Path, tokenizer: Any) -> None:
+    """Refuse data whose tokens are not those that the model has learned."""
+    if not path.is_file():
+        return
+    data: Any = import_module("graphattn.data.tokenizers")
+    if data.tokenizer_as_dict(data.load_tokenizer(path)) != data.tokenizer_as_dict(tokenizer):
+        raise ValueError(
+            f"data has other tokens than those in {str(path)!r}: it has changed since the run "
+            "began, or the file is of something else; choose another folder as out"
+        )
 
 
 # The run.
@@ -260,16 +289,10 @@ def _train(
         model.gradient_checkpointing_enable()  # type: ignore[operator]
     if config.compile:
         model.compile()
-    line = ProgressLine()
+    line = ProgressLine(path.resolve().name)
+    own = [line, *_recorders(objective, config, train, validation), *callbacks]
     trainer = GraphTrainer(
-        model,
-        objective,
-        config,
-        args,
-        train,
-        validation,
-        start=start,
-        callbacks=[line, *_recorders(objective, config, train, validation), *callbacks],
+        model, objective, config, args, train, validation, start=start, callbacks=own
     )
     trainer.remove_callback(PrinterCallback)
     torch.manual_seed(config.seed + args.process_index)  # masks differ between processes
@@ -280,8 +303,8 @@ def _train(
         with _stopping_on_signals(trainer):
             if start < config.steps:
                 trainer.train(resume_from_checkpoint=newest)
-            else:
-                trainer._load_from_checkpoint(str(newest))
+            elif newest is not None:  # (without steps there is none)
+                trainer._load_from_checkpoint(newest)
         status = _status(trainer, config)
         if args.process_index == 0:
             _write_model(trainer, path)

@@ -38,7 +38,7 @@ def evaluate_model(
         examples: with an attribute ``lengths``, such as :class:`graphattn.data.Windows`.
         train: what the model learned from; with it, what guessing by its frequencies costs is told
             ("frequency", and "bigram" of causal models, in nats per answer).
-        batch_tokens: of a batch.
+        batch_tokens: of a batch; one of a longer example holds it alone.
         pseudo_tokens: of models of masked tokens, so many tokens at most are masked one at a time
             for the pseudo-perplexity, some of each sequence; 0 leaves it out.
         bins: of the calibration.
@@ -58,6 +58,8 @@ def evaluate_model(
         ['accuracy', 'bits_per_token', 'calibration', 'examples', 'loss', 'perplexity']
     """
     pseudo_tokens = as_int("pseudo_tokens", pseudo_tokens, 0)
+    batch_tokens = as_int("batch_tokens", batch_tokens, 1)
+    seed = as_int("seed", seed, 0)
     if not len(examples):
         raise ValueError("examples must hold at least one example, got none")
     found: dict[str, Any] = {

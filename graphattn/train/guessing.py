@@ -37,7 +37,7 @@ def guesses_of(
         return {"frequency": frequency_loss(seen, asked, classes)}
     if objective.name not in ("causal", "masked", "diffusion"):
         return {}
-    vocab_size = int(getattr(objective, "mask_token", 0) or getattr(model, "vocab_size", 0))
+    vocab_size = _vocab_size(objective, model)
     if not vocab_size:
         return {}
     if objective.name != "causal":
@@ -47,6 +47,13 @@ def guesses_of(
         "frequency": frequency_loss(_tokens(train), rest, vocab_size),
         "bigram": bigram_loss(_tokens(train), _each(examples), vocab_size),
     }
+
+
+def _vocab_size(objective: Objective, model: nn.Module) -> int:
+    """How many tokens there are to guess; a mask behind all others is none of them."""
+    read = int(getattr(model, "vocab_size", 0))
+    mask = getattr(objective, "mask_token", None)
+    return int(mask) if mask is not None and mask >= read - 1 else read
 
 
 def _each(examples: Sequence[Example]) -> Iterator[Example]:

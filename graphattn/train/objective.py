@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from graphattn.models.protein_scores import evaluating
+
 Example = dict[str, Any]  # "tokens" [N], or "image" [C, H, W], and what an objective needs beside
 Batch = dict[str, Any]  # tensors, and what models take beside tensors
 
@@ -99,20 +101,16 @@ class Objective(abc.ABC):
     ) -> dict[str, float]:
         """The numbers of :meth:`report` over all batches; random numbers are those of `seed`.
 
-        The model is in evaluation mode meanwhile. Two calls give the same numbers.
+        All parts of the model are in evaluation mode meanwhile. Two calls give the same numbers.
         """
-        was_training = model.training
-        model.eval()
         total, count = 0.0, 0
         sums: dict[str, float] = {}
-        try:
+        with evaluating(model):
             for place, batch in enumerate(batches):
                 found = self.loss(model, batch, evaluation_generator(batch, place, seed))
                 total, count = total + float(found.total), count + found.count
                 for key, value in found.sums.items():
                     sums[key] = sums.get(key, 0.0) + float(value)
-        finally:
-            model.train(was_training)
         if count == 0:
             raise ValueError("batches must hold at least one answer, got none")
         return self.report(total / count, {key: value / count for key, value in sums.items()})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -55,21 +55,36 @@ class TrainingLoader(torch.utils.data.DataLoader):
         return self._batches
 
 
-def lengths_of(dataset: Sequence[Example], model: nn.Module) -> Tensor:
+def lengths_of(
+    dataset: Sequence[Example],
+    model: nn.Module,
+    batch_tokens: int | None = None,
+    name: str = "train",
+) -> Tensor:
     """How many tokens every example has; of images, what the model makes of them.
 
     Raises:
-        ValueError: there is no example.
+        ValueError: there is no example, or one with more than `batch_tokens` tokens; `name` is what
+            the examples are called.
     """
     if len(dataset) == 0:
-        raise ValueError("train must hold examples, got none")
+        raise ValueError(f"{name} must hold examples, got none")
     known = getattr(dataset, "lengths", None)
-    if known is not None:
-        return torch.as_tensor(known)
-    return torch.tensor([_length(dataset[i], model) for i in range(len(dataset))])
+    if known is None:
+        known = [_length(dataset[i], model) for i in range(len(dataset))]
+    lengths = torch.as_tensor(known)
+    if batch_tokens is not None and int(lengths.max()) > batch_tokens:
+        at = int(lengths.argmax())
+        raise ValueError(
+            f"batch_tokens must be at least the length of every example, {int(lengths[at])} for "
+            f"example {at} of {name}, got {batch_tokens}"
+        )
+    return lengths
 
 
 def _length(example: Example, model: nn.Module) -> int:
+    if not isinstance(example, Mapping):
+        raise ValueError(f"examples must be dicts, got {type(example).__name__}")
     if "tokens" in example:
         return len(example["tokens"])
     if "image" not in example:

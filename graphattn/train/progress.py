@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+import time
+from datetime import timedelta
 from typing import Any
 
 from rich.console import Console
@@ -18,14 +20,26 @@ from transformers import TrainerCallback
 
 
 class ProgressLine(TrainerCallback):
-    """Steps, the loss, and the time that is left; nothing where stderr is no terminal."""
+    """Steps, the loss, and the time that is left.
 
-    def __init__(self) -> None:
+    Where stderr is no terminal, as in the file that a batch system keeps, a line stands there for
+    every evaluation, and one a minute while there is none.
+
+    Args:
+        name: of the run, which the lines begin with.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.began = self.last_line = time.monotonic()
+        self.first = 0
         self.bar: Progress | None = None
         self.task: TaskID | None = None
         self.told: dict[str, str] = {}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.began = self.last_line = time.monotonic()
+        self.first = state.global_step
         if not (state.is_world_process_zero and sys.stderr.isatty()):
             return
         self.bar = Progress(
@@ -44,12 +58,23 @@ class ProgressLine(TrainerCallback):
             self.bar.update(self.task, completed=state.global_step)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        if self.bar is None or self.task is None:
-            return
         for name, title in (("loss", "loss"), ("eval_loss", "validation")):
             if name in logs:
                 self.told[title] = f"{title} {logs[name]:.4g}"
-        self.bar.update(self.task, description="  ".join(self.told.values()))
+        if self.bar is not None and self.task is not None:
+            self.bar.update(self.task, description="  ".join(self.told.values()))
+        elif state.is_world_process_zero and (
+            "eval_loss" in logs or time.monotonic() - self.last_line > 60
+        ):
+            self._write_line(state.global_step, state.max_steps)
+
+    def _write_line(self, step: int, steps: int) -> None:
+        now = time.monotonic()
+        self.last_line = now
+        left = (now - self.began) / max(step - self.first, 1) * (steps - step)
+        told = [f"step {step:,} of {steps:,}", *self.told.values()]
+        told += [f"{timedelta(seconds=round(left))} left"] * (step < steps)
+        print(f"{self.name}: {', '.join(told)}", file=sys.stderr, flush=True)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.close()

@@ -60,16 +60,17 @@ def pseudo_log_likelihood(
     one = collate_tokens([example])
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     tokens = one["tokens"][0].to(device)
-    asked = torch.arange(len(tokens)) if positions is None else torch.as_tensor(positions).long()
+    asked = torch.arange(len(tokens)) if positions is None else torch.as_tensor(positions)
+    is_index = not (asked.is_floating_point() or asked.is_complex() or asked.dtype == torch.bool)
     if asked.dim() != 1 or (
-        len(asked) and not 0 <= int(asked.min()) <= int(asked.max()) < len(tokens)
+        len(asked) and not (is_index and 0 <= int(asked.min()) <= int(asked.max()) < len(tokens))
     ):
         raise ValueError(
             f"positions must be integers [n] in 0 .. {len(tokens) - 1}, got {positions!r:.80}"
         )
     found = []
     with evaluating(model):
-        for some in asked.split(batch_size):
+        for some in asked.long().cpu().split(batch_size):
             copies = tokens.repeat(len(some), 1)
             where = torch.zeros_like(copies, dtype=torch.bool)
             where[torch.arange(len(some)), some] = True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -67,7 +67,7 @@ class ResidueRegression(Objective):
     ) -> None:
         self.targets = as_int("targets", targets, 1)
         self.error = as_choice("error", error, ("mse", "mae"))
-        self.mean = math.copysign(as_float("mean", abs(mean), positive=False), mean)
+        self.mean = _as_finite("mean", mean)
         self.std = as_float("std", std, positive=True)
         self.packed = as_choice("packed", packed, (False, True))
 
@@ -79,6 +79,8 @@ class ResidueRegression(Objective):
             raise ValueError(
                 f"labels must be floating-point, NaN where missing, got {labels.dtype}"
             )
+        if bool(labels.isinf().any()):
+            raise ValueError("labels must be finite, or NaN where missing, got infinity")
         if labels.dim() == 2:
             labels = labels[..., None]
         if labels.dim() != 3 or labels.shape[-1] != self.targets:
@@ -93,7 +95,7 @@ class ResidueRegression(Objective):
     ) -> Loss:
         """The sum over all labels that there are, and the sums that :meth:`report` needs."""
         labels = batch["labels"]
-        where = labels.isfinite().any(-1)
+        where = ~labels.isnan().all(-1)
         answers = answers_at(model, batch["tokens"], batch, where, packed=self.packed)
         if answers.shape[-1] != self.targets:
             raise ValueError(
@@ -102,7 +104,7 @@ class ResidueRegression(Objective):
                 "gives a model a head of another width"
             )
         labels = labels[where]
-        known = labels.isfinite()
+        known = ~labels.isnan()
         answers = answers.to(compute_dtype(answers.dtype))
         wanted = ((labels - self.mean) / self.std).to(answers.dtype)
         apart = torch.where(known, answers - wanted.masked_fill(~known, 0), 0)
@@ -145,6 +147,19 @@ class ResidueRegression(Objective):
             "mae": absolute * self.std,
             "pearson": sum(correlations) / self.targets,
         }
+
+
+def _as_finite(name: str, value: Any) -> float:
+    """`value` as a finite float of either sign."""
+    try:
+        if isinstance(value, bool | str):
+            raise TypeError
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise ValueError(f"{name} must be a finite number, got {value!r}")
+    return number
 
 
 def _correlation(means: dict[str, float]) -> float:

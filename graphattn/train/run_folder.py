@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import platform
@@ -150,6 +151,57 @@ def check_config(path: Path, config: RunConfig, processes: int) -> None:
         )
 
 
+# Making it.
+
+
+def make_folder(path: Path) -> None:
+    """Make the folder of a run, where nothing of somebody else's would be written over.
+
+    Raises:
+        ValueError: it cannot be made, or holds files that a run would replace.
+    """
+    with _as_bad_out(path):
+        path.mkdir(parents=True, exist_ok=True)
+        if (path / CONFIG).is_file():
+            return
+        # What a process that was killed while it made the folder may have left is empty.
+        taken = [name for name in ("model", "checkpoints", LOG) if _holds(path / name)]
+    if taken:
+        raise ValueError(
+            f"out: {str(path)!r} holds {' and '.join(taken)}, which a run would replace, and no "
+            f"{CONFIG}: choose another folder"
+        )
+
+
+def _holds(path: Path) -> bool:
+    return any(path.iterdir()) if path.is_dir() else path.exists() and path.stat().st_size > 0
+
+
+@contextmanager
+def _as_bad_out(path: Path) -> Iterator[None]:
+    """An error of the system as one of the argument, but for a full disk."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise ValueError(
+            f"out must be a folder in which files can be made, got {str(path)!r}: {error.strerror}"
+        ) from error
+
+
+def forget_failed(path: Path) -> None:
+    """Remove what is left of a run that failed before its first row and checkpoint.
+
+    Nothing came of it, and what made it fail can be changed only by another config.
+    """
+    if read_state(path).get("status") != "failed" or read_rows(path / LOG):
+        return
+    if not any(_holds(path / name) for name in ("model", "checkpoints")):
+        for name in (CONFIG, "tokenizer.json", LOG, STATE):
+            (path / name).unlink(missing_ok=True)
+
+
 # Who is writing.
 
 
@@ -160,7 +212,8 @@ def locked(path: Path) -> Iterator[None]:
     Raises:
         ValueError: another process holds it.
     """
-    handle = os.open(path / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+    with _as_bad_out(path):
+        handle = os.open(path / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
     holding = [handle]
     # Processes that load data must not hold the lock of one that was killed.
     os.register_at_fork(after_in_child=lambda: _close(holding))
@@ -218,6 +271,11 @@ def _lock(handle: int, patience: float = 0.0) -> bool:
 
 def provenance(config: RunConfig, device: str, processes: int) -> dict[str, Any]:
     """What a result depends on beside its config: commit, versions, machine."""
+    return {**origin(config), "device": device, "processes": processes}
+
+
+def origin(config: RunConfig) -> dict[str, Any]:
+    """Where a number comes from: commit, digest of the config, seed, versions."""
     names = ("torch", "transformers", "accelerate", "datasets", "numpy")
     return {
         "commit": commit(),
@@ -228,8 +286,6 @@ def provenance(config: RunConfig, device: str, processes: int) -> dict[str, Any]
             "python": platform.python_version(),
             **{name: _version(name) for name in names},
         },
-        "device": device,
-        "processes": processes,
     }
 
 

@@ -84,6 +84,12 @@ class Examples(Sequence[Example]):
             self.indices = torch.arange(count) * len(lengths) // count
             self.lengths = self.lengths[self.indices]
 
+    @property
+    def fingerprint(self) -> str:
+        """Of the data that the windows are cut from: a run does not go on with others."""
+        found: str = self.windows.part.corpus.fingerprint
+        return found
+
     def __len__(self) -> int:
         return len(self.lengths)
 

@@ -120,9 +120,12 @@ def _rates(part: str) -> list[float]:
         raise ValueError(f"lrs: a range must rise from a number above 0, got {part!r}")
     if count < 2:
         raise ValueError(f"lrs: a range must have at least 2 values, its ends, got {part!r}")
+    differ = f"lrs: the values of a range must differ in {DIGITS} digits, got {part!r}"
+    if count > 9 * 10 ** (DIGITS - 1) * (math.log10(last / first) + 1) + 2:
+        raise ValueError(differ)  # there are no more of so few digits
     ratio = math.log(last / first) / (count - 1)
     inner = [float(f"{first * math.exp(ratio * k):.{DIGITS}g}") for k in range(1, count - 1)]
     found = [first, *inner, last]
     if any(high <= low for low, high in itertools.pairwise(found)):
-        raise ValueError(f"lrs: the values of a range must differ in {DIGITS} digits, got {part!r}")
+        raise ValueError(differ)
     return found

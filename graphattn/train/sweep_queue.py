@@ -54,7 +54,7 @@ class TrialQueue:
             raise ImportError("sweeps need optuna: pip install 'graphattn[train]'") from error
         self.optuna, self.folder = optuna, folder
         self.lock = FileLock(folder / LOCK)
-        with self.lock, self._quiet():
+        with self.lock, self._quiet(), self._as_damaged():
             storage = optuna.storages.RDBStorage(
                 f"sqlite:///{(folder / STORAGE).absolute()}",
                 engine_kwargs={"connect_args": {"timeout": SECONDS}},
@@ -69,6 +69,27 @@ class TrialQueue:
             )
         self.alone: Any = None  # the lock of the trial that is worked on
         self.finished: Row | None = None  # the row of the trial that was worked on last
+
+    @contextmanager
+    def _as_damaged(self) -> Iterator[None]:
+        """A ValueError where the list of trials cannot be read, or is gone but for its results."""
+        from sqlalchemy.exc import SQLAlchemyError
+
+        path, rows = self.folder / STORAGE, self.folder / ROWS
+        is_empty = not path.is_file() or not path.stat().st_size
+        if is_empty and rows.is_file() and rows.stat().st_size:
+            raise ValueError(
+                f"{str(path)!r} is missing or empty, but there are results in {ROWS}: put it back, "
+                "or choose another folder as out"
+            )
+        try:
+            yield
+        except (SQLAlchemyError, self.optuna.exceptions.StorageInternalError) as error:
+            reason = str(getattr(error, "orig", None) or error)
+            raise ValueError(
+                f"{str(path)!r} cannot be read as the trials of a sweep ({reason}): put back a "
+                f"whole copy, or choose another folder as out; results are in {ROWS}"
+            ) from error
 
     @contextmanager
     def _quiet(self) -> Iterator[None]:

@@ -5,6 +5,7 @@ Importing this imports transformers; :func:`graphattn.train.fit` does so when it
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import shutil
@@ -19,7 +20,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from graphattn.data import TokenBatches
 from graphattn.train import checkpoints, run_folder
 from graphattn.train.config import RunConfig
-from graphattn.train.objective import Batch, Example, Objective
+from graphattn.train.objective import Batch, Example, Loss, Objective
 from graphattn.train.order import EndlessBatches, TrainingLoader, lengths_of
 from graphattn.train.parameters import parameter_groups
 from graphattn.train.records import append_row, replace_text, sync
@@ -53,7 +54,7 @@ def training_arguments(
         save_steps=config.save_every,
         metric_for_best_model="loss" if evaluates else None,
         greater_is_better=False if evaluates else None,
-        report_to=[name.strip() for name in config.log_to.split(",")],
+        report_to=services(config.log_to),
         dataloader_num_workers=config.workers,
         dataloader_pin_memory=torch.cuda.is_available() and not use_cpu,
         remove_unused_columns=False,
@@ -61,6 +62,43 @@ def training_arguments(
         disable_tqdm=True,
         use_cpu=use_cpu,
     )
+
+
+def _collated(objective: Objective, examples: Sequence[Example]) -> Batch:
+    batch = objective.collate(examples)
+    if not isinstance(batch, dict):
+        raise ValueError(
+            f"{type(objective).__name__}.collate must return a dict, such as "
+            f"{{'tokens': tensor}}, got {type(batch).__name__}"
+        )
+    return batch
+
+
+def services(log_to: str) -> list[str]:
+    """Names of what transformers can report to; all of it, and what it needs, is there.
+
+    Raises:
+        ValueError: transformers knows no such service.
+        ImportError: the package of one is missing.
+    """
+    from transformers.integrations import integration_utils as known
+
+    names = [name.strip() for name in log_to.split(",")]
+    if names in (["none"], ["all"]):
+        return names
+    there = known.get_available_reporting_integrations()
+    for name in names:
+        if name not in known.INTEGRATION_TO_CALLBACK:
+            allowed = ", ".join(sorted(known.INTEGRATION_TO_CALLBACK))
+            raise ValueError(
+                f"log_to must be 'none', 'all' or some of {allowed}, separated by commas, got "
+                f"{log_to!r}"
+            )
+        if name not in (*there, "azure_ml", "flyte"):  # whose absence they tell themselves
+            raise ImportError(
+                f"log_to={name!r} needs a package that is missing: pip install {name}"
+            )
+    return names
 
 
 class Learner(nn.Module):
@@ -76,6 +114,11 @@ class Learner(nn.Module):
 
     def forward(self, batch: Batch) -> tuple[Tensor, int]:
         found = self.objective.loss(self.model, batch)
+        if not isinstance(found, Loss):
+            raise ValueError(
+                f"{type(self.objective).__name__}.loss must return a graphattn.train.Loss("
+                f"total, count), the sum over all answers and how many, got {type(found).__name__}"
+            )
         return found.total, found.count
 
 
@@ -120,15 +163,23 @@ class GraphTrainer(Trainer):
         self.folder = Path(config.out)
         self.running = RunningLoss()
         self.batches = TokenBatches(
-            lengths_of(train, model), config.batch_tokens, seed=config.seed, shuffle=True
+            lengths_of(train, model, config.batch_tokens),
+            config.batch_tokens,
+            seed=config.seed,
+            shuffle=True,
         )
+        self._validation_lengths: Tensor | None = None
+        if validation is not None:  # what cannot be judged is told before the first step
+            self._validation_lengths = lengths_of(
+                validation, model, config.batch_tokens, "validation"
+            )
         self.learned = model
         super().__init__(
             model=Learner(model, objective),
             args=args,
             train_dataset=train,
             eval_dataset=validation,
-            data_collator=objective.collate,
+            data_collator=functools.partial(_collated, objective),
             callbacks=[_Flow(self), *callbacks],
         )
 
@@ -151,9 +202,10 @@ class GraphTrainer(Trainer):
 
     def batches_of(self, dataset: Sequence[Example]) -> torch.utils.data.DataLoader:
         """All examples once, in order, on the CPU."""
-        order = TokenBatches(
-            lengths_of(dataset, self.learned), self.config.batch_tokens, seed=0, shuffle=False
-        )
+        lengths = self._validation_lengths
+        if dataset is not self.eval_dataset or lengths is None:
+            lengths = lengths_of(dataset, self.learned, self.config.batch_tokens, "eval_dataset")
+        order = TokenBatches(lengths, self.config.batch_tokens, seed=0, shuffle=False)
         return torch.utils.data.DataLoader(
             dataset,  # type: ignore[arg-type]
             batch_sampler=order,
@@ -220,7 +272,15 @@ class GraphTrainer(Trainer):
         batches = map(self._prepare_inputs, self.batches_of(dataset))
         with self.accelerator.autocast():
             numbers = self.objective.evaluate(self.learned, batches, seed=self.config.seed)
-        found = {f"{metric_key_prefix}_{name}": value for name, value in numbers.items()}
+        if "loss" not in numbers:  # the best checkpoint is that of the lowest
+            raise ValueError(
+                f"objective must report a 'loss', got {sorted(numbers)} of a "
+                f"{type(self.objective).__name__}"
+            )
+        found = {
+            f"{metric_key_prefix}_{name}": value.item() if isinstance(value, Tensor) else value
+            for name, value in numbers.items()
+        }
         self.log(dict(found))
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, found)
         return found

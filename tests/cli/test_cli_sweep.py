@@ -16,6 +16,7 @@ from typer.testing import CliRunner, Result
 
 import graphattn.train.sweep as sweeping
 from graphattn.cli.app import app
+from graphattn.cli.sweep import summary_table
 from graphattn.train import Run, RunConfig, fit, prepare, read_run, read_sweep
 
 pytest.importorskip("optuna", reason="sweeps need the extra `train`")
@@ -179,3 +180,15 @@ def test_a_trial_is_the_training_of_its_config_bit_for_bit(tmp_path: Path) -> No
         assert [own["loss"] for own in trial.rows] == [own["loss"] for own in alone.rows]
         assert row["loss"] == alone.evaluations[-1]["loss"]
         assert row["config"] == alone.info["config"]
+
+
+def test_a_best_rate_at_the_end_of_those_tried_is_told():
+    losses = {"dot": (3.0, 2.5, 2.0), "mix": (3.0, 2.0, 2.5)}
+    rows = [
+        {"mixer": mixer, "lr": lr, "seed": 0, "status": "finished", "loss": loss}
+        for mixer, own in losses.items()
+        for lr, loss in zip((1e-4, 1e-3, 1e-2), own, strict=True)
+    ]
+    caption = str(summary_table(rows).caption)
+    assert " dot: best at the end of the rates tried" in caption
+    assert "best at the end" not in str(summary_table(rows[3:]).caption)

@@ -132,6 +132,7 @@ def test_what_is_wrong_is_told_in_one_line_by_its_name(data, run, masked):
         ((*train, "--model-options", "{width: 1}"), "got 'width'"),
         ((*train, "--model-options", "{vocab_size: 9}"), "vocab_size must be at least 256"),
         ((*train, "--mixer", "dott"), "mixer must be"),
+        ((*train, "--log-to", "nobody"), "log_to must be 'none'"),
         ((*train, "--length", "300", "--batch-tokens", "299"), "batch_tokens must be at least"),
         (("train", "--resume", "gone"), "'gone'"),
         (("train", "--resume", run, "--lr", "1"), "--lr cannot change"),
@@ -279,7 +280,9 @@ def test_a_full_disk_ends_in_one_line(data, monkeypatch):
     result = call("train", "--data", data / "text.txt", "--out", "a", *SMALL, "--steps", 1)
     assert result.exit_code == 1
     assert "No space left on device" in result.stderr
-    assert len(result.stderr.strip().splitlines()) == 1
+    progress, line = result.stderr.strip().splitlines()
+    assert progress.startswith("a: step 1 of 1, loss ")
+    assert line.startswith("graphattn: the checkpoint of step 1 could not be written to ")
 
 
 # Evaluation.
@@ -291,6 +294,8 @@ def test_an_evaluation_stands_beside_guessing(run):
     assert result.stdout.splitlines()[-1] == str(run / "evaluation.json")
     (found,) = json.loads((run / "evaluation.json").read_text()).values()
     assert found["bits_per_byte"] == pytest.approx(found["loss"] / 0.6931471805599453)
+    info = ga.train.read_run(run).info
+    assert found["origin"] == {own: info[own] for own in ("commit", "config", "seed", "versions")}
     assert 0 <= found["calibration"]["error"] <= 1
     prepared = ga.train.prepare(ga.train.read_run(run).config)
     tokens = torch.cat([prepared.train[k]["tokens"] for k in range(len(prepared.train))])
@@ -308,6 +313,19 @@ def test_an_evaluation_stands_beside_guessing(run):
         total += float(torch.nn.functional.cross_entropy(logits, window[1:], reduction="sum"))
         count += len(window) - 1
     assert found["loss"] == pytest.approx(total / count, rel=1e-5)
+
+
+def test_an_evaluation_is_kept_when_nobody_reads_its_table(run, monkeypatch):
+    from graphattn.cli import evaluate
+
+    def closed(*_: object) -> None:
+        raise BrokenPipeError(32, "Broken pipe")
+
+    (run / "evaluation.json").unlink(missing_ok=True)
+    monkeypatch.setattr(evaluate, "table_of", closed)
+    assert "Broken pipe" in refused("evaluate", run, "--split", "validation")
+    assert "text.txt validation" in json.loads((run / "evaluation.json").read_text())
+    (run / "evaluation.json").unlink()
 
 
 def test_other_data_is_added_to_the_evaluation(run):
@@ -333,6 +351,8 @@ def test_a_text_is_what_the_model_writes_and_is_kept(run):
     assert result.exit_code == 0, result.output
     row = json.loads((run / "samples.jsonl").read_text().splitlines()[-1])
     assert row["text"].startswith("né ")
+    assert row["origin"]["seed"] == 5
+    assert row["origin"]["config"] == ga.train.read_run(run).config.digest()
     draws = torch.Generator().manual_seed(5)
     tokenizer = ga.data.ByteTokenizer()
     made = ga.load(run / "model").generate(

@@ -250,3 +250,8 @@ def test_a_genome_is_loaded_many_times_as_fast_as_it_is_trained_on(workers, tmp_
     began = time.perf_counter()
     assert sum(1 for _ in loader) == len(batches)
     assert (time.perf_counter() - began) / len(batches) < step / 10
+
+
+def test_lengths_that_are_no_numbers_are_refused():
+    with pytest.raises(ValueError, match="lengths must be integers"):
+        ga.data.TokenBatches(torch.tensor([True, True]), 3)

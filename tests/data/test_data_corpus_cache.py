@@ -83,6 +83,20 @@ def test_equal_records_have_equal_fingerprints_wherever_they_lie(play, tmp_path)
     assert load_corpus(other).fingerprint != fingerprint
 
 
+def test_other_labels_of_the_same_tokens_give_another_fingerprint(tmp_path):
+    pytest.importorskip("biotite", reason="GenBank is read with biotite")
+    found = []
+    for place in ("3..6", "3..7"):
+        path = tmp_path / "a.gb"
+        path.write_text(
+            "LOCUS       X\nFEATURES             Location/Qualifiers\n"
+            f"     CDS             {place}\nORIGIN\n        1 acgtacgtac\n//\n"
+        )
+        found.append(load_corpus(path))
+    assert torch.equal(found[0].tokens(0), found[1].tokens(0))
+    assert found[0].fingerprint != found[1].fingerprint
+
+
 def test_without_a_cache_the_files_go_with_the_corpus(play, tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
     (tmp_path / "temporary").mkdir()

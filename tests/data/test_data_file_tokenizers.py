@@ -73,6 +73,26 @@ def test_no_text_is_cut_to_a_length_that_the_file_asks_for(byte_pairs, tmp_path)
     assert FileTokenizer(tmp_path / "short.json").encode(TEXT).tolist() == whole
 
 
+def test_special_tokens_of_a_file_are_not_added(byte_pairs, tmp_path):
+    made = tokenizers.Tokenizer.from_file(str(byte_pairs))
+    made.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<mask> $A", special_tokens=[("<mask>", 0)]
+    )
+    made.save(str(tmp_path / "special.json"))
+    assert made.encode("to be").ids[0] == 0
+    assert FileTokenizer(tmp_path / "special.json").encode("to be").tolist() == [
+        *made.encode("to be").ids[1:]
+    ]
+
+
+def test_a_vocabulary_reaches_to_its_largest_token_where_numbers_are_left_out(tmp_path):
+    words = tokenizers.models.WordLevel({"to": 0, "be": 5}, unk_token="to")
+    tokenizers.Tokenizer(words).save(str(tmp_path / "gaps.json"))
+    tokenizer = FileTokenizer(tmp_path / "gaps.json")
+    assert tokenizer.vocab_size == 6
+    assert tokenizer.encode("be").tolist() == [5]
+
+
 @pytest.mark.parametrize("make", [lambda path: ByteTokenizer(), FileTokenizer])
 def test_decode_names_a_token_that_is_none(make, byte_pairs):
     tokenizer = make(byte_pairs)

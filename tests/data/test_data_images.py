@@ -74,6 +74,15 @@ def test_images_of_idx_are_their_bytes_over_255_with_labels_beside(tmp_path):
             torch.testing.assert_close(example["image"], torch.tensor(image / 255)[None].float())
 
 
+def test_colours_of_idx_images_come_before_height_and_width(tmp_path):
+    images = pixels(3, 4, 6, 2)
+    (tmp_path / "x-images-idx4-ubyte").write_bytes(idx(images))
+    corpus = load_corpus(tmp_path)
+    assert corpus.image_shape == (2, 4, 6)
+    for example, image in zip(corpus, images, strict=True):
+        assert torch.equal((example["image"] * 255).round(), torch.tensor(image).permute(2, 0, 1))
+
+
 def test_labels_must_be_as_many_as_images(tmp_path):
     (tmp_path / "x-images-idx3-ubyte").write_bytes(idx(pixels(5, 4, 6)))
     for number in (4, 6):

@@ -153,9 +153,20 @@ def test_an_unknown_mixer_is_answered_with_all_names(mixer):
         mixers(mixer, 2, DIM, HEADS)
 
 
+def test_a_class_as_the_mixer_is_answered_with_how_its_layers_are_given():
+    class Mean(torch.nn.Module):
+        dim = DIM
+
+    advice = r"of a class of yours, give layers: \[Mean\(\.\.\.\) for _ in range\(depth\)\]"
+    with pytest.raises(ValueError, match=advice):
+        mixers(Mean, 2, DIM, HEADS)
+
+
 def test_halves_have_no_halves():
     with pytest.raises(
-        ValueError, match="'consensus', or layers that are called with one sequence, got 'mix'"
+        ValueError,
+        match="'consensus', or a list of layers, one per block, each called with one sequence, "
+        "got 'mix'",
     ):
         mixers(["mix", "dot"], 2, DIM, HEADS)
 

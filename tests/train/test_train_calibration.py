@@ -59,6 +59,14 @@ def test_a_sure_guess_is_in_the_last_bin_and_one_that_is_always_right_has_no_err
     assert found.error == 0
 
 
+def test_a_bin_holds_its_upper_border_and_what_is_too_sure_makes_up_for_nothing():
+    found = ga.train.Calibration(2)
+    found.add(torch.zeros(3, 2), torch.zeros(3).long())  # half sure, in (0, 1/2], always right
+    assert found.counts.tolist() == [3, 0]
+    found.add(torch.tensor([[9.0, 0.0]]).expand(3, 2), torch.ones(3).long())  # and always wrong
+    assert found.error == pytest.approx((0.5 + 1 / (1 + math.exp(-9))) / 2)
+
+
 def test_the_guesses_of_an_objective_are_those_of_its_evaluation():
     torch.manual_seed(0)
     model = ga.models.ProteinModel(16, 1, 2, dropout=0.3).train()

@@ -149,6 +149,20 @@ def test_a_model_that_sees_what_it_is_to_guess_is_refused():
     for model in (encoder, nn.DataParallel(encoder)):
         with pytest.raises(ValueError, match=r"block 0 of this SequenceEncoder shows a token"):
             objective.loss(model, batch)
+    one_ahead = Counted(torch.zeros(11, 11))
+    edges = torch.tensor([[1, 2, 3], [0, 1, 2]])  # from a token to the one before it
+    ahead = ga.from_edge_index(edges, 4)
+    one_ahead.graphs = lambda num_tokens: [ahead]
+    with pytest.raises(ValueError, match="shows a token what it is to guess"):
+        objective.loss(one_ahead, batch)
+
+
+def test_an_evaluation_is_the_mean_over_tokens_and_not_over_batches():
+    model, objective = Counted(torch.randn(11, 11, generator=generator())), ga.train.NextToken()
+    batches = [objective.collate(examples(lengths)) for lengths in ((3,), (9, 20))]
+    losses = [objective.loss(model, batch) for batch in batches]
+    mean = sum(float(loss.total) for loss in losses) / (2 + 8 + 19)
+    assert objective.evaluate(model, batches)["loss"] == pytest.approx(mean)
 
 
 @pytest.mark.parametrize("wrong", [0, -1, "4", [], [[1.0]], [1.0, math.nan], [-1.0]])

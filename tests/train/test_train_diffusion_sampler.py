@@ -170,8 +170,12 @@ def test_top_probability_draws_the_surest_place_first(steps):
     exact = reach(start, 0)
     probabilities = torch.tensor([exact[tuple(s)] for s in every_sequence(3).tolist()]).double()
     prompt = torch.tensor(start)
+
+    def uneven(tokens: torch.Tensor) -> torch.Tensor:  # that all logits of a place are large
+        return CHAIN(tokens) + torch.tensor([[9.0], [0.0], [3.0]])  # makes no token sure
+
     samples = sample_diffusion(
-        CHAIN, (4000, 3), steps, mask_token=MASK, method="top-probability", prompt=prompt,
+        uneven, (4000, 3), steps, mask_token=MASK, method="top-probability", prompt=prompt,
         generator=generator(),
     )  # fmt: skip
     assert p_value(samples, probabilities) > 1e-3

@@ -10,12 +10,21 @@ import pytest
 import tiny_runs
 
 import graphattn as ga
-from graphattn.train import checkpoints
+from graphattn.train import checkpoints, run_folder
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
 KILLED = -9
+
+
+def test_a_run_that_says_it_runs_and_holds_no_lock_was_killed(tmp_path):
+    tiny_runs.config(tmp_path).save(tmp_path / run_folder.CONFIG)
+    run_folder.write_state(tmp_path, status="running")
+    assert ga.train.read_run(tmp_path).status == "interrupted"
+    with run_folder.locked(tmp_path):
+        assert ga.train.read_run(tmp_path).status == "running"
+    assert ga.train.read_run(tmp_path).status == "interrupted"
 
 
 @pytest.fixture(scope="module")

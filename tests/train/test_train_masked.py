@@ -227,6 +227,24 @@ def test_weighted_by_its_ratio_a_loss_is_per_token_of_all_tokens():
         assert float(found.mean) == pytest.approx(math.log(21), rel=0.05)
 
 
+def test_a_weighted_loss_masks_what_was_drawn_alone():
+    """One more than was drawn would cost 1/r, and the mean would be no bound."""
+    objective = ga.train.MaskedTokens(MASK, mask_ratio=0.1, weight="1/ratio")
+    model = Fixed(torch.zeros(1, 21))
+    objective.loss(model, objective.collate(examples((1,) * 1000)), generator())
+    assert abs(int((model.seen[0] == MASK).sum()) - 100) < 5 * math.sqrt(90)
+
+
+def test_every_sequence_of_a_batch_has_a_ratio_of_its_own():
+    objective = ga.train.MaskedTokens(MASK, "linear")
+    model = Fixed(torch.zeros(400, 21))
+    objective.loss(model, objective.collate(examples((400,) * 100)), generator())
+    shares = (model.seen[0] == MASK).float().mean(1)  # uniform in 0 .. 1
+    assert shares.min() < 0.1
+    assert shares.max() > 0.9
+    assert float(shares.std()) == pytest.approx(math.sqrt(1 / 12), rel=0.25)
+
+
 def test_with_linear_ratios_the_weighted_loss_is_a_bound_that_an_independent_text_meets():
     """A text whose letters are drawn apart has the exact bound: its likelihood, at any mask."""
     share = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
@@ -250,6 +268,8 @@ def test_an_evaluation_is_the_same_every_time_and_leaves_the_model_in_training()
     assert torch.equal(torch.get_rng_state(), state)
     assert model.training
     assert first["perplexity"] == pytest.approx(math.exp(first["loss"]))
+    twice = objective.evaluate(model, batches[:1] * 2, seed=3)
+    assert twice["loss"] != objective.evaluate(model, batches[:1], seed=3)["loss"]  # other masks
 
 
 def test_a_model_learns_what_its_neighbours_tell():

@@ -58,6 +58,10 @@ def test_two_processes_stop_after_the_same_step_and_go_on_bit_for_bit(server, tm
     last = [path / "checkpoints" / "step-00000014" for path in (run, straight)]
     for name in ("rng_state_0.pth", "rng_state_1.pth"):
         assert (last[0] / name).read_bytes() == (last[1] / name).read_bytes()
+    # Masks are drawn from torch's numbers, which processes must not have in common.
+    with tiny_runs.safe_globals():
+        drawn = [torch.load(last[0] / f"rng_state_{k}.pth", weights_only=True) for k in (0, 1)]
+    assert not torch.equal(drawn[0]["cpu"], drawn[1]["cpu"])
 
 
 @pytest.mark.long

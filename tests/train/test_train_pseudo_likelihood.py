@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import graphattn as ga
+from graphattn.train import evaluation
 
 
 def generator(seed: int = 0) -> torch.Generator:
@@ -94,6 +95,19 @@ def test_a_sample_of_the_tokens_has_the_same_mean():
     deviation = float(whole.std()) / math.sqrt(8 * 30)
     assert abs(sum(samples) / 30 - float(whole.mean())) < 5 * deviation
     assert len(set(samples)) > 1
+
+
+def test_an_evaluation_asks_sequences_spread_over_all_of_them(monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        evaluation, "pseudo_perplexity", lambda model, some, *_, **__: asked.extend(some)
+    )
+    model = ga.models.SequenceEncoder(5, dim=16, depth=1, heads=2)
+    data = [{"tokens": torch.full((40,), n % 4)} for n in range(8)]
+    objective = ga.train.MaskedTokens(4)
+    found = ga.train.evaluate_model(model, objective, data, pseudo_tokens=32)
+    assert [own is data[n] for own, n in zip(asked, (0, 4), strict=True)] == [True, True]
+    assert found["pseudo_tokens"] == 32
 
 
 def test_bad_arguments_are_named():

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 import graphattn as ga
-from graphattn.train import checkpoints
+from graphattn.train import checkpoints, records, run_folder
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -106,6 +106,36 @@ def test_what_is_half_written_is_removed_and_never_read(tmp_path, straight):
     assert run.status == "finished"
 
 
+def test_a_name_is_given_after_all_that_it_names_is_on_the_disk(tmp_path, monkeypatch):
+    """A power cut may lose what was not synced, and a name may reach the disk before its file."""
+    events: list[tuple[str, str]] = []
+    fsync, rename, replace = os.fsync, Path.rename, Path.replace
+
+    def sync(handle: int) -> None:
+        events.append(("sync", os.readlink(f"/proc/self/fd/{handle}")))
+        fsync(handle)
+
+    def noting(move: Any) -> Any:
+        def moved(path: Path, target: Path) -> Path:
+            events.append(("name", str(path)))
+            return move(path, target)
+
+        return moved
+
+    monkeypatch.setattr(os, "fsync", sync)
+    monkeypatch.setattr(Path, "rename", noting(rename))
+    monkeypatch.setattr(Path, "replace", noting(replace))
+    records.replace_text(tmp_path / "run.json", "{}")
+    (_, aside), named, folder = events
+    assert named == ("name", aside)
+    assert folder == ("sync", str(tmp_path))
+    events.clear()
+    checkpoints.write_folder(tmp_path / "model", lambda own: (own / "numbers").write_text("1"))
+    aside = str(tmp_path / ".model.unfinished")
+    assert set(events[:2]) == {("sync", aside), ("sync", f"{aside}/numbers")}
+    assert events[2:] == [("name", aside), ("sync", str(tmp_path))]
+
+
 def test_the_newest_and_the_best_checkpoints_are_kept(tmp_path):
     run = tiny_runs.train(tmp_path / "run", steps=20, evaluate_every=3, save_every=2, keep=3)
     best = min(run.evaluations, key=lambda row: row["loss"])["step"]
@@ -143,7 +173,7 @@ def test_checkpoints_are_read_as_numbers_only(tmp_path):
         def __reduce__(self) -> Any:
             return Path.touch, (tmp_path / "executed",)
 
-    for name in ("optimizer.pt", "rng_state.pth"):
+    for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth"):
         path = checkpoints.checkpoint_path(folder, 8) / name
         whole = path.read_bytes()
         torch.save({"state": Touch()}, path)
@@ -213,6 +243,19 @@ def test_a_loss_that_stays_far_above_its_start_is_diverged_and_one_peak_is_not()
     assert after([2.0, float("inf")])
 
 
+def test_a_checkpoint_knows_how_long_a_loss_was_far_above_its_start():
+    before, after = (ga.train.running_loss.RunningLoss() for _ in range(2))
+    for loss in [2.0] + [21.0] * 60:
+        before.finish_step(loss * 7, 7, False)
+    after.load_state(json.loads(json.dumps(before.state())))
+    assert after.take_mean() == pytest.approx((2.0 + 21.0 * 60) / 61)
+    for _ in range(39):
+        after.finish_step(21.0 * 7, 7, False)
+    assert not after.diverged
+    after.finish_step(21.0 * 7, 7, False)
+    assert after.diverged
+
+
 def test_an_error_leaves_a_failed_run_that_can_go_on(tmp_path, straight):
     def fail(_: nn.Module) -> None:
         raise RuntimeError("the data is gone")
@@ -261,6 +304,24 @@ def test_a_look_at_a_run_neither_writes_to_it_nor_keeps_it_from_starting(tmp_pat
     fcntl.flock(held[0], fcntl.LOCK_EX)
     threading.Timer(0.1, lambda: os.close(held[0])).start()
     assert tiny_runs.train(path, steps=2).status == "finished"
+
+
+def test_processes_that_load_data_hold_no_lock_of_the_run_that_started_them(tmp_path):
+    """They may outlive a run that was killed, which then goes on beside them."""
+    ear, mouth = os.pipe()
+    with run_folder.locked(tmp_path):
+        child = os.fork()
+        if child == 0:
+            os.close(mouth)
+            os.read(ear, 1)
+            os._exit(0)
+    try:
+        with run_folder.locked(tmp_path):
+            pass
+    finally:
+        os.close(mouth)
+        os.waitpid(child, 0)
+        os.close(ear)
 
 
 def test_a_run_says_where_it_comes_from(tmp_path):

@@ -12,13 +12,22 @@ import statistics
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import graphattn as ga
-from graphattn.train import MixerSummary, Run, RunConfig, read_sweep, run_sweep, summarize_sweep
+from graphattn.train import (
+    MixerSummary,
+    Run,
+    RunConfig,
+    read_sweep,
+    run_sweep,
+    summarize_sweep,
+    sweep_queue,
+)
 from graphattn.train.sweep_grid import Trial, as_rates
 
 pytest.importorskip("optuna", reason="sweeps need the extra `train`")
@@ -235,6 +244,22 @@ def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
 # Stopping.
 
 
+@pytest.mark.parametrize("content", [None, b"", b"not a database", 200])
+def test_a_damaged_list_of_trials_is_refused_and_its_results_stay(
+    tmp_path: Path, content: bytes | int | None
+) -> None:
+    folder = tmp_path / "sweep"
+    sweep(folder)
+    rows, storage = (folder / "results.jsonl").read_bytes(), folder / "trials.db"
+    if content is None:
+        storage.unlink()
+    else:
+        storage.write_bytes(storage.read_bytes()[:content] if isinstance(content, int) else content)
+    with pytest.raises(ValueError, match=r"trials\.db.*choose another folder as out"):
+        sweep(folder)
+    assert (folder / "results.jsonl").read_bytes() == rows
+
+
 def test_a_run_that_was_asked_to_stop_ends_the_sweep_and_is_gone_on_with(tmp_path: Path) -> None:
     calls: list[str] = []
 
@@ -407,6 +432,16 @@ def test_who_was_taken_for_dead_and_is_alive_is_waited_for(tmp_path: Path) -> No
     other.join(20)
     assert order == ["first", "second"]
     assert [row["status"] for row in read_sweep(folder)] == ["finished"]
+
+
+def test_whoever_asks_a_trial_to_stop_has_not_killed_it() -> None:
+    def status(**attributes: Any) -> str:
+        failed = types.SimpleNamespace(name="FAIL")
+        own = types.SimpleNamespace(state=failed, user_attrs=attributes)
+        return sweep_queue._status([own] * sweep_queue.MOST_KILLED)
+
+    assert status() == "failed"
+    assert status(asked=True) == "interrupted"
 
 
 def test_a_trial_that_kills_every_worker_is_given_up(tmp_path: Path) -> None:

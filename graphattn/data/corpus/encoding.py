@@ -29,15 +29,16 @@ class LetterTable:
     """
 
     def __init__(self, tokenizer: CharacterTokenizer | ProteinTokenizer | NucleotideTokenizer):
-        known = getattr(tokenizer, "_token_of", None) or map(chr, range(128))
-        table = numpy.full(max(128, *map(ord, known)) + 1, _UNKNOWN, dtype=numpy.int32)
-        for letter in getattr(tokenizer, "_token_of", None) or map(chr, range(128)):
+        known = list(getattr(tokenizer, "_token_of", None) or map(chr, range(128)))
+        # One entry more than there are: it stands for all code points beyond, and is unknown.
+        table = numpy.full(max(127, *map(ord, known)) + 2, _UNKNOWN, dtype=numpy.int32)
+        for letter in known:
             try:
                 tokens = tokenizer.encode(letter)
             except ValueError:
                 continue
             table[ord(letter)] = int(tokens[0]) if len(tokens) else _DROPPED
-        self._table = table  # its last entry stands for all code points beyond
+        self._table = table
         self._drops = bool((table == _DROPPED).any())
         self._dtype = token_dtype(tokenizer.vocab_size)
 

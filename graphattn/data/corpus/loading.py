@@ -78,6 +78,7 @@ def load_corpus(
         (Corpus(kind='text', records=1, tokens=18), 'or not')
     """
     as_choice("kind", kind, KINDS)
+    _check_paths(path, cache)
     try:
         import datasets.arrow_writer  # noqa: F401
     except ImportError as error:
@@ -95,6 +96,18 @@ def load_corpus(
         corpus.remove_at_end()
         return corpus
     return Corpus(_cached(Path(cache), source, kind, asked))
+
+
+def _check_paths(path: Any, cache: Any) -> None:
+    # An empty path would be the working directory.
+    if not isinstance(path, str | os.PathLike) or not os.fspath(path):
+        raise ValueError(f"path must be a file, a folder or a pattern, got {path!r}")
+    if cache is None:
+        return
+    if not isinstance(cache, str | os.PathLike) or not os.fspath(cache):
+        raise ValueError(f"cache must be a folder or None, got {cache!r}")
+    if os.path.lexists(cache) and not os.path.isdir(cache):
+        raise ValueError(f"cache must be a folder, got {os.fspath(cache)!r}, which is none")
 
 
 def _asked_for(tokenizer: Any) -> str | Tokenizer:

@@ -207,11 +207,21 @@ def read_images(source: Source, writer: CorpusWriter) -> Facts:
     if "" in classes:
         stray = source.files[folders.index("")][0]
         raise FileFormatError(stray, "lies in no class: other images are in folders beside it")
+    if classes:
+        _check_no_class_is_empty(source.root)
     shape: tuple[int, ...] = ()
     for (path, name), folder in zip(source.files, folders, strict=True):
         shape = _write_image(path, writer, read_image(path), shape, source.files[0][0])
         writer.end(name, label=classes.index(folder) if classes else None)
     return {"num_bytes": writer.num_values, "image_shape": shape, "classes": classes}
+
+
+def _check_no_class_is_empty(root: Path) -> None:
+    """A folder that holds nothing would be a class that gets no number."""
+    for folder in sorted(root.rglob("*") if root.is_dir() else ()):
+        is_hidden = any(part.startswith(".") for part in folder.relative_to(root).parts)
+        if folder.is_dir() and not is_hidden and not any(folder.iterdir()):
+            raise FileFormatError(folder, "is a class without images: fill or remove the folder")
 
 
 def read_idxs(source: Source, writer: CorpusWriter) -> Facts:

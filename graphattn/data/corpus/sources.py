@@ -68,6 +68,10 @@ def find_source(path: str | os.PathLike[str], kind: str) -> Source:
         FileFormatError: there is none, or they are of several formats, or not of `kind`.
     """
     root = Path(path)
+    try:
+        root.is_dir()
+    except OSError as error:  # a name that is too long, a loop of links
+        raise FileFormatError(path, f"cannot be read: {error.strerror}") from error
     if root.is_dir():
         found = [own for own in sorted(root.rglob("*")) if own.is_file() and not _hidden(own, root)]
         files = [(own, own.relative_to(root).as_posix()) for own in found]
@@ -81,6 +85,7 @@ def find_source(path: str | os.PathLike[str], kind: str) -> Source:
     if not files:
         raise FileFormatError(path, "is an empty folder")
 
+    files = [(own, _as_utf8(name)) for own, name in files]
     formats = {own: format_of(own) for own, _ in files}
     idx_files = [own for own, _ in files if formats[own] == "idx"]
     labels = {labels_beside(own) for own in idx_files}
@@ -89,6 +94,11 @@ def find_source(path: str | os.PathLike[str], kind: str) -> Source:
     chosen = tuple((own, name) for own, name in files if len(files) == 1 or formats[own] == wanted)
     beside = [labels_beside(own) for own, _ in chosen if wanted == "idx"]
     return Source(chosen, wanted, root, tuple(own for own in beside if own is not None))
+
+
+def _as_utf8(name: str) -> str:
+    r"""A file's name; bytes that are no UTF-8, which Arrow cannot keep, as ``\xe9``."""
+    return os.fsencode(name).decode("utf-8", errors="backslashreplace")
 
 
 def _hidden(path: Path, root: Path) -> bool:

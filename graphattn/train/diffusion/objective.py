@@ -10,12 +10,16 @@ import torch
 from torch import Tensor
 
 from graphattn.graphs.arguments import as_float, as_int
+from graphattn.train.calling import unwrapped
+from graphattn.train.collation import collate_tokens
 from graphattn.train.diffusion.calling import Denoiser, call
 from graphattn.train.diffusion.noise import Noise, as_noise
 from graphattn.train.diffusion.score_entropy import check_no_masks, score_entropy_parts
 from graphattn.train.objective import Batch, Example, Loss, Objective
 
-FOR_THE_MODEL = ("graph", "valid", "positions", "edge_features", "edge_bias")
+FOR_THE_MODEL = (
+    *("graph", "valid", "positions", "edge_features", "edge_bias", "structure", "context"),
+)
 
 
 class AbsorbingDiffusion(Objective):
@@ -62,7 +66,8 @@ class AbsorbingDiffusion(Objective):
 
     A batch has ``tokens`` [*, N] and may have ``valid`` (padding, which loses nothing and is not
     counted), ``lengths`` [S] (several sequences packed along N, which have a time each), ``graph``,
-    ``positions``, ``edge_features`` and ``edge_bias`` for the model. A model that takes a
+    ``positions``, ``edge_features``, ``edge_bias`` and ``context`` for the model, and a
+    ``structure`` for one that reads structures. A model that takes a
     ``noise_level`` gets sigma, one per sequence, or one per token of a packed batch. It gives
     logits [*, N, vocab_size]; that of the mask is not read.
 
@@ -101,23 +106,11 @@ class AbsorbingDiffusion(Objective):
         self.low_discrepancy = bool(low_discrepancy)
 
     def collate(self, examples: Sequence[Example]) -> Batch:
-        """Tokens [B, N], padded on the right with the mask; ``valid`` where lengths differ."""
-        if not examples:
-            raise ValueError("examples must hold at least one, got none")
-        rows = []
-        for place, example in enumerate(examples):
-            row = example.get("tokens")
-            if not isinstance(row, Tensor) or row.dim() != 1 or row.is_floating_point():
-                got = f"{row.dtype} {list(row.shape)}" if isinstance(row, Tensor) else repr(row)
-                raise ValueError(
-                    f"examples must hold tokens, integers [N]; example {place} has {got}"
-                )
-            rows.append(row.long())
-        lengths = torch.tensor([len(row) for row in rows])
-        padded = torch.nn.utils.rnn.pad_sequence(rows, True, float(self.mask_token))
-        if bool((lengths == padded.shape[1]).all()):
-            return {"tokens": padded}
-        return {"tokens": padded, "valid": torch.arange(padded.shape[1]) < lengths.unsqueeze(1)}
+        """Sequences, with their structures and context, as one batch; the mask is their padding."""
+        batch = collate_tokens(examples)
+        if "valid" in batch:
+            batch["tokens"] = batch["tokens"].masked_fill(~batch["valid"], self.mask_token)
+        return batch
 
     def loss(self, model: Denoiser, batch: Batch, generator: torch.Generator | None = None) -> Loss:
         """The bound's estimate, summed over the tokens of a batch.
@@ -135,6 +128,10 @@ class AbsorbingDiffusion(Objective):
             masked = masked & valid
             count = int(valid.expand(tokens.shape).sum())
         given = {name: batch.get(name) for name in FOR_THE_MODEL}
+        if getattr(unwrapped(model), "structure", False) is not True:
+            del given["structure"]  # others see the sequence alone
+        elif given["structure"] is not None:
+            del given["positions"]  # it has its own
         entropy, penalty, num_tokens = diffusion_losses(
             model, tokens, masked, t, self.mask_token, self.noise, **given
         )

@@ -1,0 +1,187 @@
+"""Folders that a run must not go on in, or write over; and its config as a file."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import tiny_runs
+
+import graphattn as ga
+from graphattn.train import RunConfig, checkpoints
+from graphattn.train.config import from_yaml, to_yaml
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+
+pytestmark = pytest.mark.usefixtures("short_collections")
+
+
+# What belongs to somebody else.
+
+
+@pytest.mark.parametrize("name", ["model/mine.bin", "checkpoints/step-00000007/mine", "log.jsonl"])
+def test_files_of_others_are_never_written_over(tmp_path, name):
+    file = tmp_path / name
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text('{"step": 90}\n')
+    with pytest.raises(ValueError, match=f"holds {name.split('/')[0]}, .* choose another folder"):
+        tiny_runs.train(tmp_path, steps=1)
+    assert file.read_text() == '{"step": 90}\n'
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == [file]
+
+
+def test_a_folder_with_other_files_keeps_them(tmp_path):
+    hidden = tmp_path / ".models" / "mine.bin"
+    hidden.parent.mkdir()
+    hidden.write_text("mine")
+    assert tiny_runs.train(tmp_path, steps=1).status == "finished"
+    assert hidden.read_text() == "mine"
+
+
+@pytest.mark.parametrize("place", ["file", "file/run"])
+def test_where_no_folder_can_be_is_an_error_of_the_argument(tmp_path, place):
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(ValueError, match="out must be a folder in which files can be made, got"):
+        tiny_runs.train(tmp_path / place)
+
+
+# Checkpoints.
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json",
+     "running_loss.json"],
+)  # fmt: skip
+def test_a_checkpoint_that_lacks_something_is_named_and_the_one_before_goes_on(
+    tmp_path, straight, name
+):
+    folder = tmp_path / "run"
+    shutil.copytree(straight.path, folder)
+    first, *_, last = checkpoints.complete_checkpoints(folder)
+    for step in checkpoints.complete_checkpoints(folder)[1:-1]:
+        shutil.rmtree(checkpoints.checkpoint_path(folder, step))
+    file = checkpoints.checkpoint_path(folder, last) / name
+    content, rows = file.read_bytes(), (folder / "log.jsonl").read_bytes()
+    for broken in (None, content[: len(content) // 2], b""):
+        file.unlink() if broken is None else file.write_bytes(broken)
+        said = f"{name} is .*: the run cannot go on .* from that of step {first}"
+        with pytest.raises(ValueError, match=said):
+            tiny_runs.train(folder, steps=15)
+        assert (folder / "log.jsonl").read_bytes() == rows
+    shutil.rmtree(file.parent)
+    if name == "optimizer.pt":
+        assert tiny_runs.train(folder, steps=15).info["continued"] == [first]
+
+
+# Starts that come to nothing.
+
+
+def test_a_start_that_fails_before_its_first_step_leaves_the_folder_to_another_config(tmp_path):
+    class Unable(tiny_runs.Hidden):
+        def loss(self, *given):
+            raise ValueError("mask_token must be one of the tokens")
+
+    config = tiny_runs.config(tmp_path / "run", seed=5)
+    with pytest.raises(ValueError, match="mask_token"):
+        ga.train.fit(tiny_runs.model(), Unable(), config, tiny_runs.examples())
+    assert ga.train.read_run(tmp_path / "run").status == "failed"
+    run = tiny_runs.train(tmp_path / "run", steps=1)
+    assert (run.status, run.config.seed) == ("finished", 0)
+
+
+def test_no_steps_keep_the_model_as_it_was_made(tmp_path):
+    run = tiny_runs.train(tmp_path / "run", steps=0)
+    assert (run.status, run.step) == ("finished", 0)
+    made, kept = tiny_runs.model().state_dict(), ga.load(run.path / "model").state_dict()
+    assert all((made[name] == kept[name]).all() for name in made)
+    assert tiny_runs.train(run.path, steps=2).status == "finished"
+
+
+def test_services_that_are_not_known_are_refused_before_there_is_a_folder(tmp_path):
+    for name in ("", "none,none", "tensorbord"):
+        with pytest.raises(ValueError, match=r"log_to must be 'none', 'all' or some of .*, wandb"):
+            tiny_runs.train(tmp_path / "run", log_to=name)
+    assert not (tmp_path / "run").exists()
+
+
+def test_data_whose_tokens_have_changed_is_refused(tmp_path):
+    def start(letters: str) -> ga.train.Run:
+        return ga.train.fit(
+            tiny_runs.model(),
+            tiny_runs.Hidden(),
+            tiny_runs.config(tmp_path / "run", steps=1),
+            tiny_runs.examples(),
+            tokenizer=ga.data.CharacterTokenizer(letters),
+        )
+
+    assert start("abcdef").status == "finished"
+    config = Path(tmp_path / "run/config.yaml")
+    config.write_text(config.read_text().replace("steps: 1\n", "steps: 0\n"))  # it shall go on
+    with pytest.raises(ValueError, match=r"data has other tokens than those in .*json"):
+        start("abcdeg")
+    assert start("abcdef").status == "finished"
+
+
+def test_a_run_does_not_go_on_with_data_that_has_changed(tmp_path):
+    data = tmp_path / "text.txt"
+
+    def start(text: str, steps: int) -> ga.train.Run:
+        data.write_text(text)
+        found = ga.train.prepare(
+            RunConfig(
+                data=str(data), tokenizer="characters", length=8, batch_tokens=64, steps=steps,
+                model_options={"depth": 1, "dim": 8, "heads": 1}, out=str(tmp_path / "run"),
+            )
+        )  # fmt: skip
+        return ga.train.fit(
+            found.model, found.objective, found.config, found.train, tokenizer=found.tokenizer
+        )
+
+    text = "to be or not to be " * 20
+    assert start(text, 1).info["data"]
+    with pytest.raises(ValueError, match=r"data is not what the run in .* began with"):
+        start(text.replace("to be or", "or be to", 1), 2)
+    assert start(text, 2).training[-1]["step"] == 2
+
+
+# The config.
+
+
+@pytest.mark.parametrize("out", ["1e-3", "010", "1_0", "0x1", "null", "no", "2024-01-01", "1:30"])
+def test_a_folder_may_be_called_like_a_number(tmp_path, out):
+    RunConfig(out=out).save(tmp_path / "config.yaml")
+    assert RunConfig.load(tmp_path / "config.yaml") == RunConfig(out=out)
+    assert from_yaml(to_yaml({"a": [out]})) == {"a": [out]}
+
+
+def test_numbers_are_those_of_yaml_1_2():
+    found = from_yaml("[010, 1_000, 0x1F, 0o17, 1e-4, -.5, .inf, 1:30]")
+    assert found == [10, 1000, 31, 15, 1e-4, -0.5, float("inf"), "1:30"]
+
+
+def test_yaml_that_holds_itself_or_is_too_deep_is_refused(tmp_path):
+    for text in ("{a: &x [*x]}", "[" * 600):
+        with pytest.raises(ValueError, match="model_options must be a value as YAML"):
+            RunConfig.parse("model_options", text)
+        (tmp_path / "run.yaml").write_text(text)
+        with pytest.raises(ValueError, match=r"run\.yaml: is not YAML"):
+            RunConfig.load(tmp_path / "run.yaml")
+
+
+def test_a_seed_is_one_that_all_generators_take():
+    with pytest.raises(ValueError, match=r"seed must be < 2\*\*32"):
+        RunConfig(seed=2**32)
+    assert RunConfig(seed=2**32 - 1).seed == 2**32 - 1
+
+
+def test_a_range_of_more_rates_than_there_are_is_refused_at_once():
+    from graphattn.train.sweep_grid import as_rates
+
+    assert as_rates("1e-3..1e-2:3") == [0.001, 0.003162, 0.01]
+    for count in (10**5, 10**20):
+        with pytest.raises(ValueError, match="must differ in 4 digits"):
+            as_rates(f"1e-3..1e-2:{count}")
