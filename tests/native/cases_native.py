@@ -16,6 +16,7 @@ from typing import NamedTuple
 import native_entries
 import torch
 
+import graphattn as ga
 from graphattn.kernels.cpu import library
 
 THREADS = (1, 2, 3)
@@ -47,6 +48,28 @@ def fail_to_allocate(tasks: int, threads: int) -> None:
     raise AssertionError("there is no such memory")
 
 
+def attention_rows(tokens: int, width: int, dtype: torch.dtype, threads: int) -> None:
+    """Every option that reads memory of its own, over rows of no, one and all sources."""
+    torch.set_num_threads(threads)
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.rand(tokens, tokens + 1, generator=generator) < 0.4
+    rows[:1], rows[1:2] = False, True
+    graph = ga.from_mask(rows)
+    query = torch.randn(2, tokens, 4, width, dtype=dtype, requires_grad=True)
+    key, value = (torch.randn(2, tokens + 1, 2, width, dtype=dtype).requires_grad_() for _ in "kv")
+    bias = torch.randn(2, graph.num_edges, 4, dtype=dtype, requires_grad=True)
+    valid = torch.rand(2, tokens) < 0.9, torch.rand(2, tokens + 1) < 0.9
+    for options in ({}, {"edge_bias": bias, "valid": valid, "top_k": 3, "dropout": 0.2}):
+        for attend, strength in (
+            (ga.rbf_attention, {"sigma": 1.0}),
+            (ga.dot_product_attention, {}),
+        ):
+            out, lse = attend(
+                query, key, value, graph, backend="native", return_lse=True, **strength, **options
+            )
+            (out.sum() + lse[lse.isfinite()].sum()).backward()
+
+
 CASES = [
     Cases("exp", exp, itertools.product(COUNTS, DTYPES, THREADS)),
     Cases("reduce", reduce, itertools.product(DTYPES)),
@@ -55,6 +78,11 @@ CASES = [
         "allocate",
         native_entries.allocate,
         itertools.product((0, 1, 100_000), (0, 1, 20), THREADS),
+    ),
+    Cases(
+        "attention_rows",
+        attention_rows,
+        itertools.product((1, 2, 17, 600), (0, 1, 16, 19), DTYPES, THREADS),
     ),
     Cases("fail_to_allocate", fail_to_allocate, itertools.product((1, 20), THREADS)),
 ]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from graphattn.graphs.token_graph import TokenGraph
@@ -20,6 +21,12 @@ def why_not(like: Tensor) -> str | None:
     """The reason why compiled code does not take a case, whatever its graph; None where it does."""
     if like.device.type != "cpu":
         return f"it runs on CPUs, not on {like.device.type}"
+    return _why_not_here()
+
+
+@torch.compiler.assume_constant_result
+def _why_not_here() -> str | None:
+    """torch.compile need not look into how a library is loaded."""
     return library.why_not()
 
 

@@ -1,0 +1,275 @@
+"""Attention over rows of edges by compiled code: the reference's results, and the same bits always.
+
+The sweeps of tests/ops run on it, too; here is what its own ways need: layouts, threads, blocks of
+long rows, and every build.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import graphattn as ga
+from graphattn.kernels.cpu import library
+
+if library.why_not() is not None:
+    pytest.skip(str(library.why_not()), allow_module_level=True)
+
+CASES = int(os.environ.get("GRAPHATTN_SWEEP", "200"))
+
+
+class Case:
+    """A list of edges, tensors in some layout, and options, all drawn from one seed."""
+
+    def __init__(self, seed: int, dtype: torch.dtype = torch.float64) -> None:
+        self.generator, self.dtype = torch.Generator().manual_seed(seed), dtype
+        targets, sources = self.draw(1, 2, 5, 17, 40), self.draw(1, 3, 9, 33)
+        batch, kv_heads = self.draw((), (1,), (3,), (2, 2)), self.draw(1, 2)
+        heads, width = kv_heads * self.draw(1, 2, 3), self.draw(1, 3, 8, 16, 19, 32, 64)
+        value_width = self.draw(width, width, 5, 64)
+        density = self.draw(0.0, 0.1, 0.4, 1.0)
+        mask = torch.rand(targets, sources, generator=self.generator) < density
+        self.graph = ga.from_mask(mask)
+        self.tensors = [
+            self.tensor(*batch, targets, heads, width),
+            self.tensor(*batch, sources, kv_heads, width),
+            self.tensor(*batch, sources, kv_heads, value_width),
+        ]
+        self.strength = 0.3 + torch.rand(heads, generator=self.generator, dtype=dtype)
+        self.is_rbf = self.draw(True, False)
+        self.options: dict[str, Any] = {"top_k": self.draw(None, None, 1, 2, 5)}
+        if self.draw(True, False):
+            self.options["valid"] = (
+                torch.rand(*batch, targets, generator=self.generator) < 0.7,
+                torch.rand(*batch, sources, generator=self.generator) < 0.7,
+            )
+        if self.draw(True, False):
+            samples = self.draw((), batch)
+            self.options["edge_bias"] = self.tensor(*samples, self.graph.num_edges, heads)
+        if self.draw(True, False, False):
+            self.options["dropout"] = 0.4
+        if not self.is_rbf and self.draw(True, False, False):
+            self.options["softcap"] = 0.7
+
+    def draw(self, *options: Any) -> Any:
+        return options[int(torch.randint(len(options), (), generator=self.generator))]
+
+    def tensor(self, *shape: int) -> Tensor:
+        """Contiguous, part of a larger tensor, or transposed."""
+        kind = self.draw("whole", "part", "transposed")
+        if kind == "part":
+            wide = torch.randn(*shape[:-1], 2 * shape[-1] + 1, generator=self.generator)
+            return wide.to(self.dtype)[..., 1 : 1 + shape[-1]]
+        if kind == "transposed" and len(shape) >= 3:
+            turned = (*shape[:-3], shape[-2], shape[-3], shape[-1])
+            return torch.randn(turned, generator=self.generator).to(self.dtype).transpose(-3, -2)
+        return torch.randn(shape, generator=self.generator).to(self.dtype)
+
+    def run(self, backend: str, *, dtype: torch.dtype | None = None) -> list[Tensor]:
+        """Output, log-sums, and the gradients of all that has one."""
+        options = dict(self.options)
+        named = {"query": 0, "key": 1, "value": 2}
+        leaves = [x.to(dtype or self.dtype).detach() for x in self.tensors]
+        leaves.append(self.strength.to(dtype or self.dtype).clone())
+        if "edge_bias" in options:
+            leaves.append(options.pop("edge_bias").to(dtype or self.dtype).detach())
+        leaves = [x.requires_grad_() for x in leaves]
+        options["sigma" if self.is_rbf else "scale"] = leaves[3]
+        if len(leaves) > 4:
+            options["edge_bias"] = leaves[4]
+        if "dropout" in options:
+            options["generator"] = torch.Generator().manual_seed(1)
+        attend = ga.rbf_attention if self.is_rbf else ga.dot_product_attention
+        given = {name: leaves[place] for name, place in named.items()}
+        out, lse = attend(**given, graph=self.graph, backend=backend, return_lse=True, **options)
+        upstream = torch.Generator().manual_seed(2)
+        d_out, d_lse = (
+            torch.randn(x.shape, generator=upstream, dtype=torch.float64).to(x.dtype)
+            for x in (out, lse)
+        )
+        d_lse = d_lse.masked_fill(lse == -torch.inf, 0)
+        sums = lse.masked_fill(lse == -torch.inf, 0)
+        found = torch.autograd.grad([out, sums], leaves, [d_out, d_lse], allow_unused=True)
+        zeros = (
+            torch.zeros_like(x) if g is None else g for x, g in zip(leaves, found, strict=True)
+        )
+        return [out, lse, *zeros]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("part", range(4))
+def test_it_is_the_reference(part: int) -> None:
+    for seed in range(part, CASES, 4):
+        case = Case(seed)
+        for mine, theirs in zip(case.run("native"), case.run("reference"), strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-11, atol=1e-11, msg=f"seed {seed}")
+
+
+def test_float32_is_float64_to_its_rounding() -> None:
+    for seed in range(30):
+        case = Case(seed, torch.float32)
+        case.options["top_k"] = None  # rounding may choose others
+        exact = case.run("native", dtype=torch.float64)
+        for mine, theirs in zip(case.run("native"), exact, strict=True):
+            torch.testing.assert_close(
+                mine.double(), theirs, rtol=2e-5, atol=2e-5, msg=f"seed {seed}"
+            )
+
+
+@pytest.mark.parametrize("build", ["base", "v3"])
+def test_every_build_is_the_reference(build: str) -> None:
+    code = (
+        "import torch, test_native_rows as rows\n"
+        "for seed in range(40):\n"
+        "    case = rows.Case(seed)\n"
+        "    for a, b in zip(case.run('native'), case.run('reference'), strict=True):\n"
+        "        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11)\n"
+        "from graphattn.kernels.cpu import library\n"
+        "print(library.instruction_set())"
+    )
+    environment = os.environ | {"GRAPHATTN_NATIVE": build, "PYTHONPATH": os.path.dirname(__file__)}
+    run = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False
+    )
+    if "is not in" in run.stderr or "this processor" in run.stderr:
+        pytest.skip(f"there is no build {build} that this processor runs")
+    assert run.stdout.strip() == library.NAMES[build], run.stderr
+
+
+def rows_of(lengths: list[int], sources: int, seed: int = 0) -> ga.TokenGraph:
+    """Rows of so many sources each, drawn at random."""
+    generator = torch.Generator().manual_seed(seed)
+    mask = torch.zeros(len(lengths), sources, dtype=torch.bool)
+    for row, length in zip(mask, lengths, strict=True):
+        row[torch.randperm(sources, generator=generator)[:length]] = True
+    return ga.from_mask(mask)
+
+
+@pytest.mark.parametrize("top_k", [None, 300])
+def test_long_rows_and_sources_that_many_see_add_up_in_blocks(top_k: int | None) -> None:
+    graph = rows_of([1000, 0, 257, 256, 1] + [3] * 600, 1000)
+    seen = torch.cat(
+        [graph.edge_index, torch.stack([torch.full((600,), 7), torch.arange(5, 605)])], 1
+    )
+    graph = ga.from_edge_index(seen.unique(dim=1), 605, 1000)  # source 7 is seen by 600
+    torch.manual_seed(0)
+    query = torch.randn(605, 2, 8, dtype=torch.float64, requires_grad=True)
+    key, value = (torch.randn(1000, 2, 8, dtype=torch.float64).requires_grad_() for _ in "kv")
+    found = []
+    for backend in ("native", "reference"):
+        out = ga.dot_product_attention(query, key, value, graph, top_k=top_k, backend=backend)
+        weight = torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view_as(out)
+        found.append([out, *torch.autograd.grad((out * weight).sum(), (query, key, value))])
+    for mine, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
+
+
+def test_any_number_of_threads_gives_the_same_bits() -> None:
+    before, found = torch.get_num_threads(), []
+    points = torch.randn(700, 3, generator=torch.Generator().manual_seed(0))
+    graph = ga.knn_graph(points, 16)
+    torch.manual_seed(0)
+    leaves = [torch.randn(2, 700, 4, 32).requires_grad_() for _ in range(3)]
+    sigma = torch.full((4,), 2.0, requires_grad=True)
+    try:
+        for threads in (1, 2, 3, 7):
+            torch.set_num_threads(threads)
+            out = ga.rbf_attention(*leaves, graph, sigma, top_k=9, backend="native")
+            found.append([out, *torch.autograd.grad(out.square().sum(), (*leaves, sigma))])
+    finally:
+        torch.set_num_threads(before)
+    for other in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
+
+
+def test_a_sample_has_the_bits_that_it_has_alone() -> None:
+    graph = rows_of([5, 300, 0, 17, 64], 400)
+    torch.manual_seed(0)
+    shapes = (5, 4, 16), (400, 2, 16), (400, 2, 16)
+    leaves = [torch.randn(3, *shape).requires_grad_() for shape in shapes]
+
+    def run(*own: Tensor) -> list[Tensor]:
+        out = ga.dot_product_attention(*own, graph, backend="native")
+        return [out, *torch.autograd.grad(out.square().sum(), own)]
+
+    together = run(*leaves)
+    alone = run(*(x[1].detach().requires_grad_() for x in leaves))
+    assert all(torch.equal(a[1], b) for a, b in zip(together, alone, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_of_equal_sources_the_first_are_kept(dtype: torch.dtype) -> None:
+    graph = rows_of([40, 40], 40)
+    key = torch.randn(1, 1, 19, dtype=dtype).expand(40, 1, 19)
+    query, value = (
+        torch.randn(2, 1, 19, dtype=dtype),
+        torch.arange(40.0, dtype=dtype)[:, None, None],
+    )
+    for k in (1, 3, 39):
+        out = ga.dot_product_attention(query, key, value, graph, top_k=k, backend="native")
+        torch.testing.assert_close(out.flatten(), torch.full((2,), (k - 1) / 2, dtype=dtype))
+    zeros = key * torch.tensor([1.0, -1.0], dtype=dtype).repeat(20)[:, None, None] * 0
+    out = ga.dot_product_attention(query, zeros, value, graph, top_k=2, backend="native")
+    assert out.flatten().tolist() == [0.5, 0.5]  # 0 and -0 tie
+
+
+def test_it_is_differentiated_twice_by_operations_of_torch() -> None:
+    graph = rows_of([3, 2, 0, 4], 5)
+    torch.manual_seed(0)
+    leaves = [torch.randn(n, 2, 3, dtype=torch.float64).requires_grad_() for n in (4, 5, 5)]
+    bias = torch.randn(graph.num_edges, 2, dtype=torch.float64, requires_grad=True)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, b: Tensor) -> Tensor:
+        return ga.rbf_attention(q, k, v, graph, 1.3, edge_bias=b, backend="native")
+
+    assert torch.autograd.gradcheck(attend, (*leaves, bias))
+    assert torch.autograd.gradgradcheck(attend, (*leaves, bias))
+
+
+def test_compiled_functions_hold_it_whole() -> None:
+    layer = ga.nn.DotProductAttention(16, heads=2, backend="native")
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    for tokens in (20, 31, 47):
+        graph = ga.knn_graph(torch.randn(tokens, 3), 5)
+        x = torch.randn(2, tokens, 16, requires_grad=True)
+        mine, theirs = compiled(x, graph), layer(x, graph)
+        torch.testing.assert_close(mine, theirs)
+        for a, b in zip(
+            *(torch.autograd.grad(y.square().sum(), x) for y in (mine, theirs)), strict=True
+        ):
+            torch.testing.assert_close(a, b)
+
+
+def test_half_precision_is_computed_in_float32() -> None:
+    graph = rows_of([9, 3, 1], 12)
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(n, 2, 16).bfloat16() for n in (3, 12, 12))
+    out = ga.rbf_attention(query, key, value, graph, 3.0, backend="native")
+    exact = ga.rbf_attention(query.float(), key.float(), value.float(), graph, 3.0)
+    assert out.dtype == torch.bfloat16
+    assert torch.equal(out, exact.bfloat16())
+
+
+def test_where_there_is_none_the_fallback_runs_and_says_why() -> None:
+    code = """
+import torch, graphattn as ga
+graph, x = ga.knn_graph(torch.randn(9, 2), 3), torch.randn(9, 1, 4)
+print(ga.backends("rbf_attention", graph, x)["native"])
+assert ga.rbf_attention(x, x, x, graph, 1.0).shape == x.shape
+try:
+    ga.rbf_attention(x, x, x, graph, 1.0, backend="native")
+except ValueError as error:
+    print(error)
+"""
+    run = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True,
+        env=os.environ | {"GRAPHATTN_NATIVE": "0"},
+    )  # fmt: skip
+    reason = "the compiled CPU kernels are turned off by GRAPHATTN_NATIVE=0"
+    assert run.stdout.splitlines() == [reason, f"backend 'native' cannot run this case: {reason}"]
