@@ -13,6 +13,7 @@
 #include <cstring>
 #include <functional>
 #include <limits>
+#include <type_traits>
 #include <vector>
 
 #include "interface.h"
@@ -590,14 +591,16 @@ void run(const RowsCall& call, const RowsGradients* wanted) {
 
 template <class T>
 void run(const RowsCall& call, const RowsGradients* wanted) {
-  const int64_t width = call.width == call.value_width ? call.width : 0;
-  switch (width) {
-    case 16: return run<T, 16>(call, wanted);
-    case 32: return run<T, 32>(call, wanted);
-    case 64: return run<T, 64>(call, wanted);
-    case 128: return run<T, 128>(call, wanted);
-    default: return run<T, 0>(call, wanted);
+  // Widths that are known take a quarter less time; of float64 nobody waits for it.
+  if constexpr (std::is_same_v<T, float>) {
+    switch (call.width == call.value_width ? call.width : 0) {
+      case 16: return run<T, 16>(call, wanted);
+      case 32: return run<T, 32>(call, wanted);
+      case 64: return run<T, 64>(call, wanted);
+      case 128: return run<T, 128>(call, wanted);
+    }
   }
+  run<T, 0>(call, wanted);
 }
 
 }  // namespace
