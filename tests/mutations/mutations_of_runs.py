@@ -100,8 +100,8 @@ MUTATIONS = [
     Mutation(
         "rows after the newest checkpoint stay and come twice",
         "graphattn/train/engine.py",
-        "    keep_rows(path / run_folder.LOG, newest)\n",
-        "",
+        "keep_rows(path / run_folder.LOG, newest)",
+        "keep_rows(path / run_folder.LOG, config.steps)",
         (f"{FOLDERS}::test_an_error_leaves_a_failed_run_that_can_go_on",),
     ),
     Mutation(
@@ -256,7 +256,7 @@ MUTATIONS = [
         "graphattn/train/run_folder.py",
         "if before != processes:",
         "if False:",
-        (f"{PROCESSES}::test_two_processes_stop_after_the_same_step_and_go_on_bit_for_bit",),
+        (f"{PROCESSES}::test_a_run_of_two_processes_is_not_gone_on_with_by_one",),
     ),
     Mutation(
         "a run that is over never goes on",

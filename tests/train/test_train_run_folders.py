@@ -36,16 +36,17 @@ def interrupted_after(step: int) -> tiny_runs.At:
 # Going on.
 
 
-def test_a_run_that_was_interrupted_ends_as_if_undisturbed(tmp_path, straight):
-    interrupt = interrupted_after(7)
-    stopped = tiny_runs.train(tmp_path / "run", callbacks=[interrupt])
+@pytest.mark.every_case
+@pytest.mark.parametrize("step", [7, 8])  # between two rows of the log, and at one
+def test_a_run_that_was_interrupted_ends_as_if_undisturbed(tmp_path, straight, step):
+    stopped = tiny_runs.train(tmp_path / "run", callbacks=[interrupted_after(step - 1)])
     assert (stopped.status, checkpoints.complete_checkpoints(stopped.path)[-1]) == (
         "interrupted",
-        8,  # the step under way was finished and saved
+        step,  # the step under way was finished and saved
     )
     again = tiny_runs.train(tmp_path / "run")
     assert (straight.status, again.status) == ("finished", "finished")
-    assert again.info["continued"] == [8]
+    assert again.info["continued"] == [step]
     straight_files, files = (tiny_runs.results(run.path) for run in (straight, again))
     assert files["log.jsonl"] == straight_files["log.jsonl"]
     assert files["model"] == straight_files["model"]
