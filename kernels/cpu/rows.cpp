@@ -1,7 +1,7 @@
 // Attention over lists of edges: one row of edges per target, any graph, forward and backward.
 //
-// Every row is computed by itself, edge by edge, and from q - k where distances are meant: so what a
-// row does not see cannot change a bit of it, equal sources have equal logits, and results do not
+// Every row is computed by itself, edge by edge, and from q - k where distances are meant: so what
+// a row does not see cannot change a bit of it, equal sources have equal logits, and results do not
 // depend on the number of threads. The backward goes over the rows of targets, leaves a weight and
 // its gradient per edge and head, and then over the rows of sources, which add up what is theirs in
 // the order of their edges: there are no atomic additions.
@@ -93,7 +93,8 @@ GRAPHATTN_INLINE T* at(const TokenView& view, int64_t b, int64_t token, int64_t 
 template <class T>
 GRAPHATTN_INLINE void fetch_token(const TokenView& view, int64_t b, int64_t token, int64_t heads,
                         int64_t width) {
-  for (int64_t h = 0; h < heads; ++h) prefetch(at<T>(view, b, token, h), width * static_cast<int64_t>(sizeof(T)));
+  const int64_t bytes = width * static_cast<int64_t>(sizeof(T));
+  for (int64_t h = 0; h < heads; ++h) prefetch(at<T>(view, b, token, h), bytes);
 }
 
 // Numbers as integers of the same order. Zeros are equal, and NaN counts as infinite.
