@@ -75,9 +75,9 @@ def choose_backend(backend: str, support: dict[str, str | None], device: torch.d
         )
     if support[wanted] is not None:
         raise ValueError(f"backend {wanted!r} cannot run this case: {support[wanted]}")
-    if wanted == "triton" and looked_into:
+    if wanted in ("native", "triton") and looked_into:
         raise ValueError(
-            "backend 'triton' cannot run inside torch.func or under forward-mode differentiation, "
-            'which look into the steps of an operation: use backend="reference"'
+            f"backend {wanted!r} cannot run inside torch.func or under forward-mode "
+            'differentiation, which look into the steps of an operation: use backend="reference"'
         )
     return wanted

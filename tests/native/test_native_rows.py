@@ -256,6 +256,48 @@ def test_half_precision_is_computed_in_float32() -> None:
     assert torch.equal(out, exact.bfloat16())
 
 
+class Wrapped(Tensor):
+    """A tensor whose numbers lie in another one, as those of DTensor do."""
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> Wrapped:
+        made: Wrapped = Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+        made.inner = inner
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any, kwargs: Any = None) -> Any:
+        def plain(x: Any) -> Any:
+            return x.inner if isinstance(x, Wrapped) else x
+
+        args, kwargs = torch.utils._pytree.tree_map(plain, (args, kwargs or {}))
+        return function(*args, **kwargs)
+
+
+def test_tensors_without_memory_of_their_own_go_another_way() -> None:
+    graph, x = rows_of([3, 2, 0], 3), torch.randn(3, 1, 4)
+    expected = ga.rbf_attention(x, x, x, graph, 1.0)
+    assert torch.allclose(
+        ga.rbf_attention(Wrapped(x), Wrapped(x), Wrapped(x), graph, 1.0), expected
+    )
+    with pytest.raises(ValueError, match="plain tensors, which a Wrapped is not"):
+        ga.rbf_attention(Wrapped(x), x, x, graph, 1.0, backend="native")
+    negative = torch.complex(torch.zeros(3, 1, 4), -x).conj().imag  # a view that only says "minus"
+    assert negative.is_neg()
+    torch.testing.assert_close(ga.rbf_attention(negative, negative, x, graph, 1.0), expected)
+
+
+def test_what_looks_into_steps_is_refused_by_name() -> None:
+    graph, x = rows_of([3, 2, 0], 3), torch.randn(5, 3, 1, 4)
+
+    def attend(x: Tensor, backend: str) -> Tensor:
+        return ga.rbf_attention(x, x, x, graph, 1.0, backend=backend)
+
+    torch.testing.assert_close(torch.vmap(lambda x: attend(x, "auto"))(x), attend(x, "native"))
+    with pytest.raises(ValueError, match=r"backend 'native' cannot run inside torch\.func"):
+        torch.vmap(lambda x: attend(x, "native"))(x)
+
+
 def test_where_there_is_none_the_fallback_runs_and_says_why() -> None:
     code = """
 import torch, graphattn as ga

@@ -245,5 +245,6 @@ def _per_sample(bias: Tensor | None) -> int:
 
 
 def _featurewise(x: Tensor) -> Tensor:
-    """x with features side by side; copied where they are not."""
+    """x with features side by side, as they are in memory; copied where they are not."""
+    x = x.resolve_neg()
     return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
