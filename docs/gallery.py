@@ -3,8 +3,8 @@
 python docs/gallery.py            all of them, into docs/_figures (Sphinx does this by itself)
 python docs/gallery.py NAME ...   some
 
-Needs the extra `docs` (matplotlib, scikit-learn). The data are what scikit-learn ships,
-and of gallery_pretrained a recorded run of examples/pretrained_models.py.
+Needs the extra `docs` (matplotlib, scikit-learn), and `train` for gallery_training. The data are
+what scikit-learn ships, and of gallery_pretrained a recorded run of examples/pretrained_models.py.
 """
 
 from __future__ import annotations
@@ -13,9 +13,12 @@ import json
 import math
 import sys
 from collections.abc import Callable
+from contextlib import redirect_stderr
 from functools import cache
 from importlib.util import module_from_spec, spec_from_file_location
+from io import StringIO
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -499,6 +502,43 @@ def coiled_coil(chains: int, residues: int) -> tuple[Tensor, Tensor]:
     return torch.cat(places), torch.arange(chains).repeat_interleave(residues)
 
 
+# Training.
+
+
+def gallery_training() -> Figure:
+    """Losses of three small runs, what rate one of them bears, and a sweep over two mixers."""
+    from sklearn.datasets import load_breast_cancer, load_iris, load_wine
+
+    # Lines of progress are of no use here.
+    with TemporaryDirectory() as folder, redirect_stderr(StringIO()):
+        text = Path(folder, "text.txt")
+        described = (load().DESCR for load in (load_iris, load_wine, load_breast_cancer))
+        text.write_text("\n".join(described))
+        small = ga.train.RunConfig(
+            data=str(text), tokenizer="characters", length=64, batch_tokens=512, steps=64, lr=1e-2,
+            model_options={"dim": 32, "depth": 2, "heads": 2}, validation=0.1, test=0.0,
+            warmup_steps=8, log_every=4, evaluate_every=16, save_every=64,
+        )  # fmt: skip
+        runs = {}
+        for mixer in ("dot", "consensus", "mix"):
+            own = small.replace(mixer=mixer, record_every=4, out=str(Path(folder, mixer)))
+            found = ga.train.prepare(own if mixer == "mix" else own.replace(record_every=0))
+            made = found.model, found.objective, found.config, found.train, found.validation
+            runs[mixer] = ga.train.fit(*made)
+        letters = found.tokenizer.vocab_size
+        guess = ga.train.frequency_loss(found.train, found.validation, letters)
+        short = small.replace(steps=16, evaluate_every=16, out=str(Path(folder, "sweep")))
+        rows = ga.train.run_sweep(short, mixers="dot,mix", lrs="1e-4..1:5")
+    figure, ((losses, stable, sweep),) = canvas(9.6, 2.9, 1, 3)
+    ga.plot.training_curves(runs, reference={"guessing by frequency": guess}, ax=losses)
+    ga.plot.layer_curves(runs["mix"], "alpha_max", ax=stable)
+    ga.plot.sweep_curves(rows, ax=sweep)
+    name(losses, "Losses of three mixers")
+    name(stable, "Largest stable rate, mixer 'mix'")
+    name(sweep, "After 16 steps, by learning rate")
+    return figure
+
+
 # Pretrained models.
 
 
@@ -529,6 +569,7 @@ FIGURES: dict[str, Callable[[], Figure]] = {
         gallery_layers,
         gallery_model_graphs,
         gallery_structure,
+        gallery_training,
         gallery_pretrained,
     )
 }

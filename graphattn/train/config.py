@@ -26,7 +26,7 @@ class RunConfig:
     config lies beside the results as ``config.yaml``.
 
     Args:
-        data: a file, a folder or a pattern such as "*.fasta": text, FASTA, GenBank, PDB/mmCIF, idx
+        data: a file, a folder or a pattern such as ``"*.fasta"``: text, FASTA, GenBank, PDB/mmCIF, idx
             images or folders of images.
         kind: what `data` holds: "text", "protein", "nucleotide", "structures" or "images"; "auto"
             looks.
