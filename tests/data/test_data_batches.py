@@ -205,6 +205,8 @@ def test_packed_batches_are_filled_in_order_and_join_without_padding():
     found = list(batches)
     for own, following in itertools.pairwise(found):
         assert int(lengths[own].sum() + lengths[following[0]]) > 2000
+    for most, parts in ((10, [[0, 1], [2]]), (9, [[0], [1], [2]])):
+        assert list(TokenBatches([5, 5, 5], most, shuffle=False, packed=True)) == parts
     items = [{"tokens": torch.full((int(lengths[i]),), i)} for i in found[0]]
     batch = ga.collate(items, graph=lambda n: ga.window_path_graph(n, 2))
     assert batch.tokens.shape == (int(lengths[found[0]].sum()),)

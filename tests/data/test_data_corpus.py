@@ -235,6 +235,7 @@ def test_a_residue_among_bases_is_named(tmp_path):
         ("abba\r\n" * 7 + "abc", 8, "'c' (U+0063) is not in the tokenizer's vocabulary of 3"),
         ("abba\n" * 7 + "ab☃", 8, "'\\u2603' (U+2603) is not in the tokenizer's vocabulary of 3"),
         (b"abba\r" * 7 + b"ab\xc3\xff", 8, "byte 0xc3 is not UTF-8"),
+        (b"abbaabb\r\nab\xc3\xff", 2, "byte 0xc3 is not UTF-8"),  # pieces are of 8 bytes
         (gzip.compress(b"abba\n" * 100, mtime=0)[:-9], None, "is not a whole gzip file"),
     ],
 )

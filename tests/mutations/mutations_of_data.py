@@ -135,7 +135,7 @@ MUTATIONS = [
         "graphattn/data/batches.py",
         'before + max_tokens, side="right"',
         'before + max_tokens + 1, side="right"',
-        (f"{BATCHES}::test_every_example_is_in_one_batch_and_no_batch_is_larger_than_allowed",),
+        (f"{BATCHES}::test_packed_batches_are_filled_in_order_and_join_without_padding",),
     ),
     Mutation(
         "every epoch starts where the first was gone on with",
@@ -277,7 +277,7 @@ MUTATIONS = [
         "graphattn/data/corpus/streams.py",
         'return ends - (after_return and data.startswith(b"\\n"))',
         "return ends",
-        (f"{CORPUS}::test_the_line_of_a_wrong_byte_is_right_however_the_file_is_cut",),
+        (f"{CORPUS}::test_a_malformed_text_names_its_line",),
     ),
     Mutation(
         "the largest token does not fit into the integers of a corpus",

@@ -349,11 +349,4 @@ MUTATIONS = [
         "",
         (f"{SWEEP}::test_whoever_asks_a_trial_to_stop_has_not_killed_it",),
     ),
-    Mutation(
-        "what failed is trained again and again",
-        "graphattn/train/sweep_queue.py",
-        '            if _status(tries) == "interrupted":\n',
-        '            if _status(tries) in ("interrupted", "failed"):\n',
-        (f"{SWEEP}::test_what_failed_is_trained_again_only_when_asked_for",),
-    ),
 ]

@@ -309,20 +309,23 @@ def test_a_look_at_a_run_neither_writes_to_it_nor_keeps_it_from_starting(tmp_pat
 
 def test_processes_that_load_data_hold_no_lock_of_the_run_that_started_them(tmp_path):
     """They may outlive a run that was killed, which then goes on beside them."""
-    ear, mouth = os.pipe()
+    (ear, mouth), (heard, said) = os.pipe(), os.pipe()
     with run_folder.locked(tmp_path):
         child = os.fork()
         if child == 0:
             os.close(mouth)
+            os.write(said, b"!")
             os.read(ear, 1)
             os._exit(0)
     try:
+        os.read(heard, 1)  # what is to be done after a fork is done
         with run_folder.locked(tmp_path):
             pass
     finally:
         os.close(mouth)
         os.waitpid(child, 0)
-        os.close(ear)
+        for handle in (ear, heard, said):
+            os.close(handle)
 
 
 def test_a_run_says_where_it_comes_from(tmp_path):
