@@ -26,8 +26,8 @@ class RunConfig:
     config lies beside the results as ``config.yaml``.
 
     Args:
-        data: a file, a folder or a pattern such as ``"*.fasta"``: text, FASTA, GenBank, PDB/mmCIF, idx
-            images or folders of images.
+        data: a file, a folder or a pattern such as ``"*.fasta"``: text, FASTA, GenBank, PDB/mmCIF,
+            idx images or folders of images.
         kind: what `data` holds: "text", "protein", "nucleotide", "structures" or "images"; "auto"
             looks.
         tokenizer: of text: "bytes" (also "auto"), "characters", or the path of a tokenizer.json.
