@@ -188,7 +188,10 @@ def test_dropout_acts_in_training_only():
         ({"window": 0}, "window must be >= 1"),
         ({"mixer": "soft"}, "mixer must be one of 'dot', 'dot-window', 'vlt', .* got 'soft'"),
         ({"mixer": ["dot"]}, r"mixer must hold one entry per block \(2\), got 1"),
-        ({"mixer": ["dot", "mix"]}, "mixer must be one of 'dot', .* or layers .* got 'mix'"),
+        (
+            {"mixer": ["dot", "mix"]},
+            "mixer must be one of 'dot', .* layers, one per block, .* got 'mix'",
+        ),
         ({"mixer": ["dot", torch.nn.Linear(2, 2)]}, "mixer must be a layer .* got Linear"),
         (
             {"mixer": ["dot", ga.nn.CrossConsensus(D, H, edge_hidden=4)]},

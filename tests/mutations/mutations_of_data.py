@@ -70,8 +70,8 @@ MUTATIONS = [
     Mutation(
         "a group is all that an expression matches",
         "graphattn/data/splits.py",
-        "own[min(1, len(own.groups()))]",
-        "own[0]",
+        "match.groups() or (match[0],)",
+        "(match[0],)",
         (f"{SPLITS}::test_a_group_is_what_parentheses_match_and_without_any_the_whole",),
     ),
     Mutation(

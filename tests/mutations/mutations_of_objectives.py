@@ -361,8 +361,8 @@ MUTATIONS = [
     Mutation(
         "an evaluation drops what training drops",
         "graphattn/train/objective.py",
-        "        model.eval()\n",
-        "",
+        "with evaluating(model):",
+        "with torch.no_grad():",
         (f"{MASKED}::test_an_evaluation_is_the_same_every_time_and_leaves_the_model_in_training",),
     ),
     Mutation(

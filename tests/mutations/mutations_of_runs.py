@@ -226,7 +226,7 @@ MUTATIONS = [
     Mutation(
         "two processes train in one folder",
         "graphattn/train/run_folder.py",
-        "if not _lock(handle):",
+        "if not _lock(handle, patience=0.5):",
         "if _lock(handle) is None:",
         (f"{FOLDERS}::test_two_processes_do_not_train_in_one_folder",),
     ),

@@ -16,6 +16,9 @@ from graphattn.ops.attention import structured
 from graphattn.ops.attention.native.rows import native_rows
 from graphattn.ops.attention.structured.recompute import Inputs, Plan
 
+# Looked up once: torch.compile cannot look into how a library is loaded.
+_WHY_NOT_HERE = library.why_not()
+
 
 def why_not(like: Tensor) -> str | None:
     """The reason why compiled code does not take a case, whatever its graph; None where it does."""
@@ -25,13 +28,7 @@ def why_not(like: Tensor) -> str | None:
         kind = type(like)
         if kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
             return f"it reads the memory of plain tensors, which a {kind.__name__} is not"
-    return _why_not_here()
-
-
-@torch.compiler.assume_constant_result
-def _why_not_here() -> str | None:
-    """torch.compile need not look into how a library is loaded."""
-    return library.why_not()
+    return _WHY_NOT_HERE
 
 
 def attend(
