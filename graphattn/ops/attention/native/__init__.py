@@ -1,6 +1,6 @@
-"""Attention by compiled code on a CPU: rows of edges, for every graph that has no tiles.
+"""Attention by compiled code on a CPU: bands, and rows of edges for every other graph.
 
-Graphs with tiles run as in `structured`, whose plans choose; `rows.py` takes the others.
+The planner of `structured` chooses; `bands.py` takes what it finds tiles for, `rows.py` the rest.
 """
 
 from __future__ import annotations
@@ -13,11 +13,16 @@ from torch import Tensor
 from graphattn.graphs.token_graph import TokenGraph
 from graphattn.kernels.cpu import library
 from graphattn.ops.attention import structured
+from graphattn.ops.attention.native.bands import native_tiles
 from graphattn.ops.attention.native.rows import native_rows
+from graphattn.ops.attention.structured.plans import Kernels
 from graphattn.ops.attention.structured.recompute import Inputs, Plan
 
 # Looked up once: torch.compile cannot look into how a library is loaded.
 _WHY_NOT_HERE = library.why_not()
+
+
+KERNELS = Kernels(native_rows, native_tiles)
 
 
 def why_not(like: Tensor) -> str | None:
@@ -35,9 +40,9 @@ def attend(
     query: Tensor, key: Tensor, value: Tensor, graph: TokenGraph, **options: Any
 ) -> tuple[Tensor, Tensor]:
     """Output [*, N, H, Dv] and log-sums [*, N, H]; options are those of `structured`."""
-    return structured.attend(query, key, value, graph, rows=native_rows, **options)
+    return structured.attend(query, key, value, graph, kernels=KERNELS, **options)
 
 
 def plan_call(inputs: Inputs, graph: TokenGraph, **options: Any) -> tuple[Inputs, Plan]:
     """The inputs as a plan wants them, and the plan."""
-    return structured.plan_call(inputs, graph, rows=native_rows, **options)
+    return structured.plan_call(inputs, graph, kernels=KERNELS, **options)

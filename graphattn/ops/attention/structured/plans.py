@@ -25,15 +25,25 @@ from graphattn.ops.attention.structured.parts import (
 )
 from graphattn.ops.attention.structured.recompute import Inputs, Plan, Recomputed
 from graphattn.ops.attention.structured.rows import RowPlan, TablePlan
-from graphattn.ops.attention.structured.tiles import tiles_of, tiles_of_blocks
+from graphattn.ops.attention.structured.tiles import Tiles, tiles_of, tiles_of_blocks
 from graphattn.ops.dropout import dropout_of_call
 from graphattn.ops.inputs import ValidPair, clear_invalid
 from graphattn.ops.memory import keep_freed_memory
 
 SHORT = 128  # tokens
 
-# What makes a plan of rows: (graph, score, top_k, valid, modifiers, index of a table or None).
-Rows = Callable[[TokenGraph, str, int | None, ValidPair, Modifiers, Tensor | None], Plan]
+
+
+class Kernels(NamedTuple):
+    """What makes plans of a kind.
+
+    Attributes:
+        rows: (graph, score, top_k, valid, modifiers, index of a table or None).
+        tiles: (structure, its tiles, score, top_k, valid, modifiers, table=whether there is one).
+    """
+
+    rows: Callable[[TokenGraph, str, int | None, ValidPair, Modifiers, Tensor | None], Plan]
+    tiles: Callable[..., Plan]
 
 
 def attend(
@@ -68,13 +78,13 @@ def plan_call(
     softcap: float | None = None,
     dropout: float = 0.0,
     seed: Tensor | None = None,
-    rows: Rows | None = None,
+    kernels: Kernels | None = None,
 ) -> tuple[Inputs, Plan]:
     """Inputs with one leading dimension and zeros in place of invalid tokens, and their plan.
 
-    `rows` makes plans for graphs without tiles; those of this package if None.
+    `kernels` make the plans; those of this package if None.
     """
-    rows = gathered_rows if rows is None else rows
+    kernels = OPERATIONS if kernels is None else kernels
     keep_freed_memory()
     query, key, value, scale, bias = inputs
     batch = query.shape[:-3]
@@ -99,9 +109,9 @@ def plan_call(
     flat_inputs = flat(query, valid[0]), flat(key, valid[1]), flat(value, valid[1]), scale, bias
     if graph.structure is not None and (bias is None or per_offset or bias.dim() == 4):
         table = bias is not None
-        options = score, top_k, masks, rows, modifiers
+        options = score, top_k, masks, kernels, modifiers
         return flat_inputs, _plan(graph.structure, flat_inputs[0], *options, table=table)
-    return flat_inputs, rows(graph, score, top_k, masks, modifiers, None)
+    return flat_inputs, kernels.rows(graph, score, top_k, masks, modifiers, None)
 
 
 def gathered_rows(
@@ -117,6 +127,24 @@ def gathered_rows(
     return rows if index is None else TablePlan(rows, index)
 
 
+def tile_plan(
+    structure: Structure,
+    tiles: tuple[Tiles, ...],
+    score: str,
+    top_k: int | None,
+    valid: ValidPair,
+    modifiers: Modifiers,
+    *,
+    table: bool,
+) -> Plan:
+    """A plan that goes over a few tiles at a time."""
+    del structure, table  # tiles say it all
+    return TilePlan(tiles, score, top_k, valid, modifiers)
+
+
+OPERATIONS = Kernels(gathered_rows, tile_plan)  # of torch
+
+
 def _is_dense(graph: TokenGraph) -> bool:
     """Whether biases per edge are those of all pairs, in their order."""
     return isinstance(graph.structure, Complete) and graph.num_edges > 0
@@ -128,7 +156,7 @@ def _plan(
     score: str,
     top_k: int | None,
     valid: ValidPair,
-    rows: Rows,
+    kernels: Kernels,
     modifiers: Modifiers = NONE,
     *,
     table: bool = False,
@@ -140,10 +168,10 @@ def _plan(
     of_target, of_source = valid
     stored = top_k is not None or table or modifiers.any  # logits are; a tile's should be few
     if not stored and like.device.type == "cpu" and (whole := _causal_beyond(structure)):
-        return _plan_of_later_rows(whole, structure.num_targets, like, score, valid, rows)
+        return _plan_of_later_rows(whole, structure.num_targets, like, score, valid, kernels)
     tiles = tiles_of(structure, 64 if stored else 128, 32 if score == "dot" else 1)
     if tiles is not None:
-        return TilePlan(tiles, score, top_k, valid, modifiers)
+        return kernels.tiles(structure, tiles, score, top_k, valid, modifiers, table=table)
     if isinstance(structure, GridBlocks):
         return _plan_of_blocks(structure, like, score, top_k, valid, modifiers)
     apart = top_k is None and not table  # whether rows may be put together from parts
@@ -155,16 +183,16 @@ def _plan(
                 None if of_target is None else of_target[:, t],
                 None if of_source is None else of_source[:, s],
             )
-            options = score, top_k, own, rows, modifiers.some(t, s)
+            options = score, top_k, own, kernels, modifiers.some(t, s)
             parts.append((_plan(part, like, *options, table=table), t, s))
         return PartsPlan(parts)
     if apart and (found := _global_tokens(structure)):
-        return _plan_of_global_tokens(found, like, score, valid, rows, modifiers)
+        return _plan_of_global_tokens(found, like, score, valid, kernels, modifiers)
     graph, index = _kept(structure, like.device), None
     if table:
         source, target = graph.edge_index
         index = structure.offset_index(target, source)
-    return rows(graph, score, top_k, valid, modifiers, index)
+    return kernels.rows(graph, score, top_k, valid, modifiers, index)
 
 
 def _is_fast(structure: Structure, apart: bool) -> bool:
@@ -206,13 +234,13 @@ def _causal_beyond(structure: Structure) -> Band | None:
 
 
 def _plan_of_later_rows(
-    whole: Band, count: int, like: Tensor, score: str, valid: ValidPair, rows: Rows
+    whole: Band, count: int, like: Tensor, score: str, valid: ValidPair, kernels: Kernels
 ) -> Plan:
     """Rows that are left out, all but the last `count`, are invalid targets."""
     skipped = whole.num_tokens - count
     mask = torch.zeros(len(like), whole.num_tokens, dtype=torch.bool, device=like.device)
     mask[:, skipped:] = True if valid[0] is None else valid[0]
-    return LaterRowsPlan(_plan(whole, like, score, None, (mask, valid[1]), rows), skipped)
+    return LaterRowsPlan(_plan(whole, like, score, None, (mask, valid[1]), kernels), skipped)
 
 
 class _Hubs(NamedTuple):
@@ -246,7 +274,7 @@ def _are_global(part: Structure) -> bool:
 
 
 def _plan_of_global_tokens(
-    hubs: _Hubs, like: Tensor, score: str, valid: ValidPair, rows: Rows, modifiers: Modifiers
+    hubs: _Hubs, like: Tensor, score: str, valid: ValidPair, kernels: Kernels, modifiers: Modifiers
 ) -> Plan:
     """Near edges are those of `rest` without the global tokens at either end."""
     targets, sources = (torch.tensor(x, dtype=torch.int64, device=like.device) for x in hubs[:2])
@@ -263,9 +291,9 @@ def _plan_of_global_tokens(
     return GlobalTokensPlan(
         targets,
         sources,
-        _plan(hubs.rest, like, score, None, (others[0], others[1]), rows, modifiers),
-        _plan(Complete(N, len(sources)), like, score, None, far, rows, beside[0]),
-        _plan(Complete(len(targets), M), like, score, None, own, rows, beside[1]),
+        _plan(hubs.rest, like, score, None, (others[0], others[1]), kernels, modifiers),
+        _plan(Complete(N, len(sources)), like, score, None, far, kernels, beside[0]),
+        _plan(Complete(len(targets), M), like, score, None, own, kernels, beside[1]),
     )
 
 

@@ -1,0 +1,214 @@
+"""Attention over bands by compiled code: windows, blocks, and batches of them.
+
+`kernels/cpu/bands.cpp` is the code, and `graphs/bands.py` has the table of sequences that it reads.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from graphattn.graphs.bands import Bands, bands_of
+from graphattn.graphs.composites import Parts
+from graphattn.graphs.structure import Band, Complete, Structure
+from graphattn.kernels.cpu import library
+from graphattn.ops.attention.native.rows import TokenView, _address, _featurewise, _view
+from graphattn.ops.attention.structured.contiguous import TilePlan
+from graphattn.ops.attention.structured.modifiers import Modifiers
+from graphattn.ops.attention.structured.recompute import Gradients, Inputs, Plan
+from graphattn.ops.attention.structured.tiles import Tiles
+from graphattn.ops.inputs import ValidPair
+
+
+class BandsCall(ctypes.Structure):
+    """One call; the fields are those of ``kernels/cpu/bands.h``, in their order."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("batch", "targets", "sources", "heads", "kv_heads")),
+        *((name, ctypes.c_int64) for name in ("width", "value_width", "count")),
+        ("sequences", ctypes.c_void_p),
+        *((name, TokenView) for name in ("query", "key", "value")),
+        ("is_rbf", ctypes.c_int64),
+        ("scale", ctypes.c_void_p),
+        ("top_k", ctypes.c_int64),
+        ("softcap", ctypes.c_double),
+        ("table", ctypes.c_void_p),
+        ("offsets", ctypes.c_int64),
+        ("origin", ctypes.c_int64),
+        ("valid_targets", ctypes.c_void_p),
+        ("valid_sources", ctypes.c_void_p),
+        ("out", TokenView),
+        ("lse", ctypes.c_void_p),
+        ("kept", ctypes.c_void_p),
+        ("threads", ctypes.c_int64),
+    )
+
+
+class BandsGradients(ctypes.Structure):
+    """What the backward of a call reads and writes beside it."""
+
+    _fields_ = (
+        ("d_out", TokenView),
+        ("d_lse", ctypes.c_void_p),
+        *((name, TokenView) for name in ("d_query", "d_key", "d_value")),
+        ("d_scale", ctypes.c_void_p),
+        ("d_table", ctypes.c_void_p),
+    )
+
+
+def native_tiles(
+    structure: Structure,
+    tiles: tuple[Tiles, ...],
+    score: str,
+    top_k: int | None,
+    valid: ValidPair,
+    modifiers: Modifiers,
+    *,
+    table: bool,
+) -> Plan:
+    """A plan of bands for the planner of `structured`, or its own where that is as fast."""
+    slow = TilePlan(tiles, score, top_k, valid, modifiers)
+    stored = top_k is not None or table or modifiers.any
+    if modifiers.dropout is not None or (not stored and _is_for_fused(structure)):
+        return slow
+    bands = bands_of(structure)
+    if bands is None or (table and bands.origin is None):
+        return slow
+    return NativeBandPlan(bands, slow)
+
+
+def _is_for_fused(structure: Structure) -> bool:
+    """Whole sequences, complete or causal, which torch's own attention does best."""
+    match structure:
+        case Parts(parts):
+            return all(_is_for_fused(part) for part in parts)
+        case Complete():
+            return True
+        case Band(N, before, after, 1, True):
+            return before >= N - 1 and (after == 0 or after >= N - 1)
+    return False
+
+
+@dataclass
+class NativeBandPlan:
+    """Attention over a table of sequences; see :class:`~..structured.recompute.Plan`.
+
+    `slow` does the same in operations that can be differentiated again. A bias is a table of
+    offsets, or of a complete graph's pairs, which `slow` takes.
+    """
+
+    bands: Bands
+    slow: TilePlan
+
+    def forward(self, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
+        """Output, log-sums, and the numbers by which the backward finds the weights again."""
+        if self._is_of_pairs(inputs):
+            return self.slow.forward(inputs)
+        query, _, value, _, _ = inputs
+        out = query.new_empty((*query.shape[:-1], value.shape[-1]))
+        lse = query.new_empty(query.shape[:-1])
+        kept = query.new_empty((*query.shape[:-1], 2 if self.slow.top_k is None else 4))
+        _Call(self, inputs, out, lse, kept).run(None)
+        return out, lse, kept
+
+    def backward(
+        self, inputs: Inputs, out: Tensor, saved: Tensor, d_out: Tensor, d_lse: Tensor | None
+    ) -> Gradients:
+        """Gradients of the five inputs; every tile is computed again."""
+        if self._is_of_pairs(inputs):
+            return self.slow.backward(inputs, out, saved, d_out, d_lse)
+        query, key, value, scale, table = inputs
+        call = _Call(self, inputs, _featurewise(out), None, saved.contiguous())
+        of_sequences = self.bands.sequences
+        covered = int(of_sequences[:, 3].sum()) == key.shape[1]
+        covered = covered and int(of_sequences[:, 1].sum()) == query.shape[1]
+        new = torch.empty_like if covered else torch.zeros_like
+        d_query, d_key, d_value = (
+            new(x, memory_format=torch.contiguous_format) for x in (query, key, value)
+        )
+        d_scale = torch.zeros(scale.shape, dtype=torch.float64)
+        d_table = None if table is None else torch.zeros(table.shape, dtype=torch.float64)
+        d_out = _featurewise(d_out)
+        d_lse = None if d_lse is None else d_lse.contiguous()
+        call.run(
+            BandsGradients(
+                _view(d_out),
+                _address(d_lse),
+                _view(d_query),
+                _view(d_key),
+                _view(d_value),
+                d_scale.data_ptr(),
+                _address(d_table),
+            )
+        )
+        of_table = None if d_table is None or table is None else d_table.to(table.dtype)
+        return d_query, d_key, d_value, d_scale.to(scale.dtype), of_table
+
+    def plainly(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
+        """Output and log-sums in operations that can be differentiated any number of times."""
+        return self.slow.plainly(inputs)
+
+    def _is_of_pairs(self, inputs: Inputs) -> bool:
+        bias = inputs[4]
+        return bias is not None and bias.dim() != 2
+
+
+class _Call:
+    """The numbers and addresses of a call, and the tensors that must live as long."""
+
+    def __init__(
+        self,
+        plan: NativeBandPlan,
+        inputs: Inputs,
+        out: Tensor,
+        lse: Tensor | None,
+        kept: Tensor,
+    ) -> None:
+        query, key, value, scale, table = inputs
+        query, key, value = (_featurewise(x) for x in (query, key, value))
+        options, sequences = plan.slow, plan.bands.sequences
+        B, N, H, D = query.shape
+        scale = scale.contiguous()
+        table = None if table is None else table.contiguous()
+        valid = tuple(None if x is None else x.contiguous() for x in options.valid)
+        self.is_double = query.dtype == torch.float64
+        self.alive = query, key, value, scale, table, valid, sequences, out, lse, kept
+        self.numbers = BandsCall(
+            batch=B,
+            targets=N,
+            sources=key.shape[1],
+            heads=H,
+            kv_heads=key.shape[2],
+            width=D,
+            value_width=value.shape[3],
+            count=len(sequences),
+            sequences=sequences.data_ptr(),
+            query=_view(query),
+            key=_view(key),
+            value=_view(value),
+            is_rbf=options.score == "rbf",
+            scale=scale.data_ptr(),
+            top_k=options.top_k or 0,
+            softcap=options.modifiers.softcap or 0.0,
+            table=_address(table),
+            offsets=0 if table is None else len(table),
+            origin=plan.bands.origin or 0,
+            valid_targets=_address(valid[0]),
+            valid_sources=_address(valid[1]),
+            out=_view(out),
+            lse=_address(lse),
+            kept=kept.data_ptr(),
+            threads=torch.get_num_threads(),
+        )
+
+    def run(self, wanted: BandsGradients | None) -> None:
+        """Forward, or backward to what is `wanted`."""
+        found = library.library()
+        assert found is not None
+        given = None if wanted is None else ctypes.byref(wanted)
+        library.check(
+            found.graphattn_attention_bands(ctypes.byref(self.numbers), given, self.is_double)
+        )

@@ -1,0 +1,294 @@
+// The register tiles of attention over bands: a few targets times a few vectors of keys.
+//
+// What a row finds in a tile is the same, bit for bit, whatever its neighbours hold: every row is
+// summed up by itself and in one order. The two functions that make logits are never inlined, so
+// that the backward finds the very bits of the forward.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <limits>
+#include <type_traits>
+
+#include "features.h"
+#include "simd.h"
+
+#define GRAPHATTN_NOINLINE __attribute__((noinline))
+
+namespace graphattn {
+
+#if defined(__AVX512F__)
+constexpr int QUERIES = 8, ROWS = 4;  // of 32 vector registers, 16 hold sums
+#else
+constexpr int QUERIES = 4, ROWS = 2;  // of 16, 8 do
+#endif
+constexpr int KEY_VECTORS = 2, FEATURE_VECTORS = 4;
+constexpr int64_t BLOCK = 64;       // targets or keys whose weights the backward keeps at a time
+constexpr int64_t LONG_SUM = 256;   // keys that are summed up before they join a longer sum
+
+template <class T>
+constexpr int KEYS = KEY_VECTORS * Vec<T>::L;  // of a tile
+
+template <class T>
+GRAPHATTN_INLINE int64_t whole_vectors(int64_t width) {
+  return (width + Vec<T>::L - 1) / Vec<T>::L * Vec<T>::L;
+}
+
+// Affinities of QUERIES packed queries [width][QUERIES] and KEYS packed keys [width][KEYS]: dot
+// products, or -|q - k|^2 / 2 from the differences.
+template <class T, bool RBF>
+GRAPHATTN_NOINLINE void affinities(const T* query, const T* key, int64_t width, T* to,
+                                   int64_t stride) {
+  constexpr int L = Vec<T>::L;
+  vec<T> sums[QUERIES][KEY_VECTORS] = {};
+  for (int64_t d = 0; d < width; ++d) {
+    vec<T> k[KEY_VECTORS];
+#pragma GCC unroll 4
+    for (int x = 0; x < KEY_VECTORS; ++x) k[x] = load(key + d * KEYS<T> + x * L);
+#pragma GCC unroll 8
+    for (int r = 0; r < QUERIES; ++r) {
+      const vec<T> q = broadcast(query[d * QUERIES + r]);
+#pragma GCC unroll 4
+      for (int x = 0; x < KEY_VECTORS; ++x) {
+        if constexpr (RBF) {
+          const vec<T> difference = q - k[x];
+          sums[r][x] += difference * difference;
+        } else {
+          sums[r][x] += q * k[x];
+        }
+      }
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < QUERIES; ++r) {
+#pragma GCC unroll 4
+    for (int x = 0; x < KEY_VECTORS; ++x) {
+      store(to + r * stride + x * L, RBF ? sums[r][x] * T(-0.5) : sums[r][x]);
+    }
+  }
+}
+
+// tanh(x): with e = exp(2x) - 1 it is e / (e + 2), and e keeps its digits near 0.
+template <class V>
+GRAPHATTN_INLINE V tanh(V x) {
+  using T = lane_t<V>;
+  constexpr int degree = ExpNumbers<T>::degree;
+  const V twice = minimum(maximum(x + x, V{} - T(60)), V{} + T(60));
+  V series = twice * static_cast<T>(inverse_factorial(degree)) +
+             static_cast<T>(inverse_factorial(degree - 1));
+  for (int k = degree - 2; k >= 2; --k) series = series * twice + T(inverse_factorial(k));
+  const V small = (series * twice) * twice + twice;
+  const V large = exp(twice) - T(1);
+  const V e = ((twice < V{} + T(0.34)) & (twice > V{} - T(0.34))) ? small : large;
+  return e / (e + T(2));
+}
+
+// How a head makes logits of affinities.
+template <class T>
+struct Logits {
+  T scale, cap;  // cap 0: none
+  const T* table;  // its entry for source i + hop stands at table[hop]; null: none
+};
+
+// Which of a tile's pairs are edges: row r sees lanes first + r .. last + r - 1 but hole + r, as
+// far as they are below `end`.
+struct Seen {
+  int64_t first, last, end, hole;
+  bool all;
+};
+
+// Logits of a tile, -inf where there is no edge. `hop` leads from the first row to the first key;
+// `usable` has 0 for every key, or -inf.
+template <class T>
+GRAPHATTN_NOINLINE void make_logits(const Logits<T>& how, const Seen& seen, int64_t hop,
+                                    const T* usable, const T* from, T* to, int64_t stride) {
+  constexpr int L = Vec<T>::L;
+  constexpr T NONE = -std::numeric_limits<T>::infinity();
+  const vec<T> lanes = lane_numbers<T>(), none = broadcast(NONE);
+  for (int r = 0; r < QUERIES; ++r) {
+    for (int x = 0; x < KEY_VECTORS; ++x) {
+      vec<T> logit = load(from + r * stride + x * L) * how.scale;
+      if (how.cap > 0) logit = tanh(logit / how.cap) * how.cap;
+      if (how.table) logit = logit + load(how.table + hop - r + x * L);
+      logit = logit + load(usable + x * L);
+      if (!seen.all) {
+        const auto place = [&](int64_t lane) {
+          return broadcast(T(std::clamp<int64_t>(lane - x * L, -1, L)));
+        };
+        const vec<T> low = place(seen.first + r);
+        const vec<T> high = place(std::min(seen.last + r, seen.end)), hole = place(seen.hole + r);
+        logit = ((lanes >= low) & (lanes < high) & (lanes != hole)) ? logit : none;
+      }
+      store(to + r * stride + x * L, logit);
+    }
+  }
+}
+
+// to[r] += sum over j of weight[r, j] x[j], or with AROUND of weight[r, j] (x[j] - own[r]), for
+// ROWS rows of V vectors.
+template <class T, bool AROUND, int V>
+GRAPHATTN_INLINE void combine_piece(const T* weight, int64_t of_row, int64_t of_source, const T* x,
+                                    int64_t stride, int64_t count, const T* own, T* to) {
+  constexpr int L = Vec<T>::L;
+  vec<T> sums[ROWS][V] = {};
+  for (int64_t j = 0; j < count; ++j) {
+    vec<T> row[V];
+#pragma GCC unroll 4
+    for (int v = 0; v < V; ++v) row[v] = load(x + j * stride + v * L);
+#pragma GCC unroll 4
+    for (int r = 0; r < ROWS; ++r) {
+      const vec<T> w = broadcast(weight[r * of_row + j * of_source]);
+#pragma GCC unroll 4
+      for (int v = 0; v < V; ++v) {
+        if constexpr (AROUND) {
+          sums[r][v] += w * (row[v] - load(own + r * stride + v * L));
+        } else {
+          sums[r][v] += w * row[v];
+        }
+      }
+    }
+  }
+#pragma GCC unroll 4
+  for (int r = 0; r < ROWS; ++r) {
+#pragma GCC unroll 4
+    for (int v = 0; v < V; ++v) {
+      T* place = to + r * stride + v * L;
+      store(place, load(place) + sums[r][v]);
+    }
+  }
+}
+
+// The same for rows of `stride` features, whole vectors.
+template <class T, bool AROUND>
+GRAPHATTN_INLINE void combine(const T* weight, int64_t of_row, int64_t of_source, const T* x,
+                              int64_t stride, int64_t count, const T* own, T* to) {
+  constexpr int L = Vec<T>::L;
+  int64_t d = 0;
+  for (; d + FEATURE_VECTORS * L <= stride; d += FEATURE_VECTORS * L) {
+    combine_piece<T, AROUND, FEATURE_VECTORS>(weight, of_row, of_source, x + d, stride, count,
+                                              own + d, to + d);
+  }
+  for (; d + 2 * L <= stride; d += 2 * L) {
+    combine_piece<T, AROUND, 2>(weight, of_row, of_source, x + d, stride, count, own + d, to + d);
+  }
+  for (; d < stride; d += L) {
+    combine_piece<T, AROUND, 1>(weight, of_row, of_source, x + d, stride, count, own + d, to + d);
+  }
+}
+
+// ---- Packing ----
+
+// Whether all numbers are so small that no product of two of them, scaled, overflows.
+template <class T>
+GRAPHATTN_INLINE bool is_sound(const T* x, int64_t width, T limit) {
+  constexpr int L = Vec<T>::L;
+  vec<T> unsound{};
+  const vec<T> most = broadcast(limit), least = broadcast(-limit);
+  int64_t d = 0;
+  for (; d + L <= width; d += L) {
+    const vec<T> y = load(x + d);
+    unsound = ((y <= most) & (y >= least)) ? unsound : broadcast(T(1));
+  }
+  bool sound = sum(unsound) == 0;
+  for (; d < width; ++d) sound = sound && x[d] <= limit && x[d] >= -limit;
+  return sound;
+}
+
+// One token into its column of [width][step]; zeros for null.
+template <class T>
+GRAPHATTN_INLINE void put_column(const T* x, int64_t width, T* to, int64_t step) {
+  if (x) {
+    for (int64_t d = 0; d < width; ++d) to[d * step] = x[d];
+  } else {
+    for (int64_t d = 0; d < width; ++d) to[d * step] = T(0);
+  }
+}
+
+// One token into a row of `stride` features; zeros behind it, or for null.
+template <class T>
+GRAPHATTN_INLINE void put_row(const T* x, int64_t width, T* to, int64_t stride) {
+  const int64_t copied = x ? width : 0;
+  std::copy_n(x, copied, to);
+  std::fill_n(to + copied, stride - copied, T(0));
+}
+
+// ---- The largest of a row ----
+
+template <class T>
+GRAPHATTN_INLINE T number_of(Ordered<T> order) {
+  const Ordered<T> sign = order >> (8 * sizeof order - 1);
+  order ^= sign & std::numeric_limits<Ordered<T>>::max();
+  T x;
+  std::memcpy(&x, &order, sizeof x);
+  return x;
+}
+
+template <class O>
+GRAPHATTN_INLINE int64_t count_from(const O* order, int64_t count, O least) {
+  O found = 0;
+  for (int64_t e = 0; e < count; ++e) found += order[e] >= least;
+  return static_cast<int64_t>(found);
+}
+
+// Which logits are kept: those above the threshold, and those equal to it up to place `last`.
+template <class T>
+struct Kept {
+  T threshold;
+  int64_t last;
+};
+
+// The k largest, of equal ones the first. The threshold is found by bisection of integers that are
+// ordered as the numbers are, most steps as if the numbers were spread evenly.
+template <class T>
+GRAPHATTN_INLINE Kept<T> find_largest(const T* logit, int64_t count, int64_t k,
+                                      Ordered<T>* order) {
+  using O = Ordered<T>;
+  using Unsigned = std::make_unsigned_t<O>;
+  constexpr T NONE = -std::numeric_limits<T>::infinity();
+  constexpr int64_t EVERYONE = std::numeric_limits<int64_t>::max();
+  const O none = ordered(NONE);
+  constexpr int SIGN = 8 * sizeof(O) - 1;
+  O low = std::numeric_limits<O>::max(), high = std::numeric_limits<O>::min(), some = 0;
+  for (int64_t e = 0; e < count; ++e) {
+    const T x = logit[e] + T(0);  // -0 + 0 is 0
+    O bits;
+    std::memcpy(&bits, &x, sizeof x);
+    bits ^= (bits >> SIGN) & std::numeric_limits<O>::max();
+    order[e] = bits;
+    some += bits > none;
+    high = std::max(high, bits);
+    low = std::min(low, bits > none ? bits : std::numeric_limits<O>::max());
+  }
+  if (some <= k) return {NONE, EVERYONE};
+  // So many are at least `from`, and so many at least `to`.
+  O from = low, to = high;
+  int64_t of_from = some, of_to = count_from(order, count, high);
+  if (of_to >= k) from = high, of_from = of_to;
+  // Unsigned: the difference of two integers of either sign may be beyond the signed ones.
+  const auto gap = [&] { return static_cast<Unsigned>(to) - static_cast<Unsigned>(from); };
+  for (int step = 0; from < to && gap() > 1 && of_from != k; ++step) {
+    O middle = static_cast<O>(static_cast<Unsigned>(from) + gap() / 2);
+    if (step % 3 != 2) {
+      const T a = number_of<T>(from), z = number_of<T>(to);
+      const T share = (T(of_from - k) + T(0.5)) / T(of_from - of_to + 1);
+      const O guess = ordered(a + (z - a) * share);
+      if (guess > from && guess < to) middle = guess;
+    }
+    const int64_t found = count_from(order, count, middle);
+    if (found >= k) {
+      from = middle, of_from = found;
+    } else {
+      to = middle, of_to = found;
+    }
+  }
+  const Kept<T> kept{number_of<T>(from), EVERYONE};
+  if (of_from == k) return kept;
+  int64_t left = k;
+  for (int64_t e = 0; e < count; ++e) left -= order[e] > from;
+  for (int64_t e = 0; e < count; ++e) {
+    if (order[e] == from && --left == 0) return {kept.threshold, e};
+  }
+  return kept;
+}
+
+}  // namespace graphattn
