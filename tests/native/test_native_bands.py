@@ -7,14 +7,11 @@ layouts, threads, and every build.
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 import torch
 from test_native_rows import Case
-from torch import Tensor
 
 import graphattn as ga
 from graphattn.kernels.cpu import library
@@ -28,7 +25,7 @@ LENGTHS = (1, 2, 7, 8, 9, 31, 33, 64, 65, 130)
 
 
 class BandCase(Case):
-    """A window, blocks or a batch of them in place of a list of edges; a table in place of biases."""
+    """A window, blocks or a batch of them; a table in place of biases per edge."""
 
     def __init__(self, seed: int, dtype: torch.dtype = torch.float64) -> None:
         super().__init__(seed, dtype)

@@ -21,7 +21,6 @@ from graphattn.ops.attention.structured.recompute import Inputs, Plan
 # Looked up once: torch.compile cannot look into how a library is loaded.
 _WHY_NOT_HERE = library.why_not()
 
-
 KERNELS = Kernels(native_rows, native_tiles)
 
 

@@ -68,11 +68,12 @@ def native_tiles(
     modifiers: Modifiers,
     *,
     table: bool,
+    pairs: bool,
 ) -> Plan:
     """A plan of bands for the planner of `structured`, or its own where that is as fast."""
     slow = TilePlan(tiles, score, top_k, valid, modifiers)
     stored = top_k is not None or table or modifiers.any
-    if modifiers.dropout is not None or (not stored and _is_for_fused(structure)):
+    if pairs or modifiers.dropout is not None or (not stored and _is_for_fused(structure)):
         return slow
     bands = bands_of(structure)
     if bands is None or (table and bands.origin is None):
@@ -97,20 +98,24 @@ class NativeBandPlan:
     """Attention over a table of sequences; see :class:`~..structured.recompute.Plan`.
 
     `slow` does the same in operations that can be differentiated again. A bias is a table of
-    offsets, or of a complete graph's pairs, which `slow` takes.
+    offsets.
     """
 
     bands: Bands
     slow: TilePlan
 
+    @property
+    def saved_per_head(self) -> int:
+        """The largest logit and 1 / sum; with top-k, also the least logit kept and its place."""
+        return 2 if self.slow.top_k is None else 4
+
     def forward(self, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
         """Output, log-sums, and the numbers by which the backward finds the weights again."""
-        if self._is_of_pairs(inputs):
-            return self.slow.forward(inputs)
         query, _, value, _, _ = inputs
         out = query.new_empty((*query.shape[:-1], value.shape[-1]))
         lse = query.new_empty(query.shape[:-1])
-        kept = query.new_empty((*query.shape[:-1], 2 if self.slow.top_k is None else 4))
+        B, N, H, _ = query.shape
+        kept = query.new_empty((B, N, H * self.saved_per_head))
         _Call(self, inputs, out, lse, kept).run(None)
         return out, lse, kept
 
@@ -118,8 +123,6 @@ class NativeBandPlan:
         self, inputs: Inputs, out: Tensor, saved: Tensor, d_out: Tensor, d_lse: Tensor | None
     ) -> Gradients:
         """Gradients of the five inputs; every tile is computed again."""
-        if self._is_of_pairs(inputs):
-            return self.slow.backward(inputs, out, saved, d_out, d_lse)
         query, key, value, scale, table = inputs
         call = _Call(self, inputs, _featurewise(out), None, saved.contiguous())
         of_sequences = self.bands.sequences
@@ -150,10 +153,6 @@ class NativeBandPlan:
     def plainly(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
         """Output and log-sums in operations that can be differentiated any number of times."""
         return self.slow.plainly(inputs)
-
-    def _is_of_pairs(self, inputs: Inputs) -> bool:
-        bias = inputs[4]
-        return bias is not None and bias.dim() != 2
 
 
 class _Call:

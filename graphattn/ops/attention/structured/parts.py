@@ -9,12 +9,14 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from graphattn.ops.attention.merge import merged
 from graphattn.ops.attention.structured.recompute import (
     Gradients,
     Inputs,
     Plan,
+    saved_per_head,
     silent,
     zeros_like,
 )
@@ -33,15 +35,23 @@ class PartsPlan:
 
     def forward(self, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
         results = [plan.forward(_some(inputs, t, s)) for plan, t, s in self.parts]
-        out, lse, saved = (torch.cat(x, dim=1) for x in zip(*results, strict=True))
-        return out, lse, saved
+        outs, sums, kept = zip(*results, strict=True)
+        most = max(x.shape[-1] for x in kept)
+        saved = [pad(x, (0, most - x.shape[-1])) for x in kept]
+        return torch.cat(outs, dim=1), torch.cat(sums, dim=1), torch.cat(saved, dim=1)
+
+    @property
+    def saved_per_head(self) -> int:
+        """That of the part that wants most; the others' are padded."""
+        return max(saved_per_head(plan) for plan, _, _ in self.parts)
 
     def backward(
         self, inputs: Inputs, out: Tensor, saved: Tensor, d_out: Tensor, d_lse: Tensor | None
     ) -> Gradients:
         sums = zeros_like(inputs)
         for plan, t, s in self.parts:
-            of_rows = out[:, t], saved[:, t], d_out[:, t], None if d_lse is None else d_lse[:, t]
+            own = saved[:, t, : out.shape[2] * saved_per_head(plan)]
+            of_rows = out[:, t], own, d_out[:, t], None if d_lse is None else d_lse[:, t]
             _add(_some(sums, t, s), plan.backward(_some(inputs, t, s), *of_rows))
         return sums
 
@@ -62,6 +72,10 @@ class ReorderedPlan:
     tokens: Tensor  # [N], the token at every place
     places: Tensor  # [N], the place of every token
     ordered: Plan
+
+    @property
+    def saved_per_head(self) -> int:
+        return saved_per_head(self.ordered)
 
     def forward(self, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
         out, lse, saved = self.ordered.forward(self._in_order(inputs))
@@ -97,6 +111,10 @@ class LaterRowsPlan:
 
     whole: Plan
     skipped: int
+
+    @property
+    def saved_per_head(self) -> int:
+        return saved_per_head(self.whole)
 
     def forward(self, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
         out, lse, saved = self.whole.forward(self._of_whole(inputs))

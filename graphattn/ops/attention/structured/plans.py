@@ -33,13 +33,13 @@ from graphattn.ops.memory import keep_freed_memory
 SHORT = 128  # tokens
 
 
-
 class Kernels(NamedTuple):
     """What makes plans of a kind.
 
     Attributes:
         rows: (graph, score, top_k, valid, modifiers, index of a table or None).
-        tiles: (structure, its tiles, score, top_k, valid, modifiers, table=whether there is one).
+        tiles: (structure, its tiles, score, top_k, valid, modifiers); by name, whether there is a
+            `table` of biases, and whether it is one of all `pairs`.
     """
 
     rows: Callable[[TokenGraph, str, int | None, ValidPair, Modifiers, Tensor | None], Plan]
@@ -108,9 +108,11 @@ def plan_call(
         bias = bias.reshape(samples, graph.num_targets, graph.num_sources, bias.shape[-1])
     flat_inputs = flat(query, valid[0]), flat(key, valid[1]), flat(value, valid[1]), scale, bias
     if graph.structure is not None and (bias is None or per_offset or bias.dim() == 4):
-        table = bias is not None
+        table, pairs = bias is not None, bias is not None and bias.dim() == 4
         options = score, top_k, masks, kernels, modifiers
-        return flat_inputs, _plan(graph.structure, flat_inputs[0], *options, table=table)
+        return flat_inputs, _plan(
+            graph.structure, flat_inputs[0], *options, table=table, pairs=pairs
+        )
     return flat_inputs, kernels.rows(graph, score, top_k, masks, modifiers, None)
 
 
@@ -136,9 +138,10 @@ def tile_plan(
     modifiers: Modifiers,
     *,
     table: bool,
+    pairs: bool,
 ) -> Plan:
     """A plan that goes over a few tiles at a time."""
-    del structure, table  # tiles say it all
+    del structure, table, pairs  # tiles say it all
     return TilePlan(tiles, score, top_k, valid, modifiers)
 
 
@@ -160,6 +163,7 @@ def _plan(
     modifiers: Modifiers = NONE,
     *,
     table: bool = False,
+    pairs: bool = False,
 ) -> Plan:
     """Tiles where there are some, parts where that is better, rows otherwise.
 
@@ -171,7 +175,9 @@ def _plan(
         return _plan_of_later_rows(whole, structure.num_targets, like, score, valid, kernels)
     tiles = tiles_of(structure, 64 if stored else 128, 32 if score == "dot" else 1)
     if tiles is not None:
-        return kernels.tiles(structure, tiles, score, top_k, valid, modifiers, table=table)
+        return kernels.tiles(
+            structure, tiles, score, top_k, valid, modifiers, table=table, pairs=pairs
+        )
     if isinstance(structure, GridBlocks):
         return _plan_of_blocks(structure, like, score, top_k, valid, modifiers)
     apart = top_k is None and not table  # whether rows may be put together from parts

@@ -34,6 +34,11 @@ class Plan(Protocol):
         ...
 
 
+def saved_per_head(plan: Plan) -> int:
+    """How many numbers of every row and head a plan wants to see again: [B, N, H * so many]."""
+    return getattr(plan, "saved_per_head", 1)
+
+
 class Recomputed(torch.autograd.Function):
     """Memory beside inputs and outputs is that of one chunk, forward and backward."""
 
