@@ -51,7 +51,7 @@ struct Task {
 
 int64_t targets_of_task(const Sequence& s) {
   const int64_t window = std::min(s.before + s.after + 1, s.sources);
-  const int64_t few = std::clamp(rounded_up(s.targets / 8, BLOCK), LEAST_TARGETS, MOST_TARGETS);
+  const int64_t few = std::clamp(rounded_up(s.targets / 4, BLOCK), LEAST_TARGETS, MOST_TARGETS);
   return std::max(few, rounded_up(window / 2, BLOCK));
 }
 
