@@ -68,8 +68,8 @@ GRAPHATTN_NOINLINE void affinities(const T* query, const T* key, int64_t width, 
   }
 }
 
-// tanh(x), to a unit or two in the last place: near 0 it is e / (e + 2) with e = exp(2x) - 1 from its
-// series; elsewhere 1 - 2 / (exp(2x) + 1), whose error is that of 1 rounded, so that what a cap
+// tanh(x), to a unit or two in the last place: near 0 it is e / (e + 2) with e = exp(2x) - 1 from
+// its series; elsewhere 1 - 2 / (exp(2x) + 1), whose error is that of 1 rounded, so that what a cap
 // makes equal is equal.
 template <class V>
 GRAPHATTN_INLINE V tanh(V x) {

@@ -39,7 +39,9 @@ constexpr uint8_t BAD_KEY = 1, BAD_VALUE = 2;
 // In front of and behind a table: tiles read some entries that belong to no edge.
 constexpr int64_t MARGIN = 2 * BLOCK;
 
-GRAPHATTN_INLINE int64_t rounded_up(int64_t x, int64_t step) { return (x + step - 1) / step * step; }
+GRAPHATTN_INLINE int64_t rounded_up(int64_t x, int64_t step) {
+  return (x + step - 1) / step * step;
+}
 
 // Targets first .. last - 1 of a sequence, and the keys low .. high - 1 that they see, of which
 // those up to own_high are nobody else's or are added to by later tasks.
