@@ -33,6 +33,9 @@ namespace {
 
 constexpr int64_t MOST_TARGETS = 1024, LEAST_TARGETS = 128;  // of a task
 
+// Tokens of one head lie far apart in memory: so many ahead they are fetched.
+constexpr int64_t AHEAD = 12;
+
 // What is wrong with a token of a task.
 constexpr uint8_t BAD_KEY = 1, BAD_VALUE = 2;
 
@@ -272,6 +275,11 @@ class Bands {
       const T *key = nullptr, *value = nullptr;
       own.usable[y] = usable ? T(0) : NONE;
       own.bad[y] = 0;
+      if (y + AHEAD < task.keys) {
+        const int64_t next = s.source + std::min(j + AHEAD, task.high - 1) * s.step;
+        prefetch(at<T>(call_.key, b, next, g), call_.width * sizeof(T));
+        prefetch(at<T>(call_.value, b, next, g), call_.value_width * sizeof(T));
+      }
       if (usable) {
         key = at<const T>(call_.key, b, token, g);
         value = at<const T>(call_.value, b, token, g);
@@ -322,6 +330,10 @@ class Bands {
     const Sequence& s = *task.sequence;
     bool special[QUERIES] = {};
     const int64_t count = std::min<int64_t>(QUERIES, task.last - i);
+    for (int64_t next = i + QUERIES; next < std::min(i + 2 * QUERIES, task.last); ++next) {
+      prefetch(at<T>(call_.query, b, token_of(task, next), h), call_.width * sizeof(T));
+      prefetch(at<T>(call_.out, b, token_of(task, next), h), call_.value_width * sizeof(T));
+    }
     for (int64_t r = 0; r < QUERIES; ++r) {
       const T* query = nullptr;
       if (r < count && is_valid_target(b, token_of(task, i + r))) {
