@@ -133,7 +133,12 @@ template <class T, bool AROUND, int V>
 GRAPHATTN_INLINE void combine_piece(const T* weight, int64_t of_row, int64_t of_source, const T* x,
                                     int64_t stride, int64_t count, const T* own, T* to) {
   constexpr int L = Vec<T>::L;
-  vec<T> sums[ROWS][V] = {};
+  vec<T> sums[ROWS][V] = {}, center[ROWS][V];
+  if constexpr (AROUND) {
+    for (int r = 0; r < ROWS; ++r) {
+      for (int v = 0; v < V; ++v) center[r][v] = load(own + r * stride + v * L);
+    }
+  }
   for (int64_t j = 0; j < count; ++j) {
     vec<T> row[V];
 #pragma GCC unroll 4
@@ -144,7 +149,7 @@ GRAPHATTN_INLINE void combine_piece(const T* weight, int64_t of_row, int64_t of_
 #pragma GCC unroll 4
       for (int v = 0; v < V; ++v) {
         if constexpr (AROUND) {
-          sums[r][v] += w * (row[v] - load(own + r * stride + v * L));
+          sums[r][v] += w * (row[v] - center[r][v]);
         } else {
           sums[r][v] += w * row[v];
         }
@@ -167,7 +172,8 @@ GRAPHATTN_INLINE void combine(const T* weight, int64_t of_row, int64_t of_source
                               int64_t stride, int64_t count, const T* own, T* to) {
   constexpr int L = Vec<T>::L;
   int64_t d = 0;
-  for (; d + FEATURE_VECTORS * L <= stride; d += FEATURE_VECTORS * L) {
+  // Differences need the rows' own features in registers, too.
+  for (; !AROUND && d + FEATURE_VECTORS * L <= stride; d += FEATURE_VECTORS * L) {
     combine_piece<T, AROUND, FEATURE_VECTORS>(weight, of_row, of_source, x + d, stride, count,
                                               own + d, to + d);
   }
@@ -226,11 +232,27 @@ GRAPHATTN_INLINE T number_of(Ordered<T> order) {
   return x;
 }
 
-template <class O>
-GRAPHATTN_INLINE int64_t count_from(const O* order, int64_t count, O least) {
-  O found = 0;
-  for (int64_t e = 0; e < count; ++e) found += order[e] >= least;
-  return static_cast<int64_t>(found);
+template <class T>
+struct Orders {
+  typedef Ordered<T> type __attribute__((vector_size(vector_bytes)));
+};
+template <class T>
+using orders = typename Orders<T>::type;
+
+template <class T>
+GRAPHATTN_INLINE orders<T> load_orders(const Ordered<T>* from) {
+  orders<T> x;
+  std::memcpy(&x, from, sizeof x);
+  return x;
+}
+
+// How many of `count` numbers, whole vectors, are at least so large.
+template <class T>
+GRAPHATTN_INLINE int64_t count_from(const Ordered<T>* order, int64_t count, Ordered<T> least) {
+  const orders<T> limit = orders<T>{} + least;
+  orders<T> found{};
+  for (int64_t e = 0; e < count; e += Vec<T>::L) found -= load_orders<T>(order + e) >= limit;
+  return static_cast<int64_t>(sum(found));
 }
 
 // Which logits are kept: those above the threshold, and those equal to it up to place `last`.
@@ -251,21 +273,26 @@ GRAPHATTN_INLINE Kept<T> find_largest(const T* logit, int64_t count, int64_t k,
   constexpr int64_t EVERYONE = std::numeric_limits<int64_t>::max();
   const O none = ordered(NONE);
   constexpr int SIGN = 8 * sizeof(O) - 1;
-  O low = std::numeric_limits<O>::max(), high = std::numeric_limits<O>::min(), some = 0;
-  for (int64_t e = 0; e < count; ++e) {
-    const T x = logit[e] + T(0);  // -0 + 0 is 0
-    O bits;
-    std::memcpy(&bits, &x, sizeof x);
-    bits ^= (bits >> SIGN) & std::numeric_limits<O>::max();
-    order[e] = bits;
-    some += bits > none;
-    high = std::max(high, bits);
-    low = std::min(low, bits > none ? bits : std::numeric_limits<O>::max());
+  constexpr O least = std::numeric_limits<O>::min(), greatest = std::numeric_limits<O>::max();
+  orders<T> lowest = orders<T>{} + greatest, highest = orders<T>{} + least, above{};
+  for (int64_t e = 0; e < count; e += Vec<T>::L) {
+    orders<T> bits = bit_cast<orders<T>>(load(logit + e) + T(0));  // -0 + 0 is 0
+    bits ^= (bits >> SIGN) & greatest;
+    std::memcpy(order + e, &bits, sizeof bits);
+    const orders<T> is_some = bits > none;
+    above -= is_some;
+    highest = maximum(highest, bits);
+    lowest = minimum(lowest, is_some ? bits : orders<T>{} + greatest);
   }
+  const O low = reduce(lowest, [](auto a, auto b) __attribute__((always_inline)) {
+    return minimum(a, b);
+  });
+  const O high = largest(highest);
+  const int64_t some = sum(above);
   if (some <= k) return {NONE, EVERYONE};
   // So many are at least `from`, and so many at least `to`.
   O from = low, to = high;
-  int64_t of_from = some, of_to = count_from(order, count, high);
+  int64_t of_from = some, of_to = count_from<T>(order, count, high);
   if (of_to >= k) from = high, of_from = of_to;
   // Unsigned: the difference of two integers of either sign may be beyond the signed ones.
   const auto gap = [&] { return static_cast<Unsigned>(to) - static_cast<Unsigned>(from); };
@@ -277,7 +304,7 @@ GRAPHATTN_INLINE Kept<T> find_largest(const T* logit, int64_t count, int64_t k,
       const O guess = ordered(a + (z - a) * share);
       if (guess > from && guess < to) middle = guess;
     }
-    const int64_t found = count_from(order, count, middle);
+    const int64_t found = count_from<T>(order, count, middle);
     if (found >= k) {
       from = middle, of_from = found;
     } else {
@@ -287,7 +314,7 @@ GRAPHATTN_INLINE Kept<T> find_largest(const T* logit, int64_t count, int64_t k,
   const Kept<T> kept{number_of<T>(from), EVERYONE};
   if (of_from == k) return kept;
   int64_t left = k;
-  for (int64_t e = 0; e < count; ++e) left -= order[e] > from;
+  if (from < greatest) left -= count_from<T>(order, count, from + 1);
   for (int64_t e = 0; e < count; ++e) {
     if (order[e] == from && --left == 0) return {kept.threshold, e};
   }

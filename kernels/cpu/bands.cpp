@@ -395,10 +395,12 @@ class Bands {
   // -inf in place of all but the largest; what the backward needs to find them again.
   void keep_largest(T* logits, int64_t count, int64_t place, Ordered<T>* order, T* kept) const {
     const Kept<T> best = find_largest(logits, count, call_.top_k, order);
-    for (int64_t e = 0; e < count; ++e) {
-      const bool is_kept = logits[e] > best.threshold ||
-                           (logits[e] == best.threshold && e <= best.last);
-      logits[e] = is_kept ? logits[e] : NONE;
+    const vec<T> least = broadcast(best.threshold);
+    const vec<T> last = broadcast(T(std::min(best.last, count)));
+    for (int64_t e = 0; e < count; e += Vec<T>::L) {
+      const vec<T> logit = load(logits + e), number = lane_numbers<T>() + T(e);
+      const auto is_kept = (logit > least) | ((logit == least) & (number <= last));
+      store(logits + e, is_kept ? logit : broadcast(NONE));
     }
     kept[2] = best.threshold;
     // Within the row's window, so that float32 can tell places apart.
@@ -444,6 +446,10 @@ class Bands {
       back.threshold[y] = MOST, back.last[y] = 0;
       if (i + y < task.last) {
         const int64_t target = token_of(task, i + y);
+        const int64_t next = token_of(task, std::min(i + y + AHEAD, task.last - 1));
+        prefetch(at<T>(call_.query, b, next, h), width * sizeof(T));
+        prefetch(at<T>(call_.out, b, next, h), value_width * sizeof(T));
+        prefetch(at<T>(wanted.d_out, b, next, h), value_width * sizeof(T));
         const T* kept = kept_of(b, target, h);
         const T of_lse = d_lse ? d_lse[(b * call_.targets + target) * call_.heads + h] : T(0);
         const T* upstream = at<const T>(wanted.d_out, b, target, h);

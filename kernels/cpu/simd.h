@@ -10,6 +10,7 @@
 #include <cstring>
 #include <limits>
 #include <type_traits>
+#include <utility>
 
 #if defined(__linux__)
 #include <sys/mman.h>
@@ -18,6 +19,15 @@
 // A helper that is not inlined passes its vectors through memory; at -O3, too, GCC sometimes decides
 // so.
 #define GRAPHATTN_INLINE inline __attribute__((always_inline))
+
+#if defined(__has_builtin)
+#if __has_builtin(__builtin_shufflevector)
+#define GRAPHATTN_HAS_SHUFFLE 1
+#endif
+#endif
+#ifndef GRAPHATTN_HAS_SHUFFLE
+#define GRAPHATTN_HAS_SHUFFLE 0
+#endif
 
 namespace graphattn {
 
@@ -112,27 +122,39 @@ GRAPHATTN_INLINE V minimum(V a, V b) {
   return b < a ? b : a;
 }
 
+// The lower or the upper half of a vector, as a vector of half the size.
+template <bool upper, class V, size_t... I>
+GRAPHATTN_INLINE auto half_of(V x, std::index_sequence<I...>) {
+  typedef lane_t<V> Half __attribute__((vector_size(sizeof(V) / 2)));
+  Half half;
+#if GRAPHATTN_HAS_SHUFFLE
+  half = __builtin_shufflevector(x, x, (upper ? I + sizeof...(I) : I)...);
+#else
+  std::memcpy(&half, reinterpret_cast<const char*>(&x) + (upper ? sizeof half : 0), sizeof half);
+#endif
+  return half;
+}
+
 // Halves are joined until one lane is left: a fixed order, and log2(L) steps instead of L - 1.
+// (Vectors go by value: whose address is taken lies in memory, and a loop would add to it there.)
 template <class V, class Join>
-GRAPHATTN_INLINE lane_t<V> reduce(const V& x, const Join& join) {
-  constexpr int half = static_cast<int>(sizeof(V)) / 2;
-  if constexpr (half == sizeof(lane_t<V>)) {
+GRAPHATTN_INLINE lane_t<V> reduce(V x, const Join& join) {
+  constexpr size_t half = sizeof(V) / sizeof(lane_t<V>) / 2;
+  if constexpr (half == 1) {
     return join(x[0], x[1]);
   } else {
-    typename Vec<lane_t<V>, half>::type low, high;
-    std::memcpy(&low, &x, half);
-    std::memcpy(&high, reinterpret_cast<const char*>(&x) + half, half);
-    return reduce(join(low, high), join);
+    constexpr auto lanes = std::make_index_sequence<half>();
+    return reduce(join(half_of<false>(x, lanes), half_of<true>(x, lanes)), join);
   }
 }
 
 template <class V>
-GRAPHATTN_INLINE lane_t<V> sum(const V& x) {
+GRAPHATTN_INLINE lane_t<V> sum(V x) {
   return reduce(x, [](auto a, auto b) __attribute__((always_inline)) { return a + b; });
 }
 
 template <class V>
-GRAPHATTN_INLINE lane_t<V> largest(const V& x) {
+GRAPHATTN_INLINE lane_t<V> largest(V x) {
   return reduce(x, [](auto a, auto b) __attribute__((always_inline)) { return maximum(a, b); });
 }
 
