@@ -1,8 +1,9 @@
-// One row of a band edge by edge: for the few rows that see NaN, infinity or enormous numbers.
+// One row of a band edge by edge and in double precision: for the few rows of which tiles would
+// lose something.
 //
-// Tiles hold zeros in the place of those, and rows that see one are computed here, from the numbers
-// as they are: what they find is nobody else's, and the other rows have the bits they would have
-// anyway.
+// Those see NaN, infinity or enormous numbers (tiles hold zeros in their place), or their top-k is
+// nearly a tie, or all their RBF logits are so far below zero that those of float have too few
+// digits. What they find is nobody else's, and the other rows have the bits they would have anyway.
 #pragma once
 
 #include <algorithm>
@@ -14,8 +15,40 @@
 
 #include "bands.h"
 #include "features.h"
+#include "simd.h"
 
 namespace graphattn {
+
+// Vec<double>::L numbers as doubles.
+template <class T>
+GRAPHATTN_INLINE vec<double> load_doubles(const T* from) {
+  if constexpr (sizeof(T) == sizeof(double)) {
+    return load(from);
+  } else {
+    typedef T Few __attribute__((vector_size(vector_bytes / 2)));
+    Few few;
+    std::memcpy(&few, from, sizeof few);
+    return __builtin_convertvector(few, vec<double>);
+  }
+}
+
+// The dot product of two rows, or with RBF -|a - b|^2 / 2.
+template <class T, bool RBF>
+GRAPHATTN_INLINE double affinity_in_double(const T* a, const T* b, int64_t width) {
+  constexpr int64_t L = Vec<double>::L;
+  vec<double> sums{};
+  int64_t d = 0;
+  for (; d + L <= width; d += L) {
+    const vec<double> x = load_doubles(a + d), y = load_doubles(b + d), difference = x - y;
+    sums += RBF ? difference * difference : x * y;
+  }
+  double found = sum(sums);
+  for (; d < width; ++d) {
+    const double x = a[d], y = b[d];
+    found += RBF ? (x - y) * (x - y) : x * y;
+  }
+  return RBF ? found / -2 : found;
+}
 
 template <class T, bool RBF>
 class BandRow {
@@ -24,14 +57,15 @@ class BandRow {
 
   // Output and log-sum of target i of a sequence.
   void forward(int64_t b, const Sequence& sequence, int64_t i, int64_t h) {
-    const T lse = weigh(b, sequence, i, h);
-    T* out = at<T>(call_.out, b, target_, h);
-    std::fill_n(out, call_.value_width, T(0));
+    const double lse = weigh(b, sequence, i, h);
+    sums_.assign(static_cast<size_t>(call_.value_width), 0.0);
     for (size_t e = 0; e < sources_.size(); ++e) {
       if (!kept_[e]) continue;
-      add<T, 0>(out, weight_[e], at<T>(call_.value, b, sources_[e], group_), call_.value_width);
+      const T* value = at<const T>(call_.value, b, sources_[e], group_);
+      for (size_t d = 0; d < sums_.size(); ++d) sums_[d] += weight_[e] * double(value[d]);
     }
-    static_cast<T*>(call_.lse)[(b * call_.targets + target_) * call_.heads + h] = lse;
+    std::copy(sums_.begin(), sums_.end(), at<T>(call_.out, b, target_, h));
+    static_cast<T*>(call_.lse)[(b * call_.targets + target_) * call_.heads + h] = T(lse);
   }
 
   // The query's gradient is written, all others are added to; `d_table` is that of this head.
@@ -39,49 +73,48 @@ class BandRow {
                 int64_t h, double& d_scale, double* d_table) {
     weigh(b, sequence, i, h);
     const int64_t width = call_.width, value_width = call_.value_width;
-    const T scale = static_cast<const T*>(call_.scale)[h], cap = T(call_.softcap);
+    const double scale = static_cast<const T*>(call_.scale)[h], cap = call_.softcap;
     const T* query = at<const T>(call_.query, b, target_, h);
     const T* d_out = at<const T>(wanted.d_out, b, target_, h);
-    T* d_query = at<T>(wanted.d_query, b, target_, h);
-    std::fill_n(d_query, width, T(0));
+    sums_.assign(static_cast<size_t>(width), 0.0);
     d_weight_.resize(sources_.size());
     double mean = 0;
     for (size_t e = 0; e < sources_.size(); ++e) {
       if (!kept_[e]) continue;
       const T* value = at<const T>(call_.value, b, sources_[e], group_);
-      d_weight_[e] = dot<T, 0>(d_out, value, value_width);
-      mean += double(weight_[e]) * double(d_weight_[e]);
+      d_weight_[e] = affinity_in_double<T, false>(d_out, value, value_width);
+      mean += weight_[e] * d_weight_[e];
     }
     const T* d_lse = static_cast<const T*>(wanted.d_lse);
-    const T less =
-        T(mean) - (d_lse ? d_lse[(b * call_.targets + target_) * call_.heads + h] : T(0));
+    if (d_lse) mean -= double(d_lse[(b * call_.targets + target_) * call_.heads + h]);
     for (size_t e = 0; e < sources_.size(); ++e) {
       if (!kept_[e]) continue;
-      T found = weight_[e] * (d_weight_[e] - less);
-      if (d_table) d_table[hops_[e]] += double(found);
+      double found = weight_[e] * (d_weight_[e] - mean);
+      if (d_table) d_table[hops_[e]] += found;
       if (cap > 0) {
-        const T bounded = std::tanh(scale * affinity_[e] / cap);
+        const double bounded = std::tanh(scale * affinity_[e] / cap);
         found *= 1 - bounded * bounded;
       }
-      d_scale += double(found) * double(affinity_[e]);
-      const T pull = scale * found;
+      d_scale += found * affinity_[e];
+      const double pull = scale * found;
       const T* key = at<const T>(call_.key, b, sources_[e], group_);
       T* d_key = at<T>(wanted.d_key, b, sources_[e], group_);
-      if (RBF) {
-        add_difference<T, 0>(d_query, pull, key, query, width);
-        add_difference<T, 0>(d_key, pull, query, key, width);
-      } else {
-        add<T, 0>(d_query, pull, key, width);
-        add<T, 0>(d_key, pull, query, width);
+      T* d_value = at<T>(wanted.d_value, b, sources_[e], group_);
+      for (int64_t d = 0; d < width; ++d) {
+        const double q = query[d], k = key[d];
+        sums_[d] += pull * (RBF ? k - q : k);
+        d_key[d] += T(pull * (RBF ? q - k : q));
       }
-      add<T, 0>(at<T>(wanted.d_value, b, sources_[e], group_), weight_[e], d_out, value_width);
+      for (int64_t d = 0; d < value_width; ++d) d_value[d] += T(weight_[e] * double(d_out[d]));
     }
+    std::copy(sums_.begin(), sums_.end(), at<T>(wanted.d_query, b, target_, h));
   }
 
  private:
+  static constexpr double NONE = -std::numeric_limits<double>::infinity();
+
   // Fills the vectors with the row's edges; returns its log-sum.
-  T weigh(int64_t b, const Sequence& s, int64_t i, int64_t h) {
-    constexpr T NONE = -std::numeric_limits<T>::infinity();
+  double weigh(int64_t b, const Sequence& s, int64_t i, int64_t h) {
     group_ = h / (call_.heads / call_.kv_heads);
     target_ = s.target + i * s.step;
     sources_.clear(), hops_.clear();
@@ -94,19 +127,18 @@ class BandRow {
     }
     const size_t count = sources_.size();
     affinity_.resize(count), weight_.resize(count), kept_.assign(count, 1);
-    const T scale = static_cast<const T*>(call_.scale)[h], cap = T(call_.softcap);
+    const double scale = static_cast<const T*>(call_.scale)[h], cap = call_.softcap;
     const T* table = static_cast<const T*>(call_.table);
     const T* query = at<const T>(call_.query, b, target_, h);
     for (size_t e = 0; e < count; ++e) {
       const T* key = at<const T>(call_.key, b, sources_[e], group_);
-      affinity_[e] = RBF ? squared_distance<T, 0>(query, key, call_.width) / -2
-                         : dot<T, 0>(query, key, call_.width);
+      affinity_[e] = affinity_in_double<T, RBF>(query, key, call_.width);
       weight_[e] = scale * affinity_[e];
       if (cap > 0) weight_[e] = cap * std::tanh(weight_[e] / cap);
-      if (table) weight_[e] += table[(call_.origin + hops_[e]) * call_.heads + h];
+      if (table) weight_[e] += double(table[(call_.origin + hops_[e]) * call_.heads + h]);
     }
     if (call_.top_k > 0 && call_.top_k < static_cast<int64_t>(count)) keep_largest();
-    T highest = NONE;
+    double highest = NONE;
     bool empty = true;
     for (size_t e = 0; e < count; ++e) {
       if (!kept_[e]) continue;
@@ -119,23 +151,22 @@ class BandRow {
     }
     double whole = 0;
     for (size_t e = 0; e < count; ++e) {
-      if (kept_[e]) whole += double(weight_[e] = std::exp(weight_[e] - highest));
+      if (kept_[e]) whole += weight_[e] = std::exp(weight_[e] - highest);
     }
-    for (size_t e = 0; e < count; ++e) weight_[e] *= T(1) / T(whole);
-    return highest + std::log(T(whole));
+    for (size_t e = 0; e < count; ++e) weight_[e] /= whole;
+    return highest + std::log(whole);
   }
 
   void keep_largest() {
-    constexpr T NONE = -std::numeric_limits<T>::infinity();
     order_.resize(weight_.size());
     for (size_t e = 0; e < weight_.size(); ++e) order_[e] = ordered(weight_[e]);
     const auto begin = order_.begin(), kth = begin + call_.top_k - 1;
-    std::nth_element(begin, kth, order_.end(), std::greater<Ordered<T>>());
-    const Ordered<T> threshold = *kth;
+    std::nth_element(begin, kth, order_.end(), std::greater<int64_t>());
+    const int64_t threshold = *kth;
     int64_t ties =
         call_.top_k - std::count_if(begin, kth + 1, [=](auto x) { return x > threshold; });
     for (size_t e = 0; e < weight_.size(); ++e) {
-      const Ordered<T> own = ordered(weight_[e]);
+      const int64_t own = ordered(weight_[e]);
       const bool tied = own == threshold && ties > 0;
       ties -= tied;
       kept_[e] = (own > threshold || tied) && weight_[e] != NONE;
@@ -144,9 +175,8 @@ class BandRow {
 
   const BandsCall& call_;
   int64_t group_ = 0, target_ = 0;
-  std::vector<int64_t> sources_, hops_;
-  std::vector<T> affinity_, weight_, d_weight_;
-  std::vector<Ordered<T>> order_;
+  std::vector<int64_t> sources_, hops_, order_;
+  std::vector<double> affinity_, weight_, d_weight_, sums_;
   std::vector<uint8_t> kept_;
 };
 

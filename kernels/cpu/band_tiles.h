@@ -255,17 +255,18 @@ GRAPHATTN_INLINE int64_t count_from(const Ordered<T>* order, int64_t count, Orde
   return static_cast<int64_t>(sum(found));
 }
 
-// Which logits are kept: those above the threshold, and those equal to it up to place `last`.
+// Which logits are kept: those above the threshold, and those equal to it up to place `last`. The
+// largest of the others is `next`.
 template <class T>
-struct Kept {
-  T threshold;
+struct Largest {
+  T threshold, next;
   int64_t last;
 };
 
 // The k largest, of equal ones the first. The threshold is found by bisection of integers that are
 // ordered as the numbers are, most steps as if the numbers were spread evenly.
 template <class T>
-GRAPHATTN_INLINE Kept<T> find_largest(const T* logit, int64_t count, int64_t k,
+GRAPHATTN_INLINE Largest<T> find_largest(const T* logit, int64_t count, int64_t k,
                                       Ordered<T>* order) {
   using O = Ordered<T>;
   using Unsigned = std::make_unsigned_t<O>;
@@ -284,12 +285,10 @@ GRAPHATTN_INLINE Kept<T> find_largest(const T* logit, int64_t count, int64_t k,
     highest = maximum(highest, bits);
     lowest = minimum(lowest, is_some ? bits : orders<T>{} + greatest);
   }
-  const O low = reduce(lowest, [](auto a, auto b) __attribute__((always_inline)) {
-    return minimum(a, b);
-  });
+  const O low = least_of(lowest);
   const O high = largest(highest);
   const int64_t some = sum(above);
-  if (some <= k) return {NONE, EVERYONE};
+  if (some <= k) return {NONE, NONE, EVERYONE};
   // So many are at least `from`, and so many at least `to`.
   O from = low, to = high;
   int64_t of_from = some, of_to = count_from<T>(order, count, high);
@@ -311,14 +310,22 @@ GRAPHATTN_INLINE Kept<T> find_largest(const T* logit, int64_t count, int64_t k,
       to = middle, of_to = found;
     }
   }
-  const Kept<T> kept{number_of<T>(from), EVERYONE};
-  if (of_from == k) return kept;
+  const T threshold = number_of<T>(from);
+  if (of_from == k) {  // then `from` lies between the two
+    orders<T> above_it = orders<T>{} + greatest, below_it = orders<T>{} + none;
+    for (int64_t e = 0; e < count; e += Vec<T>::L) {
+      const orders<T> own = load_orders<T>(order + e);
+      above_it = minimum(above_it, own < from ? above_it : own);
+      below_it = maximum(below_it, own < from ? own : below_it);
+    }
+    return {number_of<T>(least_of(above_it)), number_of<T>(largest(below_it)), EVERYONE};
+  }
   int64_t left = k;
   if (from < greatest) left -= count_from<T>(order, count, from + 1);
   for (int64_t e = 0; e < count; ++e) {
-    if (order[e] == from && --left == 0) return {kept.threshold, e};
+    if (order[e] == from && --left == 0) return {threshold, threshold, e};
   }
-  return kept;
+  return {threshold, threshold, EVERYONE};
 }
 
 }  // namespace graphattn

@@ -9,7 +9,8 @@
 // begins; what belongs to later keys goes to memory of its own, and is added afterwards in order.
 //
 // Tiles hold zeros in place of tokens with NaN, infinity or enormous numbers. Rows that see one are
-// computed by themselves (band_rows.h).
+// computed by themselves, in double precision (band_rows.h), and so are rows for which float has too
+// few digits: nearly a tie in top-k, or RBF logits that are all far below zero.
 
 #include "bands.h"
 
@@ -38,6 +39,10 @@ constexpr int64_t AHEAD = 12;
 
 // What is wrong with a token of a task.
 constexpr uint8_t BAD_KEY = 1, BAD_VALUE = 2;
+
+// RBF logits below it have lost digits that weights would need: 1e-5 of them, where rounding adds up.
+constexpr double STEEP = -32;
+constexpr double FADED = 20;  // logits so far below the largest weigh less than rounding does
 
 // In front of and behind a table: tiles read some entries that belong to no edge.
 constexpr int64_t MARGIN = 2 * BLOCK;
@@ -111,7 +116,7 @@ struct Pieces {
 // What a worker has packed: keys and values of a task, queries of a few targets.
 template <class T>
 struct Packed {
-  T *keys, *values, *usable, *query, *logits, *sums;
+  T *keys, *values, *usable, *lengths, *query, *logits, *sums;
   Ordered<T>* order;
   uint8_t* bad;
   bool any_bad = false;
@@ -119,7 +124,7 @@ struct Packed {
   Packed(Pieces<T>& from, const BandsCall& call, const Plan& plan) {
     keys = from.take(plan.keys * call.width);
     values = from.take(plan.keys * whole_vectors<T>(call.value_width));
-    usable = from.take(plan.keys);
+    usable = from.take(plan.keys), lengths = from.take(plan.keys);
     query = from.take(QUERIES * call.width);
     logits = from.take(QUERIES * plan.row);
     sums = from.take(QUERIES * whole_vectors<T>(call.value_width));
@@ -274,6 +279,7 @@ class Bands {
       const bool usable = exists && (!valid || valid[b * call_.sources + token]);
       const T *key = nullptr, *value = nullptr;
       own.usable[y] = usable ? T(0) : NONE;
+      own.lengths[y] = 0;
       own.bad[y] = 0;
       if (y + AHEAD < task.keys) {
         const int64_t next = s.source + std::min(j + AHEAD, task.high - 1) * s.step;
@@ -284,6 +290,7 @@ class Bands {
         key = at<const T>(call_.key, b, token, g);
         value = at<const T>(call_.value, b, token, g);
         if (!is_sound(key, call_.width, limit)) own.bad[y] |= BAD_KEY, key = nullptr;
+        if (needs_lengths() && key) own.lengths[y] = length_of(key);
         if (!is_sound(value, call_.value_width, limit)) own.bad[y] |= BAD_VALUE, value = nullptr;
         own.any_bad = own.any_bad || own.bad[y];
       }
@@ -359,15 +366,21 @@ class Bands {
       T* logits = own.logits + r * stride;
       const int64_t target = token_of(task, i + r);
       T* kept = kept_of(b, target, h);
+      const T* table = how.table ? how.table + start - (i + r) : nullptr;
+      bool careful = false;
       if (call_.top_k > 0) {
-        keep_largest(logits, row, start - (i + r - s.before), own.order, kept);
+        const Largest<T> best = find_largest(logits, row, call_.top_k, own.order);
+        careful = is_nearly_a_tie(best, logits, row, table, task, i + r, r, h, own);
+        keep_largest(best, logits, row, start - (i + r - s.before), kept);
         special[r] = special[r] || (is_valid_target(b, target) &&
                                     sees_bad(task, i + r, BAD_VALUE, own, logits, start));
       }
       T* lse = static_cast<T*>(call_.lse) + (b * call_.targets + target) * call_.heads + h;
+      careful = careful || (end > from && is_steep(logits, row, table));
       *lse = end > from ? exponentials(logits, row, kept) : NONE;
       if (*lse == NONE || !is_valid_target(b, target)) kept[0] = MOST, kept[1] = 0, *lse = NONE;
       share[r] = kept[1];
+      special[r] = special[r] || (careful && *lse != NONE);
       if (special[r]) kept[0] = MOST, kept[1] = 1;
     }
     std::fill_n(own.sums, QUERIES * value_padded_, T(0));
@@ -393,8 +406,8 @@ class Bands {
   }
 
   // -inf in place of all but the largest; what the backward needs to find them again.
-  void keep_largest(T* logits, int64_t count, int64_t place, Ordered<T>* order, T* kept) const {
-    const Kept<T> best = find_largest(logits, count, call_.top_k, order);
+  void keep_largest(const Largest<T>& best, T* logits, int64_t count, int64_t place,
+                    T* kept) const {
     const vec<T> least = broadcast(best.threshold);
     const vec<T> last = broadcast(T(std::min(best.last, count)));
     for (int64_t e = 0; e < count; e += Vec<T>::L) {
@@ -405,6 +418,60 @@ class Bands {
     kept[2] = best.threshold;
     // Within the row's window, so that float32 can tell places apart.
     kept[3] = best.last < count ? T(best.last + place) : MOST;
+  }
+
+  // What rounding may add to a logit, in units of the terms it is summed up of.
+  T rounding() const {
+    return 2 * (std::sqrt(T(call_.width)) + 4) * std::numeric_limits<T>::epsilon();
+  }
+
+  // Differences are of one sign, and so the logit bounds its terms; products need lengths.
+  bool needs_lengths() const { return sizeof(T) == sizeof(float) && !RBF && call_.top_k > 0; }
+
+  T length_of(const T* x) const { return std::sqrt(dot<T, 0>(x, x, call_.width)); }
+
+  // Whether rounding may have decided which is the last edge kept. (Double has no better judge.)
+  bool is_nearly_a_tie(const Largest<T>& best, const T* logits, int64_t count, const T* table,
+                       const Task& task, int64_t i, int64_t r, int64_t h,
+                       const Packed<T>& own) const {
+    if (sizeof(T) != sizeof(float) || best.next == NONE) return false;
+    T terms = std::max(std::abs(best.threshold), std::abs(best.next));
+    if (needs_lengths()) {
+      T query = 0, key = 0;
+      for (int64_t d = 0; d < call_.width; ++d) {
+        query += own.query[d * QUERIES + r] * own.query[d * QUERIES + r];
+      }
+      const int64_t end = std::min(task.high, i + task.sequence->after + 1);
+      for (int64_t j = std::max(task.low, i - task.sequence->before); j < end; ++j) {
+        key = std::max(key, own.lengths[j - task.begin]);
+      }
+      terms += std::abs(scale_[h]) * std::sqrt(query) * key;
+    } else if (table) {
+      terms -= least_without(table, logits, count, NONE);
+    }
+    return !(best.threshold - best.next > rounding() * terms);
+  }
+
+  // The least of the logits above a limit, less what the table has added to them; at most 0.
+  T least_without(const T* table, const T* logits, int64_t count, T limit) const {
+    const vec<T> above = broadcast(limit), zero{};
+    vec<T> least{};
+    for (int64_t e = 0; e < count; e += Vec<T>::L) {
+      const vec<T> logit = load(logits + e);
+      least = minimum(least, logit > above ? logit - load(table + e) : zero);
+    }
+    return least_of(least);
+  }
+
+  // Whether edges that weigh something have RBF logits that rounding has changed. `table`: what was
+  // added to the logits, or null.
+  bool is_steep(const T* logits, int64_t count, const T* table) const {
+    if (!RBF || sizeof(T) != sizeof(float)) return false;
+    vec<T> most = broadcast(NONE);
+    for (int64_t e = 0; e < count; e += Vec<T>::L) most = maximum(most, load(logits + e));
+    const T highest = largest(most);
+    if (!table) return highest < T(STEEP) && highest != NONE;
+    return least_without(table, logits, count, highest - T(FADED)) < T(STEEP);
   }
 
   // exp(logit - largest) in place of logits; returns the log-sum. Keeps the largest and 1 / sum.

@@ -158,6 +158,11 @@ GRAPHATTN_INLINE lane_t<V> largest(V x) {
   return reduce(x, [](auto a, auto b) __attribute__((always_inline)) { return maximum(a, b); });
 }
 
+template <class V>
+GRAPHATTN_INLINE lane_t<V> least_of(V x) {
+  return reduce(x, [](auto a, auto b) __attribute__((always_inline)) { return minimum(a, b); });
+}
+
 // ---- The exponential ----
 
 template <class T>

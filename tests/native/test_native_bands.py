@@ -98,11 +98,13 @@ def test_most_of_these_cases_are_bands() -> None:
 
 
 def test_float32_is_float64_to_its_rounding() -> None:
-    for seed in range(30):
+    for seed in range(60):
         case = BandCase(seed, torch.float32)
-        case.options["top_k"] = None  # rounding may choose others
         exact = case.run("native", dtype=torch.float64)
         for mine, theirs in zip(case.run("native"), exact, strict=True):
+            largest = (
+                float(theirs.detach().nan_to_num(0, 0, 0).abs().max()) if theirs.numel() else 0
+            )
             torch.testing.assert_close(
-                mine.double(), theirs, rtol=3e-5, atol=3e-5, msg=f"seed {seed}"
+                mine.double(), theirs, rtol=0, atol=3e-5 * (1 + largest), msg=f"seed {seed}"
             )
