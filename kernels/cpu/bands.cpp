@@ -100,6 +100,16 @@ struct Plan {
   }
 };
 
+// Which sample, key head and task the n-th of a call is. Key heads of the same tokens follow each
+// other: they lie in the same pages of memory, and next to each other.
+struct Place {
+  int64_t sample, task, head, group;  // group: sample and head
+
+  Place(int64_t n, int64_t tasks, int64_t kv_heads)
+      : sample(n / (tasks * kv_heads)), task(n / kv_heads % tasks), head(n % kv_heads),
+        group(sample * kv_heads + head) {}
+};
+
 // Hands out pieces of a worker's memory, each aligned as a vector is. Without memory it counts.
 template <class T>
 struct Pieces {
@@ -709,9 +719,8 @@ void forward(const BandsCall& call) {
     Pieces<T> pieces{memory.data() + worker * size.used};
     Packed<T> own(pieces, call, plan);
     BandRow<T, RBF> exact(call);
-    const int64_t of = n / static_cast<int64_t>(plan.tasks.size());
-    const Task& task = plan.tasks[n % plan.tasks.size()];
-    bands.forward(task, of / call.kv_heads, of % call.kv_heads, own, exact);
+    const Place place(n, plan.tasks.size(), call.kv_heads);
+    bands.forward(plan.tasks[place.task], place.sample, place.head, own, exact);
   });
 }
 
@@ -752,10 +761,10 @@ void add_up(const BandsCall& call, const Plan& plan, const BandsGradients& wante
             const double* d_scale, const double* d_table) {
   const int64_t repeats = call.heads / call.kv_heads, per_group = plan.tasks.size();
   for (int64_t n = 0; n < call.batch * call.kv_heads * per_group; ++n) {
-    const Sequence& s = *plan.tasks[n % per_group].sequence;
-    const int64_t g = n / per_group % call.kv_heads;
+    const Place place(n, per_group, call.kv_heads);
+    const Sequence& s = *plan.tasks[place.task].sequence;
     for (int64_t r = 0; r < repeats; ++r) {
-      const int64_t h = g * repeats + r;
+      const int64_t h = place.head * repeats + r;
       wanted.d_scale[h] += d_scale[n * repeats + r];
       if (!wanted.d_table) continue;
       const double* own = d_table + (n * repeats + r) * plan.window;
@@ -794,18 +803,18 @@ void backward(const BandsCall& call, const BandsGradients& wanted) {
     Pieces<T> pieces{memory.data() + worker * size.used};
     Packed<T> own(pieces, call, plan);
     Backward<T> back(pieces, call, plan);
-    const int64_t of = n / per_group;
-    const Task& task = plan.tasks[n % per_group];
+    const Place place(n, per_group, call.kv_heads);
+    const Task& task = plan.tasks[place.task];
     double* table = wanted.d_table ? d_table.data() + n * repeats * plan.window : nullptr;
-    bands.backward(task, of / call.kv_heads, of % call.kv_heads, wanted, own, back,
+    bands.backward(task, place.sample, place.head, wanted, own, back,
                    d_scale.data() + n * repeats, table,
-                   halos.data() + of * halo + task.halo * bands.room(), special.data(),
+                   halos.data() + place.group * halo + task.halo * bands.room(), special.data(),
                    any_special);
   });
   parallel_tasks(tasks, threads, [&](int64_t n, int) {
-    const int64_t of = n / per_group;
-    bands.add_halos(n % per_group, of / call.kv_heads, of % call.kv_heads, wanted,
-                    halos.data() + of * halo);
+    const Place place(n, per_group, call.kv_heads);
+    bands.add_halos(place.task, place.sample, place.head, wanted,
+                    halos.data() + place.group * halo);
   });
   add_up(call, plan, wanted, d_scale.data(), d_table.data());
   if (any_special) backward_of_rows<T, RBF>(call, plan, wanted, special.data(), threads);
