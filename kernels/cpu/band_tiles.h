@@ -34,22 +34,22 @@ GRAPHATTN_INLINE int64_t whole_vectors(int64_t width) {
   return (width + Vec<T>::L - 1) / Vec<T>::L * Vec<T>::L;
 }
 
-// Affinities of QUERIES packed queries [width][QUERIES] and KEYS packed keys [width][KEYS]: dot
-// products, or -|q - k|^2 / 2 from the differences.
-template <class T, bool RBF>
+// Affinities of QUERIES packed queries [width][QUERIES] and V vectors of packed keys [width][KEYS]:
+// dot products, or -|q - k|^2 / 2 from the differences.
+template <class T, bool RBF, int V>
 GRAPHATTN_NOINLINE void affinities(const T* query, const T* key, int64_t width, T* to,
                                    int64_t stride) {
   constexpr int L = Vec<T>::L;
-  vec<T> sums[QUERIES][KEY_VECTORS] = {};
+  vec<T> sums[QUERIES][V] = {};
   for (int64_t d = 0; d < width; ++d) {
-    vec<T> k[KEY_VECTORS];
+    vec<T> k[V];
 #pragma GCC unroll 4
-    for (int x = 0; x < KEY_VECTORS; ++x) k[x] = load(key + d * KEYS<T> + x * L);
+    for (int x = 0; x < V; ++x) k[x] = load(key + d * KEYS<T> + x * L);
 #pragma GCC unroll 8
     for (int r = 0; r < QUERIES; ++r) {
       const vec<T> q = broadcast(query[d * QUERIES + r]);
 #pragma GCC unroll 4
-      for (int x = 0; x < KEY_VECTORS; ++x) {
+      for (int x = 0; x < V; ++x) {
         if constexpr (RBF) {
           const vec<T> difference = q - k[x];
           sums[r][x] += difference * difference;
@@ -62,7 +62,7 @@ GRAPHATTN_NOINLINE void affinities(const T* query, const T* key, int64_t width, 
 #pragma GCC unroll 8
   for (int r = 0; r < QUERIES; ++r) {
 #pragma GCC unroll 4
-    for (int x = 0; x < KEY_VECTORS; ++x) {
+    for (int x = 0; x < V; ++x) {
       store(to + r * stride + x * L, RBF ? sums[r][x] * T(-0.5) : sums[r][x]);
     }
   }
@@ -102,28 +102,33 @@ struct Seen {
 
 // Logits of a tile, -inf where there is no edge. `hop` leads from the first row to the first key;
 // `usable` has 0 for every key, or -inf.
-template <class T>
+template <class T, int V>
 GRAPHATTN_NOINLINE void make_logits(const Logits<T>& how, const Seen& seen, int64_t hop,
                                     const T* usable, const T* from, T* to, int64_t stride) {
   constexpr int L = Vec<T>::L;
   constexpr T NONE = -std::numeric_limits<T>::infinity();
-  const vec<T> lanes = lane_numbers<T>(), none = broadcast(NONE);
+  const vec<T> none = broadcast(NONE);
+  // Beyond a tile all places are alike, and float knows the near ones exactly.
+  const auto place = [](int64_t lane) {
+    return broadcast(T(std::clamp<int64_t>(lane, -QUERIES, V * L)));
+  };
+  vec<T> low = place(seen.first), high = place(seen.last), hole = place(seen.hole);
+  const vec<T> end = place(seen.end);
   for (int r = 0; r < QUERIES; ++r) {
-    for (int x = 0; x < KEY_VECTORS; ++x) {
+    vec<T> lanes = lane_numbers<T>();
+    for (int x = 0; x < V; ++x) {
       vec<T> logit = load(from + r * stride + x * L) * how.scale;
       if (how.cap > 0) logit = tanh(logit / how.cap) * how.cap;
       if (how.table) logit = logit + load(how.table + hop - r + x * L);
       logit = logit + load(usable + x * L);
       if (!seen.all) {
-        const auto place = [&](int64_t lane) {
-          return broadcast(T(std::clamp<int64_t>(lane - x * L, -1, L)));
-        };
-        const vec<T> low = place(seen.first + r);
-        const vec<T> high = place(std::min(seen.last + r, seen.end)), hole = place(seen.hole + r);
-        logit = ((lanes >= low) & (lanes < high) & (lanes != hole)) ? logit : none;
+        const auto is_edge = (lanes >= low) & (lanes < high) & (lanes < end) & (lanes != hole);
+        logit = is_edge ? logit : none;
+        lanes = lanes + T(L);
       }
       store(to + r * stride + x * L, logit);
     }
+    low = low + T(1), high = high + T(1), hole = hole + T(1);
   }
 }
 
@@ -187,38 +192,108 @@ GRAPHATTN_INLINE void combine(const T* weight, int64_t of_row, int64_t of_source
 
 // ---- Packing ----
 
-// Whether all numbers are so small that no product of two of them, scaled, overflows.
 template <class T>
-GRAPHATTN_INLINE bool is_sound(const T* x, int64_t width, T limit) {
-  constexpr int L = Vec<T>::L;
-  vec<T> unsound{};
-  const vec<T> most = broadcast(limit), least = broadcast(-limit);
-  int64_t d = 0;
-  for (; d + L <= width; d += L) {
-    const vec<T> y = load(x + d);
-    unsound = ((y <= most) & (y >= least)) ? unsound : broadcast(T(1));
-  }
-  bool sound = sum(unsound) == 0;
-  for (; d < width; ++d) sound = sound && x[d] <= limit && x[d] >= -limit;
-  return sound;
+struct Orders {
+  typedef Ordered<T> type __attribute__((vector_size(vector_bytes)));
+};
+template <class T>
+using orders = typename Orders<T>::type;
+
+// A vector of integers, or the bits of a vector of numbers.
+template <class T, class From>
+GRAPHATTN_INLINE orders<T> load_orders(const From* from) {
+  static_assert(sizeof(From) == sizeof(T));
+  orders<T> x;
+  std::memcpy(&x, from, sizeof x);
+  return x;
 }
 
-// One token into its column of [width][step]; zeros for null.
+// Whether all numbers are so small that no product of two of them, scaled, overflows. As integers,
+// without their signs, NaN is above infinity and that above all others.
 template <class T>
-GRAPHATTN_INLINE void put_column(const T* x, int64_t width, T* to, int64_t step) {
-  if (x) {
-    for (int64_t d = 0; d < width; ++d) to[d * step] = x[d];
-  } else {
-    for (int64_t d = 0; d < width; ++d) to[d * step] = T(0);
+GRAPHATTN_INLINE bool is_sound(const T* x, int64_t width, T limit) {
+  using O = Ordered<T>;
+  constexpr int L = Vec<T>::L;
+  constexpr O size = std::numeric_limits<O>::max();
+  orders<T> most{};
+  int64_t d = 0;
+  for (; d + L <= width; d += L) most = maximum(most, load_orders<T>(x + d) & size);
+  O largest_size = largest(most);
+  for (; d < width; ++d) largest_size = std::max(largest_size, bit_cast<O>(x[d]) & size);
+  return largest_size <= bit_cast<O>(limit);
+}
+
+// a0 b0 a1 b1 ..., the first or the second half of it.
+template <bool second, class V, size_t... I>
+GRAPHATTN_INLINE V interleave(V a, V b, std::index_sequence<I...>) {
+  constexpr size_t lanes = sizeof...(I), from = second ? lanes / 2 : 0;
+#if GRAPHATTN_HAS_SHUFFLE
+  return __builtin_shufflevector(a, b, (from + I / 2 + I % 2 * lanes)...);
+#else
+  V found;
+  for (size_t i = 0; i < lanes; ++i) found[i] = (i % 2 ? b : a)[from + i / 2];
+  return found;
+#endif
+}
+
+// R rows of L numbers become L rows of R numbers, R vectors as before: interleaved log2(R) times.
+template <class T, int R>
+GRAPHATTN_INLINE void transpose(vec<T> (&x)[R]) {
+  constexpr auto lanes = std::make_index_sequence<Vec<T>::L>();
+#pragma GCC unroll 5
+  for (int step = 1; step < R; step *= 2) {
+    vec<T> y[R];
+#pragma GCC unroll 16
+    for (int i = 0; i < R / 2; ++i) {
+      y[2 * i] = interleave<false>(x[i], x[i + R / 2], lanes);
+      y[2 * i + 1] = interleave<true>(x[i], x[i + R / 2], lanes);
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < R; ++i) x[i] = y[i];
+  }
+}
+
+// R tokens (null: zeros) into columns of [width][step]; R is L, or what `step` is.
+template <class T, int R>
+GRAPHATTN_INLINE void put_columns(const T* const* tokens, int64_t width, T* to, int64_t step) {
+  constexpr int64_t L = Vec<T>::L;
+  for (int64_t d = 0; d < width; d += L) {
+    const int64_t features = std::min(L, width - d);
+    vec<T> x[R];
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r) {
+      x[r] = vec<T>{};
+      if (tokens[r]) x[r] = features == L ? load(tokens[r] + d) : load_first(tokens[r] + d, features);
+    }
+    transpose<T, R>(x);
+    if constexpr (R == L) {
+#pragma GCC unroll 16
+      for (int r = 0; r < R; ++r) {
+        if (r < features) store(to + (d + r) * step, x[r]);
+      }
+    } else {
+      const int64_t count = features * R;
+#pragma GCC unroll 16
+      for (int r = 0; r < R; ++r) {
+        T* place = to + d * R + r * L;
+        if ((r + 1) * L <= count) {
+          store(place, x[r]);
+        } else if (r * L < count) {
+          store_first(place, x[r], count - r * L);
+        }
+      }
+    }
   }
 }
 
 // One token into a row of `stride` features; zeros behind it, or for null.
 template <class T>
 GRAPHATTN_INLINE void put_row(const T* x, int64_t width, T* to, int64_t stride) {
-  const int64_t copied = x ? width : 0;
-  std::copy_n(x, copied, to);
-  std::fill_n(to + copied, stride - copied, T(0));
+  constexpr int64_t L = Vec<T>::L;
+  int64_t d = 0;
+  for (; x && d + L <= width; d += L) store(to + d, load(x + d));
+  for (; x && d < width; ++d) to[d] = x[d];
+  for (; d < stride; ++d) to[d] = T(0);
 }
 
 // ---- The largest of a row ----
@@ -229,20 +304,6 @@ GRAPHATTN_INLINE T number_of(Ordered<T> order) {
   order ^= sign & std::numeric_limits<Ordered<T>>::max();
   T x;
   std::memcpy(&x, &order, sizeof x);
-  return x;
-}
-
-template <class T>
-struct Orders {
-  typedef Ordered<T> type __attribute__((vector_size(vector_bytes)));
-};
-template <class T>
-using orders = typename Orders<T>::type;
-
-template <class T>
-GRAPHATTN_INLINE orders<T> load_orders(const Ordered<T>* from) {
-  orders<T> x;
-  std::memcpy(&x, from, sizeof x);
   return x;
 }
 

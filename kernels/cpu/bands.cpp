@@ -209,7 +209,7 @@ class Bands {
         const int64_t count = std::min(BLOCK, task.last - i);
         for (int64_t y = 0; y < count; ++y) {
           T* to = at<T>(wanted.d_query, b, token_of(task, i + y), h);
-          std::copy_n(back.d_query + y * padded_, call_.width, to);
+          put_row(back.d_query + y * padded_, call_.width, to, call_.width);
         }
       }
     }
@@ -282,37 +282,49 @@ class Bands {
     const T limit = limit_of_group(g);
     constexpr int64_t K = KEYS<T>;
     own.any_bad = any_bad_entry_;
-    for (int64_t y = 0; y < task.keys; ++y) {
-      const int64_t j = task.begin + y, token = s.source + j * s.step;
-      const bool exists = j >= task.low && j < task.high;
-      const uint8_t* valid = call_.valid_sources;
-      const bool usable = exists && (!valid || valid[b * call_.sources + token]);
-      const T *key = nullptr, *value = nullptr;
-      own.usable[y] = usable ? T(0) : NONE;
-      own.lengths[y] = 0;
-      own.bad[y] = 0;
-      if (y + AHEAD < task.keys) {
-        const int64_t next = s.source + std::min(j + AHEAD, task.high - 1) * s.step;
-        prefetch(at<T>(call_.key, b, next, g), call_.width * sizeof(T));
-        prefetch(at<T>(call_.value, b, next, g), call_.value_width * sizeof(T));
+    constexpr int L = Vec<T>::L;
+    const T *keys[L], *values[L];
+    for (int64_t first = 0; first < task.keys; first += L) {
+      for (int64_t n = 0; n < L; ++n) {
+        find_key(task, b, g, first + n, limit, own, keys[n], values[n]);
+        if (back) {
+          put_row(keys[n], call_.width, back->key_rows + (first + n) * padded_, padded_);
+        } else {
+          put_row(values[n], call_.value_width, own.values + (first + n) * value_padded_,
+                  value_padded_);
+        }
       }
-      if (usable) {
-        key = at<const T>(call_.key, b, token, g);
-        value = at<const T>(call_.value, b, token, g);
-        if (!is_sound(key, call_.width, limit)) own.bad[y] |= BAD_KEY, key = nullptr;
-        if (needs_lengths() && key) own.lengths[y] = length_of(key);
-        if (!is_sound(value, call_.value_width, limit)) own.bad[y] |= BAD_VALUE, value = nullptr;
-        own.any_bad = own.any_bad || own.bad[y];
+      const int64_t tile = first / K * K, lane = first % K;
+      put_columns<T, L>(keys, call_.width, own.keys + tile * call_.width + lane, K);
+      if (back) {
+        put_columns<T, L>(values, call_.value_width,
+                          back->value_columns + tile * call_.value_width + lane, K);
       }
-      put_column(key, call_.width, own.keys + y / K * K * call_.width + y % K, K);
-      if (!back) {
-        put_row(value, call_.value_width, own.values + y * value_padded_, value_padded_);
-        continue;
-      }
-      put_row(key, call_.width, back->key_rows + y * padded_, padded_);
-      T* columns = back->value_columns + y / K * K * call_.value_width + y % K;
-      put_column(value, call_.value_width, columns, K);
     }
+  }
+
+  // Key and value at a place of a task, or null where tiles hold zeros; marks what is bad.
+  void find_key(const Task& task, int64_t b, int64_t g, int64_t y, T limit, Packed<T>& own,
+                const T*& key, const T*& value) const {
+    const Sequence& s = *task.sequence;
+    const int64_t j = task.begin + y, token = s.source + j * s.step;
+    const uint8_t* valid = call_.valid_sources;
+    const bool exists = j >= task.low && j < task.high;
+    const bool usable = exists && (!valid || valid[b * call_.sources + token]);
+    own.usable[y] = usable ? T(0) : NONE;
+    own.lengths[y] = 0;
+    own.bad[y] = 0;
+    key = value = nullptr;
+    if (!usable) return;
+    const int64_t next = s.source + std::min(j + AHEAD, task.high - 1) * s.step;
+    prefetch(at<T>(call_.key, b, next, g), call_.width * sizeof(T));
+    prefetch(at<T>(call_.value, b, next, g), call_.value_width * sizeof(T));
+    key = at<const T>(call_.key, b, token, g);
+    value = at<const T>(call_.value, b, token, g);
+    if (!is_sound(key, call_.width, limit)) own.bad[y] |= BAD_KEY, key = nullptr;
+    if (!is_sound(value, call_.value_width, limit)) own.bad[y] |= BAD_VALUE, value = nullptr;
+    if (needs_lengths() && key) own.lengths[y] = length_of(key);
+    own.any_bad = own.any_bad || own.bad[y];
   }
 
   // Whether target i has an edge to a token with something bad, or reads a bad entry of the table.
@@ -331,19 +343,44 @@ class Bands {
     return false;
   }
 
-  Seen seen_by(const Task& task, int64_t i, int64_t j) const {
+  // Affinities of QUERIES targets and a tile of packed keys that begins with j, or a vector of it.
+  template <bool RADIAL>
+  void tile(bool whole, const T* query, const T* packed, const Task& task, int64_t j,
+            int64_t width, T* to, int64_t stride) const {
+    const int64_t y = j - task.begin, lane = y % KEYS<T>;
+    const T* keys = packed + (y - lane) * width + lane;
+    if (whole) {
+      affinities<T, RADIAL, KEY_VECTORS>(query, keys, width, to, stride);
+    } else {
+      affinities<T, RADIAL, 1>(query, keys, width, to, stride);
+    }
+  }
+
+  void logits_of_tile(bool whole, const Logits<T>& how, const Task& task, int64_t i, int64_t j,
+                      const Packed<T>& own, const T* from, T* to, int64_t stride) const {
+    const T* usable = own.usable + (j - task.begin);
+    if (whole) {
+      make_logits<T, KEY_VECTORS>(how, seen_by(task, i, j, KEYS<T>), j - i, usable, from, to,
+                                  stride);
+    } else {
+      make_logits<T, 1>(how, seen_by(task, i, j, Vec<T>::L), j - i, usable, from, to, stride);
+    }
+  }
+
+  // Of which keys j .. j + keys - 1 targets i .. i + QUERIES - 1 see.
+  Seen seen_by(const Task& task, int64_t i, int64_t j, int64_t keys) const {
     const Sequence& s = *task.sequence;
     Seen seen{i - s.before - j, i + s.after + 1 - j, s.sources - j, i - s.loops / 2 - j, false};
     if (s.loops == 1) seen.hole = -MARGIN;
-    const bool whole = seen.hole + QUERIES <= 0 || seen.hole >= KEYS<T>;
-    seen.all = whole && seen.first + QUERIES - 1 <= 0 && std::min(seen.last, seen.end) >= KEYS<T>;
+    const bool whole = seen.hole + QUERIES <= 0 || seen.hole >= keys;
+    seen.all = whole && seen.first + QUERIES - 1 <= 0 && std::min(seen.last, seen.end) >= keys;
     return seen;
   }
 
   // Targets i .. i + QUERIES - 1 of one head.
   void forward_few(const Task& task, int64_t b, int64_t h, int64_t i, Packed<T>& own,
                    BandRow<T, RBF>& exact) const {
-    constexpr int64_t K = KEYS<T>;
+    constexpr int64_t K = KEYS<T>, L = Vec<T>::L;
     const Sequence& s = *task.sequence;
     bool special[QUERIES] = {};
     const int64_t count = std::min<int64_t>(QUERIES, task.last - i);
@@ -351,25 +388,27 @@ class Bands {
       prefetch(at<T>(call_.query, b, token_of(task, next), h), call_.width * sizeof(T));
       prefetch(at<T>(call_.out, b, token_of(task, next), h), call_.value_width * sizeof(T));
     }
+    const T* queries[QUERIES];
     for (int64_t r = 0; r < QUERIES; ++r) {
-      const T* query = nullptr;
+      const T*& query = queries[r] = nullptr;
       if (r < count && is_valid_target(b, token_of(task, i + r))) {
         query = at<const T>(call_.query, b, token_of(task, i + r), h);
         if (!is_sound(query, call_.width, limits_[h])) special[r] = true, query = nullptr;
         const uint8_t what = call_.top_k > 0 ? BAD_KEY : BAD_KEY | BAD_VALUE;
         special[r] = special[r] || sees_bad(task, i + r, what, own);
       }
-      put_column(query, call_.width, own.query + r, QUERIES);
     }
+    put_columns<T, QUERIES>(queries, call_.width, own.query, QUERIES);
     const int64_t from = std::max(task.low, i - s.before);
     const int64_t end = std::max(from, std::min(task.high, i + QUERIES + s.after));
-    const int64_t start = from / K * K, row = rounded_up(end - start, K), stride = plan_.row;
+    const int64_t start = from / L * L, row = rounded_up(end - start, L), stride = plan_.row;
     const Logits<T> how = logits_of(h);
-    for (int64_t j = start; j < end; j += K) {
+    for (int64_t j = start; j < end;) {
+      const bool whole = j % K == 0 && j + L < end;
       T* to = own.logits + (j - start);
-      affinities<T, RBF>(own.query, own.keys + (j - task.begin) * call_.width, call_.width, to,
-                         stride);
-      make_logits(how, seen_by(task, i, j), j - i, own.usable + (j - task.begin), to, to, stride);
+      tile<RBF>(whole, own.query, own.keys, task, j, call_.width, to, stride);
+      logits_of_tile(whole, how, task, i, j, own, to, to, stride);
+      j += whole ? K : L;
     }
     T share[QUERIES];
     for (int64_t r = 0; r < count; ++r) {
@@ -517,8 +556,10 @@ class Bands {
     const int64_t width = call_.width, value_width = call_.value_width;
     const T* d_lse = static_cast<const T*>(wanted.d_lse);
     bool some = false;
+    const T *queries[QUERIES], *upstreams[QUERIES];
     for (int64_t y = 0; y < BLOCK; ++y) {
-      const T *query = nullptr, *d_out = nullptr;
+      const T *&query = queries[y % QUERIES], *&d_out = upstreams[y % QUERIES];
+      query = d_out = nullptr;
       back.highest[y] = MOST, back.share[y] = 0, back.less[y] = 0;
       back.threshold[y] = MOST, back.last[y] = 0;
       if (i + y < task.last) {
@@ -547,11 +588,13 @@ class Bands {
           back.less[y] -= of_lse;
         }
       }
-      const int64_t few = y / QUERIES * QUERIES;
-      put_column(query, width, back.query + few * width + y % QUERIES, QUERIES);
-      put_column(d_out, value_width, back.d_out + few * value_width + y % QUERIES, QUERIES);
       put_row(query, width, back.query_rows + y * padded_, padded_);
       put_row(d_out, value_width, back.d_out_rows + y * value_padded_, value_padded_);
+      if ((y + 1) % QUERIES == 0) {
+        const int64_t few = y + 1 - QUERIES;
+        put_columns<T, QUERIES>(queries, width, back.query + few * width, QUERIES);
+        put_columns<T, QUERIES>(upstreams, value_width, back.d_out + few * value_width, QUERIES);
+      }
     }
     return some;
   }
@@ -565,6 +608,7 @@ class Bands {
   // Targets i .. i + BLOCK - 1 with all their keys; returns the gradient of the scale.
   double backward_block(const Task& task, int64_t h, int64_t i, Packed<T>& own, Backward<T>& back,
                         double* d_table) const {
+    constexpr int64_t L = Vec<T>::L;
     const Sequence& s = *task.sequence;
     const int64_t last = std::min(task.last, i + BLOCK);
     const int64_t from = std::max(task.low, i - s.before);
@@ -575,9 +619,13 @@ class Bands {
     for (int64_t j = from / BLOCK * BLOCK; j < end; j += BLOCK) {
       for (int64_t r = i; r < last; r += QUERIES) {
         const int64_t most = std::min(task.high, r + QUERIES + s.after);
-        for (int64_t k = j; k < j + BLOCK; k += KEYS<T>) {
-          if (k >= most || k + KEYS<T> <= r - s.before) continue;
-          d_scale += backward_tile(task, h, r, r - i, k, k - j, own, back, d_table != nullptr);
+        for (int64_t k = j; k < std::min(j + BLOCK, most);) {
+          const bool whole = k % KEYS<T> == 0 && k + L < most && k + L > r - s.before;
+          if (whole || k + L > r - s.before) {
+            d_scale += backward_tile(whole, task, h, r, r - i, k, k - j, own, back,
+                                     d_table != nullptr);
+          }
+          k += whole ? KEYS<T> : L;
         }
       }
       pull_queries(task, i, last, j, back);
@@ -590,24 +638,25 @@ class Bands {
   }
 
   // Weights of a tile, and what their gradients pull queries and keys with.
-  double backward_tile(const Task& task, int64_t h, int64_t i, int64_t y, int64_t j, int64_t x,
+  double backward_tile(bool whole, const Task& task, int64_t h, int64_t i, int64_t y, int64_t j, int64_t x,
                        Packed<T>& own, Backward<T>& back, bool of_table) const {
     constexpr int L = Vec<T>::L;
-    const int64_t width = call_.width, value_width = call_.value_width, key = j - task.begin;
+    const int64_t width = call_.width, value_width = call_.value_width;
     const int64_t place = y * BLOCK + x;
     const Logits<T> how = logits_of(h);
     T *affinity = back.affinity + place, *logit = back.logit + place;
     T *pull = back.pull + place, *weight = back.weight + place;
-    affinities<T, RBF>(back.query + y * width, own.keys + key * width, width, affinity, BLOCK);
-    make_logits(how, seen_by(task, i, j), j - i, own.usable + key, affinity, logit, BLOCK);
-    affinities<T, false>(back.d_out + y * value_width, back.value_columns + key * value_width,
-                         value_width, pull, BLOCK);
+    tile<RBF>(whole, back.query + y * width, own.keys, task, j, width, affinity, BLOCK);
+    logits_of_tile(whole, how, task, i, j, own, affinity, logit, BLOCK);
+    tile<false>(whole, back.d_out + y * value_width, back.value_columns, task, j, value_width, pull,
+                BLOCK);
+    const int vectors = whole ? KEY_VECTORS : 1;
     double d_scale = 0;
     for (int r = 0; r < QUERIES; ++r) {
       const vec<T> highest = broadcast(back.highest[y + r]), share = broadcast(back.share[y + r]);
       const vec<T> less = broadcast(back.less[y + r]);
       vec<T> of_scale{};
-      for (int v = 0; v < KEY_VECTORS; ++v) {
+      for (int v = 0; v < vectors; ++v) {
         const int64_t e = r * BLOCK + v * L;
         const vec<T> own_logit = load(logit + e), own_affinity = load(affinity + e);
         vec<T> p = exp(own_logit - highest) * share;
