@@ -278,11 +278,9 @@ class Bands {
   }
 
   void pack_keys(const Task& task, int64_t b, int64_t g, Packed<T>& own, Backward<T>* back) const {
-    const Sequence& s = *task.sequence;
+    constexpr int64_t L = Vec<T>::L, K = KEYS<T>;
     const T limit = limit_of_group(g);
-    constexpr int64_t K = KEYS<T>;
     own.any_bad = any_bad_entry_;
-    constexpr int L = Vec<T>::L;
     const T *keys[L], *values[L];
     for (int64_t first = 0; first < task.keys; first += L) {
       for (int64_t n = 0; n < L; ++n) {
