@@ -59,8 +59,9 @@ struct Task {
   int64_t own_low, own_high, halo;              // where its part of the halos begins, in keys
 };
 
-int64_t targets_of_task(const Sequence& s) {
-  const int64_t window = std::min(s.before + s.after + 1, s.sources);
+// A backward keeps gradients for all keys that its tasks share: with long windows, tasks are longer.
+int64_t targets_of_task(const Sequence& s, bool is_backward) {
+  const int64_t window = is_backward ? std::min(s.before + s.after + 1, s.sources) : 0;
   const int64_t few = std::clamp(rounded_up(s.targets / 4, BLOCK), LEAST_TARGETS, MOST_TARGETS);
   return std::max(few, rounded_up(window / 2, BLOCK));
 }
@@ -71,13 +72,13 @@ struct Plan {
   int64_t keys = 0, row = 0, halo = 0, window = 0;
   double pairs = 0;
 
-  explicit Plan(const BandsCall& call) {
-    for (int64_t n = 0; n < call.count; ++n) add(call.sequences[n]);
+  Plan(const BandsCall& call, bool is_backward) {
+    for (int64_t n = 0; n < call.count; ++n) add(call.sequences[n], is_backward);
   }
 
  private:
-  void add(const Sequence& s) {
-    const int64_t size = targets_of_task(s);
+  void add(const Sequence& s, bool is_backward) {
+    const int64_t size = targets_of_task(s, is_backward);
     const auto low_of = [&](int64_t first) {
       return std::clamp<int64_t>(first - s.before, 0, s.sources);
     };
@@ -754,7 +755,7 @@ int threads_for(const BandsCall& call, const Plan& plan, int64_t tasks) {
 
 template <class T, bool RBF>
 void forward(const BandsCall& call) {
-  const Plan plan(call);
+  const Plan plan(call, false);
   Bands<T, RBF> bands(call, plan);
   huge(call.out.data, call.batch * call.targets * call.heads * call.value_width * sizeof(T));
   const int64_t groups = call.batch * call.kv_heads, tasks = groups * plan.tasks.size();
@@ -826,7 +827,7 @@ void add_up(const BandsCall& call, const Plan& plan, const BandsGradients& wante
 
 template <class T, bool RBF>
 void backward(const BandsCall& call, const BandsGradients& wanted) {
-  const Plan plan(call);
+  const Plan plan(call, true);
   Bands<T, RBF> bands(call, plan);
   const int64_t H = call.heads, repeats = H / call.kv_heads;
   huge(wanted.d_query.data, call.batch * call.targets * H * call.width * sizeof(T));
