@@ -434,10 +434,12 @@ class Bands {
     std::fill_n(own.sums, QUERIES * value_padded_, T(0));
     for (int64_t j = from; j < end; j += LONG_SUM) {
       for (int64_t r = 0; r < count; r += ROWS) {
+        const int64_t low = std::max(j, i + r - s.before);
+        const int64_t high = std::min({j + LONG_SUM, end, i + r + ROWS + s.after});
         T* sums = own.sums + r * value_padded_;
-        combine<T, false>(own.logits + r * stride + (j - start), stride, 1,
-                          own.values + (j - task.begin) * value_padded_, value_padded_,
-                          std::min(LONG_SUM, end - j), sums, sums);
+        combine<T, false>(own.logits + r * stride + (low - start), stride, 1,
+                          own.values + (low - task.begin) * value_padded_, value_padded_,
+                          high - low, sums, sums);
       }
     }
     for (int64_t r = 0; r < count; ++r) {
