@@ -13,7 +13,7 @@ from graphattn.graphs.bands import has_bands
 from graphattn.graphs.composites import Parts, Union
 from graphattn.graphs.grid_blocks import GridBlocks, block_order
 from graphattn.graphs.sections import Section
-from graphattn.graphs.structure import Band, Complete, GlobalTokens, Structure
+from graphattn.graphs.structure import Band, Blocks, Complete, GlobalTokens, Structure
 from graphattn.graphs.token_graph import TokenGraph
 from graphattn.ops.attention.structured.contiguous import TilePlan
 from graphattn.ops.attention.structured.modifiers import NONE, Modifiers
@@ -179,7 +179,9 @@ def _plan(
             structure, tiles, score, top_k, valid, modifiers, table=table, pairs=pairs
         )
     if isinstance(structure, GridBlocks):
-        return _plan_of_blocks(structure, like, score, top_k, valid, modifiers)
+        return _plan_of_blocks(
+            structure, like, score, top_k, valid, kernels, modifiers, table=table
+        )
     apart = top_k is None and not table  # whether rows may be put together from parts
     if isinstance(structure, Parts) and any(_is_fast(part, apart) for part in structure.parts):
         parts: list[tuple[Plan, slice, slice]] = []
@@ -216,14 +218,21 @@ def _plan_of_blocks(
     score: str,
     top_k: int | None,
     valid: ValidPair,
+    kernels: Kernels,
     modifiers: Modifiers,
+    *,
+    table: bool,
 ) -> Plan:
     """Tokens block by block, which makes every block a tile."""
     blocks, tokens, places = block_order(grid, like.device)
     of_target, of_source = (None if mask is None else mask[:, tokens] for mask in valid)
     tiles = tiles_of_blocks(grid, blocks)
-    ordered = (of_target, of_source), modifiers.some(tokens, tokens)
-    return ReorderedPlan(tokens, places, TilePlan(tiles, score, top_k, *ordered))
+    options = score, top_k, (of_target, of_source), modifiers.some(tokens, tokens)
+    if table:  # of hops down and right, which only tiles of the grid know
+        return ReorderedPlan(tokens, places, TilePlan(tiles, *options))
+    runs = tuple(Blocks(b.count * b.height * b.width, b.height * b.width) for b in blocks)
+    plan = kernels.tiles(Parts(runs), tiles, *options, table=False, pairs=False)
+    return ReorderedPlan(tokens, places, plan)
 
 
 def _causal_beyond(structure: Structure) -> Band | None:
