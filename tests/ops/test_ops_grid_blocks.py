@@ -6,7 +6,7 @@ import torch
 import graphattn as ga
 from graphattn.graphs.structure import Complete
 from graphattn.ops.attention.structured.parts import ReorderedPlan
-from graphattn.ops.attention.structured.plans import _plan, gathered_rows
+from graphattn.ops.attention.structured.plans import OPERATIONS, _plan
 
 CASES = [
     (8, 8, 4, 0),
@@ -47,7 +47,7 @@ def attend(kind, q, k, v, graph, **options):
 def test_they_are_taken_block_by_block():
     structure = ga.grid_block_graph(8, 8, 4, shift=2).structure
     assert isinstance(
-        _plan(structure, torch.zeros(1), "dot", None, (None, None), gathered_rows), ReorderedPlan
+        _plan(structure, torch.zeros(1), "dot", None, (None, None), OPERATIONS), ReorderedPlan
     )
     assert not isinstance(structure, Complete)
 
