@@ -34,6 +34,8 @@ namespace {
 
 constexpr int64_t MOST_TARGETS = 1024, LEAST_TARGETS = 128;  // of a task
 
+constexpr int64_t MOST_ENTRIES = 1 << 22;  // of tables that tasks add to at a time: 32 MB
+
 // Tokens of one head lie far apart in memory: so many ahead they are fetched.
 constexpr int64_t AHEAD = 12;
 
@@ -806,18 +808,18 @@ void backward_of_rows(const BandsCall& call, const Plan& plan, const BandsGradie
   }
 }
 
-// What the tasks have found for scales and the table, in their order.
-void add_up(const BandsCall& call, const Plan& plan, const BandsGradients& wanted,
-            const double* d_scale, const double* d_table) {
-  const int64_t repeats = call.heads / call.kv_heads, per_group = plan.tasks.size();
-  for (int64_t n = 0; n < call.batch * call.kv_heads * per_group; ++n) {
-    const Place place(n, per_group, call.kv_heads);
+// What tasks first .. last - 1 have found for scales and the table, in their order.
+void add_up(const BandsCall& call, const Plan& plan, const BandsGradients& wanted, int64_t first,
+            int64_t last, const double* d_scale, const double* d_table) {
+  const int64_t repeats = call.heads / call.kv_heads;
+  for (int64_t n = first; n < last; ++n) {
+    const Place place(n, plan.tasks.size(), call.kv_heads);
     const Sequence& s = *plan.tasks[place.task].sequence;
     for (int64_t r = 0; r < repeats; ++r) {
-      const int64_t h = place.head * repeats + r;
-      wanted.d_scale[h] += d_scale[n * repeats + r];
+      const int64_t h = place.head * repeats + r, own_place = (n - first) * repeats + r;
+      wanted.d_scale[h] += d_scale[own_place];
       if (!wanted.d_table) continue;
-      const double* own = d_table + (n * repeats + r) * plan.window;
+      const double* own = d_table + own_place * plan.window;
       for (int64_t e = 0; e < s.before + s.after + 1; ++e) {
         const int64_t entry = call.origin - s.before + e;
         if (entry < 0 || entry >= call.offsets) continue;
@@ -844,29 +846,39 @@ void backward(const BandsCall& call, const BandsGradients& wanted) {
   Backward<T>(size, call, plan);
   Buffer<T> memory(size.used * threads), halos(halo * groups);
   huge(halos.data(), halo * groups * sizeof(T));
-  std::vector<double> d_scale(static_cast<size_t>(tasks * repeats), 0.0);
-  std::vector<double> d_table(
-      static_cast<size_t>(wanted.d_table ? tasks * repeats * plan.window : 0), 0.0);
+  // Every task adds to a table of its own; of long ones there are few at a time.
+  const int64_t entries = wanted.d_table ? repeats * plan.window : 0;
+  const int64_t at_once = std::max<int64_t>(MOST_ENTRIES / std::max<int64_t>(entries, 1), threads);
+  const int64_t most = std::min(tasks, at_once);
+  std::vector<double> d_scale(static_cast<size_t>(most * repeats));
+  std::vector<double> d_table(static_cast<size_t>(most * entries));
   std::vector<uint8_t> special(static_cast<size_t>(call.batch * H * call.targets), 0);
   std::atomic<bool> any_special{false};
-  parallel_tasks(tasks, threads, [&](int64_t n, int worker) {
-    Pieces<T> pieces{memory.data() + worker * size.used};
-    Packed<T> own(pieces, call, plan);
-    Backward<T> back(pieces, call, plan);
-    const Place place(n, per_group, call.kv_heads);
-    const Task& task = plan.tasks[place.task];
-    double* table = wanted.d_table ? d_table.data() + n * repeats * plan.window : nullptr;
-    bands.backward(task, place.sample, place.head, wanted, own, back,
-                   d_scale.data() + n * repeats, table,
-                   halos.data() + place.group * halo + task.halo * bands.room(), special.data(),
-                   any_special);
-  });
-  parallel_tasks(tasks, threads, [&](int64_t n, int) {
-    const Place place(n, per_group, call.kv_heads);
-    bands.add_halos(place.task, place.sample, place.head, wanted,
-                    halos.data() + place.group * halo);
-  });
-  add_up(call, plan, wanted, d_scale.data(), d_table.data());
+  for (int64_t first = 0; first < tasks; first += most) {
+    const int64_t last = std::min(tasks, first + most);
+    std::fill(d_scale.begin(), d_scale.end(), 0.0);
+    std::fill(d_table.begin(), d_table.end(), 0.0);
+    parallel_tasks(last - first, threads, [&](int64_t n, int worker) {
+      Pieces<T> pieces{memory.data() + worker * size.used};
+      Packed<T> own(pieces, call, plan);
+      Backward<T> back(pieces, call, plan);
+      const Place place(first + n, per_group, call.kv_heads);
+      const Task& task = plan.tasks[place.task];
+      double* table = wanted.d_table ? d_table.data() + n * entries : nullptr;
+      bands.backward(task, place.sample, place.head, wanted, own, back,
+                     d_scale.data() + n * repeats, table,
+                     halos.data() + place.group * halo + task.halo * bands.room(), special.data(),
+                     any_special);
+    });
+    add_up(call, plan, wanted, first, last, d_scale.data(), d_table.data());
+  }
+  if (plan.halo > 0) {
+    parallel_tasks(tasks, threads, [&](int64_t n, int) {
+      const Place place(n, per_group, call.kv_heads);
+      bands.add_halos(place.task, place.sample, place.head, wanted,
+                      halos.data() + place.group * halo);
+    });
+  }
   if (any_special) backward_of_rows<T, RBF>(call, plan, wanted, special.data(), threads);
 }
 
