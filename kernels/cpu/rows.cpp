@@ -28,6 +28,7 @@ namespace {
 constexpr int64_t BLOCK = 64;          // edges that are summed up before they join a longer sum
 constexpr int64_t EXPONENTIALS = 256;  // so many before they join a sum of float64
 constexpr int64_t TASKS = 512;         // at most, of about the same number of edges
+constexpr int64_t VISITS = 128;        // rows of a task: those that share sources stay together
 constexpr int64_t PAIRS = 1 << 23;     // weights and gradients that the backward keeps at a time
 
 // What stands in the place of a weight.
@@ -436,25 +437,36 @@ class Rows {
   const int64_t repeats_;  // query heads of a key head
 };
 
-// Rows in tasks of about the same number of edges; how they are cut depends on the graph alone.
+// Rows in the order of visits, in tasks of about the same number of edges; how they are cut depends
+// on the graph alone.
 class Tasks {
  public:
-  Tasks(const int64_t* rowptr, int64_t rows)
-      : rowptr_(rowptr), rows_(rows), count_(std::clamp<int64_t>(rows / 4, 1, TASKS)) {}
+  // `before`: edges before every visit; `order`: which row it is of, or null: as they lie.
+  Tasks(const int64_t* before, const int64_t* order, int64_t rows)
+      : before_(before), order_(order), rows_(rows),
+        count_(std::clamp<int64_t>(rows / 4, 1, std::clamp<int64_t>(rows / VISITS, 64, TASKS))) {}
 
   int64_t count() const { return count_; }
+
+  // f(row, the row after it or -1) for every row of a task.
+  template <class F>
+  void visit(int64_t task, const F& f) const {
+    const int64_t end = first(task + 1);
+    for (int64_t t = first(task); t < end; ++t) f(row(t), t + 1 < rows_ ? row(t + 1) : -1);
+  }
+
+ private:
+  int64_t row(int64_t t) const { return order_ ? order_[t] : t; }
 
   int64_t first(int64_t task) const {
     if (task == 0) return 0;
     if (task == count_) return rows_;
-    const int64_t edge = static_cast<int64_t>(double(rowptr_[rows_]) * task / count_);
+    const int64_t edge = static_cast<int64_t>(double(before_[rows_]) * task / count_);
     // Rows without edges cost something, too.
-    const int64_t by_edges = std::lower_bound(rowptr_, rowptr_ + rows_, edge) - rowptr_;
-    return by_edges;
+    return std::lower_bound(before_, before_ + rows_, edge) - before_;
   }
 
- private:
-  const int64_t* rowptr_;
+  const int64_t *before_, *order_;
   int64_t rows_, count_;
 };
 
@@ -468,14 +480,12 @@ template <class T, int D, bool RBF>
 void forward(const RowsCall& call) {
   const Rows<T, D, RBF> rows(call);
   huge(call.out.data, call.batch * call.targets * call.heads * call.value_width * sizeof(T));
-  const Tasks tasks(call.rowptr, call.targets);
+  const Tasks tasks(call.order ? call.before : call.rowptr, call.order, call.targets);
   const int threads = threads_for(call);
   std::vector<Row<T>> own(static_cast<size_t>(std::max(threads, 1)));
   parallel_tasks(tasks.count(), threads, [&](int64_t task, int worker) {
     for (int64_t b = 0; b < call.batch; ++b) {
-      for (int64_t i = tasks.first(task); i < tasks.first(task + 1); ++i) {
-        rows.forward(b, i, i + 1 < call.targets ? i + 1 : -1, own[worker]);
-      }
+      tasks.visit(task, [&](int64_t i, int64_t next) { rows.forward(b, i, next, own[worker]); });
     }
   });
 }
@@ -483,7 +493,9 @@ void forward(const RowsCall& call) {
 template <class T, int D, bool RBF>
 void backward(const RowsCall& call, const RowsGradients& wanted) {
   const Rows<T, D, RBF> rows(call);
-  const Tasks of_targets(call.rowptr, call.targets), of_sources(wanted.colptr, call.sources);
+  const bool ordered = call.order;
+  const Tasks of_targets(ordered ? call.before : call.rowptr, call.order, call.targets);
+  const Tasks of_sources(ordered ? wanted.before : wanted.colptr, wanted.order, call.sources);
   const int threads = threads_for(call);
   std::vector<Row<T>> own(static_cast<size_t>(std::max(threads, 1)));
   const int64_t H = call.heads, numbers = call.rowptr[call.targets] * H * 2;
@@ -501,17 +513,18 @@ void backward(const RowsCall& call, const RowsGradients& wanted) {
     const int64_t last = std::min(first + entries, call.batch);
     parallel_tasks(of_targets.count(), threads, [&](int64_t task, int worker) {
       for (int64_t b = first; b < last; ++b) {
-        for (int64_t i = of_targets.first(task); i < of_targets.first(task + 1); ++i) {
-          rows.backward_of_target(wanted, b, i, i + 1 < call.targets ? i + 1 : -1, own[worker], pairs.data() + (b - first) * numbers,
-                                  d_scale.data() + task * H);
-        }
+        of_targets.visit(task, [&](int64_t i, int64_t next) {
+          rows.backward_of_target(wanted, b, i, next, own[worker],
+                                  pairs.data() + (b - first) * numbers, d_scale.data() + task * H);
+        });
       }
     });
     parallel_tasks(of_sources.count(), threads, [&](int64_t task, int worker) {
       for (int64_t b = first; b < last; ++b) {
-        for (int64_t j = of_sources.first(task); j < of_sources.first(task + 1); ++j) {
-          rows.backward_of_source(wanted, b, j, j + 1 < call.sources ? j + 1 : -1, own[worker], pairs.data() + (b - first) * numbers);
-        }
+        of_sources.visit(task, [&](int64_t j, int64_t next) {
+          rows.backward_of_source(wanted, b, j, next, own[worker],
+                                  pairs.data() + (b - first) * numbers);
+        });
       }
     });
   }
