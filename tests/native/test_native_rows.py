@@ -89,18 +89,24 @@ class Case:
         attend = ga.rbf_attention if self.is_rbf else ga.dot_product_attention
         given = {name: leaves[place] for name, place in named.items()}
         out, lse = attend(**given, graph=self.graph, backend=backend, return_lse=True, **options)
-        upstream = torch.Generator().manual_seed(2)
-        d_out, d_lse = (
-            torch.randn(x.shape, generator=upstream, dtype=torch.float64).to(x.dtype)
-            for x in (out, lse)
-        )
-        d_lse = d_lse.masked_fill(lse == -torch.inf, 0)
+        d_out, d_lse = self.upstream(out, lse)
         sums = lse.masked_fill(lse == -torch.inf, 0)
         found = torch.autograd.grad([out, sums], leaves, [d_out, d_lse], allow_unused=True)
         zeros = (
             torch.zeros_like(x) if g is None else g for x, g in zip(leaves, found, strict=True)
         )
         return [out, lse, *zeros]
+
+    def upstream(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+        """Gradients of output and log-sums; of empty rows' log-sums 0."""
+        generator = torch.Generator().manual_seed(2)
+        d_out, d_lse = (
+            torch.randn(x.shape, generator=generator, dtype=torch.float64)
+            .to(self.dtype)
+            .to(x.dtype)
+            for x in (out, lse)
+        )
+        return d_out, d_lse.masked_fill(lse == -torch.inf, 0)
 
 
 @pytest.mark.long
@@ -295,6 +301,19 @@ def test_half_precision_is_computed_in_float32() -> None:
     exact = ga.rbf_attention(query.float(), key.float(), value.float(), graph, 3.0)
     assert out.dtype == torch.bfloat16
     assert torch.equal(out, exact.bfloat16())
+
+
+@pytest.mark.parametrize(("dtype", "rounding"), [(torch.float16, 2**-11), (torch.bfloat16, 2**-8)])
+def test_half_precision_is_float64_rounded_once(dtype: torch.dtype, rounding: float) -> None:
+    for seed in range(15):
+        case = Case(seed, dtype)
+        case.options["top_k"] = None
+        exact = case.run("native", dtype=torch.float64)
+        for mine, theirs in zip(case.run("native"), exact, strict=True):
+            # The least number of float16 that has all its digits is 6e-5.
+            torch.testing.assert_close(
+                mine.double(), theirs, rtol=1.1 * rounding, atol=2e-5, msg=f"seed {seed}"
+            )
 
 
 class Wrapped(Tensor):
