@@ -95,6 +95,8 @@ class Loops:
 def check(seed: int) -> None:
     case = test_native_rows.Case(seed)
     case.options.pop("dropout", None)  # what is dropped is not for loops to say
+    if "softcap" in case.options:
+        case.options["top_k"] = None  # large logits bend to the cap, and the last bit chooses then
     found = case.run("native")
     d_out, d_lse = case.upstream(*found[:2])
     for mine, theirs in zip(found, Loops(case, d_out, d_lse).results(), strict=True):
