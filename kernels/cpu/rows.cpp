@@ -20,13 +20,15 @@
 #include "interface.h"
 #include "simd.h"
 #include "tasks.h"
+#include "tokens.h"
 
 namespace graphattn {
 namespace {
 
-constexpr int64_t AHEAD = 2;           // edges: whose tokens are fetched into the cache meanwhile
-constexpr int64_t BLOCK = 256;         // edges that are summed up before they join a longer sum
+constexpr int64_t BLOCK = 64;          // edges that are summed up before they join a longer sum
+constexpr int64_t EXPONENTIALS = 256;  // so many before they join a sum of float64
 constexpr int64_t TASKS = 512;         // at most, of about the same number of edges
+constexpr int64_t VISITS = 128;        // rows of a task: those that share sources stay together
 constexpr int64_t PAIRS = 1 << 23;     // weights and gradients that the backward keeps at a time
 
 // What stands in the place of a weight.
@@ -36,17 +38,21 @@ constexpr int DROPPED = -1;   // it counts, but dropout takes its value away
 // The edges of one target that count, and what is computed of them: [heads, edges].
 template <class T>
 struct Row {
+  const int64_t* source = nullptr;  // [size]: the call's own list, or `sources`
+  bool is_whole = true;             // whether all edges count; `edges` is not filled then
   std::vector<int64_t> edges, sources;
   std::vector<T> affinity, weight, averaged, d_weight, block;
   std::vector<Ordered<T>> order;      // of the logits of one head
   std::vector<uint8_t> kept, silent;  // edges of one head; heads whose results nobody asks for
   int64_t first = 0, size = 0, stride = 0;  // stride: size, rounded up to whole vectors
 
+  int64_t edge(int64_t e) const { return is_whole ? first + e : edges[e]; }
+
   void reserve(int64_t heads) {
     constexpr int64_t L = Vec<T>::L;
     stride = (size + L - 1) / L * L;
     const size_t needed = static_cast<size_t>(heads * stride);
-    for (auto* numbers : {&affinity, &weight}) {
+    for (auto* numbers : {&affinity, &weight, &d_weight}) {
       if (numbers->size() < needed) numbers->resize(needed);
     }
   }
@@ -59,143 +65,98 @@ class Rows {
       : call_(call), scale_(static_cast<const T*>(call.scale)),
         bias_(static_cast<const T*>(call.bias)), repeats_(call.heads / call.kv_heads) {}
 
-  void forward(int64_t b, int64_t i, Row<T>& row) const {
+  // `next` is the target after i, whose tokens are fetched meanwhile; -1: there is none.
+  void forward(int64_t b, int64_t i, int64_t next, Row<T>& row) const {
     T* lse = static_cast<T*>(call_.lse) + (b * call_.targets + i) * call_.heads;
     look(b, i, row);
-    weigh(b, i, row, lse);
+    weigh(b, i, next, row, lse);
     const T* weight = averaged(b, i, row);
     const int64_t width = call_.value_width;
-    T* out = at<T>(call_.out, b, i, 0);
-    for (int64_t h = 0; h < call_.heads; ++h) std::fill_n(out + h * call_.out.head, width, T(0));
-    for (int64_t first = 0; first < row.size; first += BLOCK) {
-      const int64_t last = std::min(first + BLOCK, row.size);
-      const bool direct = first == 0;
-      if (!direct) row.block.assign(static_cast<size_t>(call_.heads * width), T(0));
-      for (int64_t e = first; e < last; ++e) {
-        if (e + AHEAD < row.size) {
-          fetch_token<T>(call_.value, b, row.sources[e + AHEAD], call_.kv_heads, width);
-        }
-        const T* value = at<T>(call_.value, b, row.sources[e], 0);
-        for_heads([&](int64_t h, int64_t g) __attribute__((always_inline)) {
-          const T w = weight[h * row.stride + e];
-          if (w < 0) return;
-          T* into = direct ? out + h * call_.out.head : row.block.data() + h * width;
-          add<T, D>(into, w, value + g * call_.value.head, width);
-        });
-      }
-      if (direct) continue;
-      for (int64_t h = 0; h < call_.heads; ++h) {
-        add<T, D>(out + h * call_.out.head, T(1), row.block.data() + h * width, width);
-      }
-    }
+    if (row.size == 0) return clear(call_.out, b, i, call_.heads, width);
+    for_blocks(row.size, [&](int64_t first, int64_t count) {
+      for_heads([&](int64_t h, int64_t g) __attribute__((always_inline)) {
+        const T* own = weight + h * row.stride + first;
+        sum_up<false>(at<T>(call_.out, b, i, h), row, first, own, own,
+                      T(DROPPED), tokens(call_.value, b, g, row.source + first, count), nullptr,
+                      width, coming(call_.value, b, g, row, first + count, next));
+      });
+    });
   }
 
   // Gradients of a query, of scales (added), and the two numbers of each of its edges and heads.
-  void backward_of_target(const RowsGradients& wanted, int64_t b, int64_t i, Row<T>& row, T* pairs,
-                          double* d_scale) const {
-    const int64_t H = call_.heads, width = call_.width, value_width = call_.value_width;
-    const int64_t first = call_.rowptr[i], count = call_.rowptr[i + 1] - first;
-    for (int64_t e = 0; e < count * H; ++e) {
-      pairs[(first * H + e) * 2] = T(NOT_KEPT);
-      pairs[(first * H + e) * 2 + 1] = T(0);
-    }
-    const T* query = at<T>(call_.query, b, i, 0);
-    T* d_query = at<T>(wanted.d_query, b, i, 0);
-    for (int64_t h = 0; h < H; ++h) std::fill_n(d_query + h * wanted.d_query.head, width, T(0));
+  void backward_of_target(const RowsGradients& wanted, int64_t b, int64_t i, int64_t next,
+                          Row<T>& row, T* pairs, double* d_scale) const {
+    const int64_t H = call_.heads, width = call_.width;
     look(b, i, row);
-    if (row.size == 0) return;
-    weigh(b, i, row, nullptr);
+    if (row.size < call_.rowptr[i + 1] - row.first || row.size == 0) {
+      for (int64_t e = row.first * H; e < call_.rowptr[i + 1] * H; ++e) {
+        pairs[e * 2] = T(NOT_KEPT);
+        pairs[e * 2 + 1] = T(0);
+      }
+    }
+    if (row.size == 0) return clear(wanted.d_query, b, i, H, width);
+    weigh(b, i, next, row, nullptr);
     const T* weight = averaged(b, i, row);
     note_silent_heads(wanted, b, i, row);
-    const T more = call_.drop_rows ? T(1 / (1 - call_.dropout)) : T(1);
-    const T* d_out = at<const T>(wanted.d_out, b, i, 0);
-    row.d_weight.assign(static_cast<size_t>(H * row.stride), T(0));
-    for (int64_t e = 0; e < row.size; ++e) {
-      const int64_t j = row.sources[e];
-      if (e + AHEAD < row.size) {
-        fetch_token<T>(call_.value, b, row.sources[e + AHEAD], call_.kv_heads, value_width);
-      }
-      const T* value = at<T>(call_.value, b, j, 0);
-      for_heads([&](int64_t h, int64_t g) __attribute__((always_inline)) {
-        const int64_t place = h * row.stride + e;
-        if (row.silent[h] || weight[place] < 0) return;
-        row.d_weight[place] = more * dot<T, D>(d_out + h * wanted.d_out.head,
-                                               value + g * call_.value.head, value_width);
-      });
-    }
+    gradients_of_weights(wanted, b, i, next, weight, row);
     for (int64_t h = 0; h < H; ++h) {
-      if (!row.silent[h]) d_scale[h] += gradients_of_logits(wanted, b, i, h, row, pairs);
-    }
-    for (int64_t e = 0; e < row.size; ++e) {
-      if (e + AHEAD < row.size) {
-        fetch_token<T>(call_.key, b, row.sources[e + AHEAD], call_.kv_heads, width);
-      }
-      const T* keys = at<T>(call_.key, b, row.sources[e], 0);
-      for_heads([&](int64_t h, int64_t g) __attribute__((always_inline)) {
-        const int64_t place = h * row.stride + e;
-        if (row.silent[h] || row.weight[place] < 0) return;
-        T* into = d_query + h * wanted.d_query.head;
-        const T* key = keys + g * call_.key.head;
-        const T pull = row.d_weight[place];
-        if (RBF) {
-          add_difference<T, D>(into, pull, key, query + h * call_.query.head, width);
-        } else {
-          add<T, D>(into, pull, key, width);
+      if (row.silent[h]) {
+        for (int64_t e = 0; e < row.size; ++e) {
+          T* pair = pairs + (row.edge(e) * H + h) * 2;
+          pair[0] = T(NOT_KEPT), pair[1] = T(0);
         }
-      });
+        std::fill_n(at<T>(wanted.d_query, b, i, h), width, T(0));
+      } else {
+        d_scale[h] += gradients_of_logits(wanted, b, i, h, row, pairs);
+      }
     }
+    const Tokens<T> nothing{nullptr, 0, nullptr, 0};
+    for_blocks(row.size, [&](int64_t first, int64_t count) {
+      for_heads([&](int64_t h, int64_t g) __attribute__((always_inline)) {
+        if (row.silent[h]) return;
+        const int64_t place = h * row.stride + first;
+        const T* query = at<T>(call_.query, b, i, h);
+        sum_up<RBF>(at<T>(wanted.d_query, b, i, h), row, first,
+                    row.d_weight.data() + place, row.weight.data() + place, T(NOT_KEPT),
+                    tokens(call_.key, b, g, row.source + first, count), query, width, nothing);
+      });
+    });
   }
 
   // Gradients of a key and a value, from the two numbers of all edges.
-  void backward_of_source(const RowsGradients& wanted, int64_t b, int64_t j, Row<T>& row,
-                          const T* pairs) const {
+  void backward_of_source(const RowsGradients& wanted, int64_t b, int64_t j, int64_t next,
+                          Row<T>& row, const T* pairs) const {
     const int64_t H = call_.heads, width = call_.width, value_width = call_.value_width;
-    const T* key = at<T>(call_.key, b, j, 0);
-    T* d_key = at<T>(wanted.d_key, b, j, 0);
-    T* d_value = at<T>(wanted.d_value, b, j, 0);
-    for (int64_t g = 0; g < call_.kv_heads; ++g) {
-      std::fill_n(d_key + g * wanted.d_key.head, width, T(0));
-      std::fill_n(d_value + g * wanted.d_value.head, value_width, T(0));
+    const int64_t begin = wanted.colptr[j], size = wanted.colptr[j + 1] - begin;
+    if (size == 0) {
+      clear(wanted.d_key, b, j, call_.kv_heads, width);
+      return clear(wanted.d_value, b, j, call_.kv_heads, value_width);
     }
-    const int64_t begin = wanted.colptr[j], end = wanted.colptr[j + 1];
-    const int64_t room = width + value_width;
-    for (int64_t first = begin; first < end; first += BLOCK) {
-      const int64_t last = std::min(first + BLOCK, end);
-      const bool direct = first == begin;
-      if (!direct) row.block.assign(static_cast<size_t>(call_.kv_heads * room), T(0));
-      for (int64_t e = first; e < last; ++e) {
-        const int64_t i = wanted.target[e];
-        if (e + AHEAD < end) {
-          const int64_t next = wanted.target[e + AHEAD];
-          fetch_token<T>(call_.query, b, next, H, width);
-          fetch_token<T>(wanted.d_out, b, next, H, value_width);
+    T weight[BLOCK], pull[BLOCK];
+    for_blocks(size, [&](int64_t first, int64_t count) {
+      const int64_t *target = wanted.target + begin + first, *edge = wanted.edge + begin + first;
+      const bool more = first + count < size;
+      const int64_t after = more ? begin + first + count : next < 0 ? 0 : wanted.colptr[next];
+      const int64_t end = more ? begin + size : next < 0 ? 0 : wanted.colptr[next + 1];
+      const int64_t upcoming = std::min(end - after, BLOCK);
+      for (int64_t e = 0; e < upcoming; ++e) {
+        prefetch(pairs + wanted.edge[after + e] * H * 2, H * 2 * static_cast<int64_t>(sizeof(T)));
+      }
+      for_heads([&](int64_t h, int64_t g) __attribute__((always_inline)) {
+        for (int64_t e = 0; e < count; ++e) {
+          const T* pair = pairs + (edge[e] * H + h) * 2;
+          weight[e] = pair[0], pull[e] = pair[1];
         }
-        const T* pair = pairs + wanted.edge[e] * H * 2;
-        const T* queries = at<T>(call_.query, b, i, 0);
-        const T* d_out = at<const T>(wanted.d_out, b, i, 0);
-        for_heads([&](int64_t h, int64_t g) __attribute__((always_inline)) {
-          const T weight = pair[2 * h], pull = pair[2 * h + 1];
-          if (weight == T(NOT_KEPT)) return;
-          T* to_key = direct ? d_key + g * wanted.d_key.head : row.block.data() + g * room;
-          T* to_value =
-              direct ? d_value + g * wanted.d_value.head : row.block.data() + g * room + width;
-          const T* query = queries + h * call_.query.head;
-          if (RBF) {
-            add_difference<T, D>(to_key, pull, query, key + g * call_.key.head, width);
-          } else {
-            add<T, D>(to_key, pull, query, width);
-          }
-          if (weight == T(DROPPED)) return;
-          add<T, D>(to_value, weight, d_out + h * wanted.d_out.head, value_width);
-        });
-      }
-      if (direct) continue;
-      for (int64_t g = 0; g < call_.kv_heads; ++g) {
-        const T* block = row.block.data() + g * room;
-        add<T, D>(d_key + g * wanted.d_key.head, T(1), block, width);
-        add<T, D>(d_value + g * wanted.d_value.head, T(1), block + width, value_width);
-      }
-    }
+        const bool again = h > g * repeats_;  // a query head after the first of its key head
+        sum_up<RBF>(at<T>(wanted.d_key, b, j, g), row, first, pull, weight, T(NOT_KEPT),
+                    tokens(call_.query, b, h, target, count),
+                    at<T>(call_.key, b, j, g), width,
+                    tokens(call_.query, b, h, wanted.target + after, upcoming), again);
+        sum_up<false>(at<T>(wanted.d_value, b, j, g), row, first, weight, weight, T(DROPPED), tokens(wanted.d_out, b, h, target, count),
+                      nullptr, value_width,
+                      tokens(wanted.d_out, b, h, wanted.target + after, upcoming), again);
+      });
+    });
   }
 
  private:
@@ -207,51 +168,114 @@ class Rows {
     }
   }
 
+  // f(first, count) for every block of edges.
+  template <class F>
+  GRAPHATTN_INLINE void for_blocks(int64_t size, const F& f) const {
+    for (int64_t first = 0; first < size; first += BLOCK) f(first, std::min(BLOCK, size - first));
+  }
+
+  static GRAPHATTN_INLINE Tokens<T> tokens(const TokenView& view, int64_t b, int64_t head,
+                                           const int64_t* token, int64_t count) {
+    return {at<const T>(view, b, 0, head), view.token, token, count};
+  }
+
+  // The tokens that will be read after the first `done` of a row: its own next ones, or those of
+  // the target `next`.
+  GRAPHATTN_INLINE Tokens<T> coming(const TokenView& view, int64_t b, int64_t g, const Row<T>& row,
+                                    int64_t done, int64_t next) const {
+    if (done < row.size) {
+      return tokens(view, b, g, row.source + done, std::min(BLOCK, row.size - done));
+    }
+    if (next < 0) return tokens(view, b, g, nullptr, 0);
+    const int64_t first = call_.rowptr[next];
+    return tokens(view, b, g, call_.source + first,
+                  std::min(BLOCK, call_.rowptr[next + 1] - first));
+  }
+
+  static void clear(const TokenView& view, int64_t b, int64_t token, int64_t heads, int64_t width) {
+    for (int64_t h = 0; h < heads; ++h) std::fill_n(at<T>(view, b, token, h), width, T(0));
+  }
+
+  // One block's part of a sum over edges, see `add_tokens`. The first block is summed up where the
+  // sum belongs; `again`: there is something already.
+  template <bool DIFFERENCE>
+  GRAPHATTN_INLINE void sum_up(T* into, Row<T>& row, int64_t first, const T* factor, const T* state,
+                               T counts_above, const Tokens<T>& tokens, const T* less,
+                               int64_t width, const Tokens<T>& next, bool again = false) const {
+    if (first == 0) {
+      return add_tokens<T, D, DIFFERENCE>(into, !again, factor, state, counts_above, tokens, less,
+                                          width, next);
+    }
+    row.block.resize(static_cast<size_t>(width));
+    add_tokens<T, D, DIFFERENCE>(row.block.data(), true, factor, state, counts_above, tokens, less,
+                                 width, next);
+    add<T, D>(into, T(1), row.block.data(), width);
+  }
+
   // The edges between valid tokens.
   void look(int64_t b, int64_t i, Row<T>& row) const {
     row.first = call_.rowptr[i];
-    row.size = 0;
-    if (call_.valid_targets && !call_.valid_targets[b * call_.targets + i]) {
-      row.reserve(call_.heads);
-      return;
-    }
-    const int64_t count = call_.rowptr[i + 1] - row.first;
-    if (static_cast<int64_t>(row.edges.size()) < count) {
-      row.edges.resize(static_cast<size_t>(count));
-      row.sources.resize(static_cast<size_t>(count));
-    }
-    const uint8_t* valid = call_.valid_sources;
-    if (valid) valid += b * call_.sources;
-    for (int64_t e = row.first; e < row.first + count; ++e) {
-      const int64_t j = call_.source[e];
-      if (valid && !valid[j]) continue;
-      row.edges[row.size] = e;
-      row.sources[row.size++] = j;
+    row.size = call_.rowptr[i + 1] - row.first;
+    row.source = call_.source + row.first;
+    const uint8_t *targets = call_.valid_targets, *valid = call_.valid_sources;
+    if (targets && !targets[b * call_.targets + i]) row.size = 0;
+    row.is_whole = !valid;
+    if (valid) {
+      valid += b * call_.sources;
+      if (static_cast<int64_t>(row.edges.size()) < row.size) {
+        row.edges.resize(static_cast<size_t>(row.size));
+        row.sources.resize(static_cast<size_t>(row.size));
+      }
+      int64_t kept = 0;
+      for (int64_t e = 0; e < row.size; ++e) {
+        if (!valid[row.source[e]]) continue;
+        row.edges[kept] = row.first + e;
+        row.sources[kept++] = row.source[e];
+      }
+      row.size = kept;
+      row.source = row.sources.data();
     }
     row.reserve(call_.heads);
   }
 
   // Weights before dropout, and the logarithms of their sums.
-  void weigh(int64_t b, int64_t i, Row<T>& row, T* lse) const {
-    const int64_t width = call_.width;
-    const T* queries = at<T>(call_.query, b, i, 0);
-    for (int64_t e = 0; e < row.size; ++e) {
-      const int64_t j = row.sources[e];
-      if (e + AHEAD < row.size) {
-        fetch_token<T>(call_.key, b, row.sources[e + AHEAD], call_.kv_heads, width);
-      }
-      const T* keys = at<T>(call_.key, b, j, 0);
+  void weigh(int64_t b, int64_t i, int64_t next, Row<T>& row, T* lse) const {
+    for_blocks(row.size, [&](int64_t first, int64_t count) {
       for_heads([&](int64_t h, int64_t g) __attribute__((always_inline)) {
-        const T* query = queries + h * call_.query.head;
-        const T* key = keys + g * call_.key.head;
-        row.affinity[h * row.stride + e] =
-            RBF ? squared_distance<T, D>(query, key, width) / -2 : dot<T, D>(query, key, width);
+        products<T, D, RBF>(at<T>(call_.query, b, i, h),
+                            tokens(call_.key, b, g, row.source + first, count), call_.width,
+                            row.affinity.data() + h * row.stride + first,
+                            coming(call_.key, b, g, row, first + count, next));
       });
-    }
+    });
     for (int64_t h = 0; h < call_.heads; ++h) {
       const T found = softmax(b, h, row);
       if (lse) lse[h] = found;
     }
+  }
+
+  // Gradients of the weights that values are averaged with, before dropout.
+  void gradients_of_weights(const RowsGradients& wanted, int64_t b, int64_t i, int64_t next,
+                            const T* weight, Row<T>& row) const {
+    const bool all = !call_.drop_rows && !(call_.top_k > 0 && call_.top_k < row.size);
+    const T more = call_.drop_rows ? T(1 / (1 - call_.dropout)) : T(1);
+    const int64_t width = call_.value_width;
+    for_blocks(row.size, [&](int64_t first, int64_t count) {
+      for_heads([&](int64_t h, int64_t g) __attribute__((always_inline)) {
+        if (row.silent[h]) return;
+        const int64_t place = h * row.stride + first;
+        const T* d_out = at<T>(wanted.d_out, b, i, h);
+        T* found = row.d_weight.data() + place;
+        const Tokens<T> values = tokens(call_.value, b, g, row.source + first, count);
+        const Tokens<T> after = coming(call_.value, b, g, row, first + count, next);
+        if (all) return products<T, D, false>(d_out, values, width, found, after);
+        for (int64_t e = 0; e < std::max(count, after.count); ++e) {
+          fetch<T, D>(after, e, width);
+          if (e >= count) continue;
+          found[e] = weight[place + e] < 0 ? T(0) : more * dot<T, D>(d_out, values[e], width);
+        }
+      });
+    });
   }
 
   T capped(T logit) const {
@@ -274,7 +298,7 @@ class Rows {
       const T* bias = bias_ + b * call_.bias_batch + h;
       const int64_t* table = call_.bias_row;
       for (int64_t e = 0; e < row.size; ++e) {
-        const int64_t edge = row.edges[e];
+        const int64_t edge = row.edge(e);
         weight[e] += bias[(table ? table[edge] : edge) * call_.heads];
       }
     }
@@ -293,9 +317,9 @@ class Rows {
       }
     }
     double whole = 0;
-    for (int64_t first = 0; first < row.stride; first += BLOCK) {
+    for (int64_t first = 0; first < row.stride; first += EXPONENTIALS) {
       vec<T> part{};
-      for (int64_t e = first; e < std::min(first + BLOCK, row.stride); e += L) {
+      for (int64_t e = first; e < std::min(first + EXPONENTIALS, row.stride); e += L) {
         const vec<T> exponential = exp(load(weight + e) - broadcast(highest));
         store(weight + e, exponential);
         part += exponential;
@@ -344,7 +368,7 @@ class Rows {
       const uint32_t low = static_cast<uint32_t>(hash);
       const uint32_t high = static_cast<uint32_t>(static_cast<uint64_t>(hash) >> 32);
       for (int64_t e = h * row.stride; e < h * row.stride + row.size; ++e) {
-        const uint32_t column = call_.drop_columns[row.sources[e - h * row.stride]];
+        const uint32_t column = call_.drop_columns[row.source[e - h * row.stride]];
         uint32_t x = (low ^ column) * 0x85EBCA6Bu;
         x = (x ^ (x >> 15)) * (high | 1u);
         const bool dropped = static_cast<int32_t>(x) < call_.drop_below;
@@ -388,16 +412,19 @@ class Rows {
     T* d_bias = static_cast<T*>(wanted.d_bias);
     if (d_bias) d_bias += b * wanted.d_bias_batch + h;
     for (int64_t e = 0; e < row.size; ++e) {
-      if (weight[e] < 0) continue;
+      T* pair = pairs + (row.edge(e) * call_.heads + h) * 2;
+      if (weight[e] < 0) {
+        pair[0] = T(NOT_KEPT), pair[1] = T(0);
+        continue;
+      }
       T found = weight[e] * (d_weight[e] - less);
-      if (d_bias) d_bias[row.edges[e] * call_.heads] += found;
+      if (d_bias) d_bias[row.edge(e) * call_.heads] += found;
       if (cap > 0) {
         const T bounded = std::tanh(scale_[h] * affinity[e] / cap);
         found *= 1 - bounded * bounded;
       }
       d_scale += double(found) * double(affinity[e]);
       d_weight[e] = scale_[h] * found;
-      T* pair = pairs + (row.edges[e] * call_.heads + h) * 2;
       pair[0] = read[e];
       pair[1] = d_weight[e];
     }
@@ -410,25 +437,36 @@ class Rows {
   const int64_t repeats_;  // query heads of a key head
 };
 
-// Rows in tasks of about the same number of edges; how they are cut depends on the graph alone.
+// Rows in the order of visits, in tasks of about the same number of edges; how they are cut depends
+// on the graph alone.
 class Tasks {
  public:
-  Tasks(const int64_t* rowptr, int64_t rows)
-      : rowptr_(rowptr), rows_(rows), count_(std::clamp<int64_t>(rows / 4, 1, TASKS)) {}
+  // `before`: edges before every visit; `order`: which row it is of, or null: as they lie.
+  Tasks(const int64_t* before, const int64_t* order, int64_t rows)
+      : before_(before), order_(order), rows_(rows),
+        count_(std::clamp<int64_t>(rows / 4, 1, std::clamp<int64_t>(rows / VISITS, 64, TASKS))) {}
 
   int64_t count() const { return count_; }
+
+  // f(row, the row after it or -1) for every row of a task.
+  template <class F>
+  void visit(int64_t task, const F& f) const {
+    const int64_t end = first(task + 1);
+    for (int64_t t = first(task); t < end; ++t) f(row(t), t + 1 < rows_ ? row(t + 1) : -1);
+  }
+
+ private:
+  int64_t row(int64_t t) const { return order_ ? order_[t] : t; }
 
   int64_t first(int64_t task) const {
     if (task == 0) return 0;
     if (task == count_) return rows_;
-    const int64_t edge = static_cast<int64_t>(double(rowptr_[rows_]) * task / count_);
+    const int64_t edge = static_cast<int64_t>(double(before_[rows_]) * task / count_);
     // Rows without edges cost something, too.
-    const int64_t by_edges = std::lower_bound(rowptr_, rowptr_ + rows_, edge) - rowptr_;
-    return by_edges;
+    return std::lower_bound(before_, before_ + rows_, edge) - before_;
   }
 
- private:
-  const int64_t* rowptr_;
+  const int64_t *before_, *order_;
   int64_t rows_, count_;
 };
 
@@ -442,14 +480,12 @@ template <class T, int D, bool RBF>
 void forward(const RowsCall& call) {
   const Rows<T, D, RBF> rows(call);
   huge(call.out.data, call.batch * call.targets * call.heads * call.value_width * sizeof(T));
-  const Tasks tasks(call.rowptr, call.targets);
+  const Tasks tasks(call.order ? call.before : call.rowptr, call.order, call.targets);
   const int threads = threads_for(call);
   std::vector<Row<T>> own(static_cast<size_t>(std::max(threads, 1)));
   parallel_tasks(tasks.count(), threads, [&](int64_t task, int worker) {
     for (int64_t b = 0; b < call.batch; ++b) {
-      for (int64_t i = tasks.first(task); i < tasks.first(task + 1); ++i) {
-        rows.forward(b, i, own[worker]);
-      }
+      tasks.visit(task, [&](int64_t i, int64_t next) { rows.forward(b, i, next, own[worker]); });
     }
   });
 }
@@ -457,7 +493,9 @@ void forward(const RowsCall& call) {
 template <class T, int D, bool RBF>
 void backward(const RowsCall& call, const RowsGradients& wanted) {
   const Rows<T, D, RBF> rows(call);
-  const Tasks of_targets(call.rowptr, call.targets), of_sources(wanted.colptr, call.sources);
+  const bool ordered = call.order;
+  const Tasks of_targets(ordered ? call.before : call.rowptr, call.order, call.targets);
+  const Tasks of_sources(ordered ? wanted.before : wanted.colptr, wanted.order, call.sources);
   const int threads = threads_for(call);
   std::vector<Row<T>> own(static_cast<size_t>(std::max(threads, 1)));
   const int64_t H = call.heads, numbers = call.rowptr[call.targets] * H * 2;
@@ -475,17 +513,18 @@ void backward(const RowsCall& call, const RowsGradients& wanted) {
     const int64_t last = std::min(first + entries, call.batch);
     parallel_tasks(of_targets.count(), threads, [&](int64_t task, int worker) {
       for (int64_t b = first; b < last; ++b) {
-        for (int64_t i = of_targets.first(task); i < of_targets.first(task + 1); ++i) {
-          rows.backward_of_target(wanted, b, i, own[worker], pairs.data() + (b - first) * numbers,
-                                  d_scale.data() + task * H);
-        }
+        of_targets.visit(task, [&](int64_t i, int64_t next) {
+          rows.backward_of_target(wanted, b, i, next, own[worker],
+                                  pairs.data() + (b - first) * numbers, d_scale.data() + task * H);
+        });
       }
     });
     parallel_tasks(of_sources.count(), threads, [&](int64_t task, int worker) {
       for (int64_t b = first; b < last; ++b) {
-        for (int64_t j = of_sources.first(task); j < of_sources.first(task + 1); ++j) {
-          rows.backward_of_source(wanted, b, j, own[worker], pairs.data() + (b - first) * numbers);
-        }
+        of_sources.visit(task, [&](int64_t j, int64_t next) {
+          rows.backward_of_source(wanted, b, j, next, own[worker],
+                                  pairs.data() + (b - first) * numbers);
+        });
       }
     });
   }

@@ -15,6 +15,8 @@ struct TokenView {
 struct RowsCall {
   int64_t batch, targets, sources, heads, kv_heads, width, value_width;
   const int64_t *rowptr, *source;  // [targets + 1], [edges]: the sources of every target
+  const int64_t *order, *before;   // [targets], [targets + 1]: which target is visited when, and
+                                   // how many edges before it; null: as they lie
   TokenView query, key, value;
   int64_t is_rbf;          // whether logits are -scale |q - k|^2 / 2; scale q . k otherwise
   const void* scale;       // [heads]
@@ -36,6 +38,7 @@ struct RowsCall {
 
 struct RowsGradients {
   const int64_t *colptr, *target, *edge;  // the same edges by source: [sources + 1], [edges] twice
+  const int64_t *order, *before;          // the same for sources; null where the call's are
   TokenView d_out;
   const void* d_lse;  // [batch, targets, heads], or null
   TokenView d_query, d_key, d_value;  // written

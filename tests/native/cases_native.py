@@ -18,6 +18,7 @@ import torch
 
 import graphattn as ga
 from graphattn.kernels.cpu import library
+from graphattn.ops.attention.native import rows
 
 THREADS = (1, 2, 3)
 COUNTS = (0, 1, 3, 4, 5, 15, 16, 17, 63, 4096, 4097, 20_000)
@@ -52,9 +53,9 @@ def attention_rows(tokens: int, width: int, dtype: torch.dtype, threads: int) ->
     """Every option that reads memory of its own, over rows of no, one and all sources."""
     torch.set_num_threads(threads)
     generator = torch.Generator().manual_seed(0)
-    rows = torch.rand(tokens, tokens + 1, generator=generator) < 0.4
-    rows[:1], rows[1:2] = False, True
-    graph = ga.from_mask(rows)
+    mask = torch.rand(tokens, tokens + 1, generator=generator) < 0.4
+    mask[:1], mask[1:2] = False, True
+    graph = ga.from_mask(mask)
     query = torch.randn(2, tokens, 4, width, dtype=dtype, requires_grad=True)
     key, value = (torch.randn(2, tokens + 1, 2, width, dtype=dtype).requires_grad_() for _ in "kv")
     bias = torch.randn(2, graph.num_edges, 4, dtype=dtype, requires_grad=True)
@@ -68,6 +69,11 @@ def attention_rows(tokens: int, width: int, dtype: torch.dtype, threads: int) ->
                 query, key, value, graph, backend="native", return_lse=True, **strength, **options
             )
             (out.sum() + lse[lse.isfinite()].sum()).backward()
+
+
+def order_of_visits(tokens: int, neighbors: int) -> None:
+    """Points in random order: less than a cluster of them, one, and more."""
+    rows.edges_of(ga.knn_graph(torch.rand(tokens, 2), min(neighbors, tokens - 1))).visits  # noqa: B018
 
 
 CASES = [
@@ -84,6 +90,7 @@ CASES = [
         attention_rows,
         itertools.product((1, 2, 17, 600), (0, 1, 16, 19), DTYPES, THREADS),
     ),
+    Cases("order_of_visits", order_of_visits, itertools.product((2, 127, 128, 1500), (1, 8, 63))),
     Cases("fail_to_allocate", fail_to_allocate, itertools.product((1, 20), THREADS)),
 ]
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 import graphattn as ga
 from graphattn.kernels.cpu import library
+from graphattn.ops.attention.native import rows
 
 if library.why_not() is not None:
     pytest.skip(str(library.why_not()), allow_module_level=True)
@@ -88,18 +89,24 @@ class Case:
         attend = ga.rbf_attention if self.is_rbf else ga.dot_product_attention
         given = {name: leaves[place] for name, place in named.items()}
         out, lse = attend(**given, graph=self.graph, backend=backend, return_lse=True, **options)
-        upstream = torch.Generator().manual_seed(2)
-        d_out, d_lse = (
-            torch.randn(x.shape, generator=upstream, dtype=torch.float64).to(x.dtype)
-            for x in (out, lse)
-        )
-        d_lse = d_lse.masked_fill(lse == -torch.inf, 0)
+        d_out, d_lse = self.upstream(out, lse)
         sums = lse.masked_fill(lse == -torch.inf, 0)
         found = torch.autograd.grad([out, sums], leaves, [d_out, d_lse], allow_unused=True)
         zeros = (
             torch.zeros_like(x) if g is None else g for x, g in zip(leaves, found, strict=True)
         )
         return [out, lse, *zeros]
+
+    def upstream(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+        """Gradients of output and log-sums; of empty rows' log-sums 0."""
+        generator = torch.Generator().manual_seed(2)
+        d_out, d_lse = (
+            torch.randn(x.shape, generator=generator, dtype=torch.float64)
+            .to(self.dtype)
+            .to(x.dtype)
+            for x in (out, lse)
+        )
+        return d_out, d_lse.masked_fill(lse == -torch.inf, 0)
 
 
 @pytest.mark.long
@@ -188,6 +195,46 @@ def test_any_number_of_threads_gives_the_same_bits() -> None:
         assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
 
 
+def test_the_order_of_visits_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    points = torch.randn(1500, 3, generator=torch.Generator().manual_seed(0))
+    torch.manual_seed(0)
+    leaves = [torch.randn(2, 1500, n, 8).requires_grad_() for n in (4, 2, 2)]
+    sigma = torch.full((4,), 2.0, requires_grad=True)
+    found = []
+    for cache in (1 << 40, 0):  # what is kept near a core: everything, nothing
+        monkeypatch.setattr(rows, "CACHE", cache)
+        graph = ga.knn_graph(points, 8)
+        for _ in range(2):  # from the second call on
+            out = ga.rbf_attention(*leaves, graph, sigma, backend="native")
+        found.append([out, *torch.autograd.grad(out.square().sum(), (*leaves, sigma))])
+    (*lying, of_sigma), (*visited, again) = found
+    assert all(torch.equal(a, b) for a, b in zip(lying, visited, strict=True))
+    torch.testing.assert_close(of_sigma, again, rtol=1e-5, atol=0)
+
+
+def test_visits_go_to_all_and_to_neighbours_together() -> None:
+    points = torch.randn(3000, 2, generator=torch.Generator().manual_seed(0))
+    graph = ga.knn_graph(points, 8)
+    edges = rows.edges_of(graph)
+    assert edges.visits is not None
+    for (order, before), ends in zip(edges.visits, (edges.rowptr, edges.by_source[0]), strict=True):
+        assert torch.equal(order.sort().values, torch.arange(3000))
+        assert torch.equal(before.diff(), ends.diff()[order])
+    near = points[edges.visits[0][0]]
+    assert near.diff(dim=0).norm(dim=1).median() < points.diff(dim=0).norm(dim=1).median() / 4
+    in_order = ga.knn_graph(points[points[:, 0].argsort()].mul(torch.tensor([9.0, 0.01])), 8)
+    assert rows.edges_of(in_order).visits is None  # nothing is gained
+
+
+def test_edges_by_source_are_the_stable_sort() -> None:
+    for seed in range(20):
+        edges = rows.edges_of(Case(seed).graph)
+        colptr, target, edge = edges.by_source
+        assert torch.equal(edge, edges.source.argsort(stable=True))
+        assert torch.equal(target, Case(seed).graph.edge_index[1][edge])
+        assert torch.equal(colptr.diff(), torch.bincount(edges.source, minlength=edges.num_sources))
+
+
 def test_a_sample_has_the_bits_that_it_has_alone() -> None:
     graph = rows_of([5, 300, 0, 17, 64], 400)
     torch.manual_seed(0)
@@ -254,6 +301,19 @@ def test_half_precision_is_computed_in_float32() -> None:
     exact = ga.rbf_attention(query.float(), key.float(), value.float(), graph, 3.0)
     assert out.dtype == torch.bfloat16
     assert torch.equal(out, exact.bfloat16())
+
+
+@pytest.mark.parametrize(("dtype", "rounding"), [(torch.float16, 2**-11), (torch.bfloat16, 2**-8)])
+def test_half_precision_is_float64_rounded_once(dtype: torch.dtype, rounding: float) -> None:
+    for seed in range(15):
+        case = Case(seed, dtype)
+        case.options["top_k"] = None
+        exact = case.run("native", dtype=torch.float64)
+        for mine, theirs in zip(case.run("native"), exact, strict=True):
+            # The least number of float16 that has all its digits is 6e-5.
+            torch.testing.assert_close(
+                mine.double(), theirs, rtol=1.1 * rounding, atol=2e-5, msg=f"seed {seed}"
+            )
 
 
 class Wrapped(Tensor):

@@ -442,7 +442,7 @@ def _rbf_scale(sigma: float | Tensor, heads: int, query: Tensor) -> Tensor:
     per_head = _per_head("sigma", sigma, heads, query)
     scale = per_head**-2
     if scale.device.type == "cpu" and not torch.compiler.is_compiling():
-        allowed = (per_head > 0) & (scale > 0) & scale.isfinite()
+        allowed = (per_head > 0) & (scale > 0) & (scale < torch.inf)
         if not bool(allowed.all()):
             got = sigma.tolist() if isinstance(sigma, Tensor) else sigma
             raise ValueError(f"sigma must be > 0 and finite, like 1 / sigma^2, got {got}")

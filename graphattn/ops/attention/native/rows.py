@@ -23,6 +23,8 @@ from graphattn.ops.inputs import ValidPair
 from graphattn.ops.kept import kept
 
 HASHES = 1 << 32  # of dropout: 32 bits
+CACHE = 1 << 21  # bytes: those that stay near a core from one row to the next
+LONG_ROWS = 64  # edges: such rows are worth a walk of their own
 
 
 class TokenView(ctypes.Structure):
@@ -42,7 +44,7 @@ class RowsCall(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("batch", "targets", "sources", "heads", "kv_heads")),
         *((name, ctypes.c_int64) for name in ("width", "value_width")),
-        *((name, ctypes.c_void_p) for name in ("rowptr", "source")),
+        *((name, ctypes.c_void_p) for name in ("rowptr", "source", "order", "before")),
         *((name, TokenView) for name in ("query", "key", "value")),
         ("is_rbf", ctypes.c_int64),
         ("scale", ctypes.c_void_p),
@@ -67,7 +69,7 @@ class RowsGradients(ctypes.Structure):
     """What the backward of a call reads and writes beside it."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("colptr", "target", "edge")),
+        *((name, ctypes.c_void_p) for name in ("colptr", "target", "edge", "order", "before")),
         ("d_out", TokenView),
         ("d_lse", ctypes.c_void_p),
         *((name, TokenView) for name in ("d_query", "d_key", "d_value")),
@@ -82,14 +84,42 @@ class Edges:
 
     def __init__(self, rowptr: Tensor, source: Tensor, num_sources: int) -> None:
         self.rowptr, self.source, self.num_sources = rowptr, source, num_sources
+        self.seen = False  # whether a forward has gone over them
 
     @cached_property
     def by_source(self) -> tuple[Tensor, Tensor, Tensor]:
         """Where every source's edges begin [M + 1], and of each its target and number, [E]."""
-        edge = self.source.argsort(stable=True)
-        targets = torch.arange(len(self.rowptr) - 1).repeat_interleave(self.rowptr.diff())
-        counts = torch.bincount(self.source, minlength=self.num_sources)
-        return torch.cat([counts.new_zeros(1), counts.cumsum(0)]), targets[edge], edge
+        colptr = self.rowptr.new_empty(self.num_sources + 1)
+        target, edge = torch.empty_like(self.source), torch.empty_like(self.source)
+        self._call("graphattn_edges_by_source", colptr, target, edge)
+        return colptr, target, edge
+
+    @cached_property
+    def visits(self) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]] | None:
+        """Targets and sources in an order in which neighbours follow each other.
+
+        Of both the order and how many edges come before every visit; None where nothing is gained.
+        """
+        ends = self.rowptr, self.by_source[0]
+        orders = tuple(torch.empty_like(x[1:]) for x in ends)
+        is_better = torch.zeros(1, dtype=torch.int64)
+        self._call("graphattn_order_of_visits", *self.by_source[:2], *orders, is_better)
+        if not is_better:
+            return None
+        before = (
+            torch.cat([x[:1], x.diff()[order].cumsum(0)])
+            for x, order in zip(ends, orders, strict=True)
+        )
+        of_targets, of_sources = zip(orders, before, strict=True)
+        return of_targets, of_sources
+
+    def _call(self, name: str, *others: Tensor) -> None:
+        found = library.library()
+        assert found is not None
+        sizes = (ctypes.c_int64(n) for n in (len(self.rowptr) - 1, self.num_sources))
+        tensors = self.rowptr, self.source, *others
+        addresses = (ctypes.c_void_p(x.data_ptr()) for x in tensors)
+        library.check(getattr(found, name)(*sizes, *addresses))
 
 
 def edges_of(graph: TokenGraph) -> Edges:
@@ -142,7 +172,7 @@ class NativeRowPlan:
     ) -> Gradients:
         """Gradients of the five inputs; every row is computed again."""
         query, key, value, scale, bias = inputs
-        call = _Call(self, inputs)
+        call = _Call(self, inputs, backward=True)
         d_query, d_key, d_value = (x.new_empty(x.shape) for x in (query, key, value))
         d_scale = torch.zeros(scale.shape, dtype=torch.float64)
         d_bias = None
@@ -154,6 +184,7 @@ class NativeRowPlan:
         by_source = self.edges.by_source
         wanted = RowsGradients(
             *(x.data_ptr() for x in by_source),
+            *call.order_of_sources,
             _view(d_out),
             _address(d_lse),
             _view(d_query),
@@ -178,7 +209,7 @@ class NativeRowPlan:
 class _Call:
     """The numbers and addresses of a call, and the tensors that must live as long."""
 
-    def __init__(self, plan: NativeRowPlan, inputs: Inputs) -> None:
+    def __init__(self, plan: NativeRowPlan, inputs: Inputs, *, backward: bool = False) -> None:
         query, key, value, scale, bias = inputs
         rows, edges = plan.slow, plan.edges
         query, key, value = (_featurewise(x) for x in (query, key, value))
@@ -190,6 +221,14 @@ class _Call:
         hashes: tuple[Tensor, ...] = ()
         if dropout is not None:
             hashes = dropout.rows.contiguous(), dropout.columns.contiguous()
+        # To find the order takes as long as it spares in one forward; a graph may be there for one.
+        is_worth = _is_large(key, value, edges) and (backward or edges.seen)
+        visits = edges.visits if is_worth else None
+        edges.seen = True
+        of_targets, self.order_of_sources = (
+            (None, None) if visits is None else tuple(x.data_ptr() for x in visits[side])
+            for side in (0, 1)
+        )
         self.is_double = query.dtype == torch.float64
         self.alive = query, key, value, scale, bias, valid, hashes
         self.numbers = RowsCall(
@@ -202,6 +241,8 @@ class _Call:
             value_width=value.shape[3],
             rowptr=edges.rowptr.data_ptr(),
             source=edges.source.data_ptr(),
+            order=of_targets[0],
+            before=of_targets[1],
             query=_view(query),
             key=_view(key),
             value=_view(value),
@@ -229,6 +270,12 @@ class _Call:
         library.check(
             found.graphattn_attention_rows(ctypes.byref(self.numbers), given, self.is_double)
         )
+
+
+def _is_large(key: Tensor, value: Tensor, edges: Edges) -> bool:
+    """Whether a sample's keys and values are more than stay in a cache, and rows are short."""
+    nbytes = key.shape[1] * key.shape[2] * (key.shape[3] + value.shape[3]) * key.element_size()
+    return nbytes > CACHE and len(edges.source) <= LONG_ROWS * len(edges.rowptr)
 
 
 def _view(x: Tensor) -> TokenView:
