@@ -66,7 +66,7 @@ def reordered(graph: ga.TokenGraph) -> ga.TokenGraph:
     symmetric = sparse.coo_array((ones, both), shape=(N, N)).tocsr()
     order = sparse.csgraph.reverse_cuthill_mckee(symmetric, symmetric_mode=True)
     number = torch.empty(N, dtype=torch.int64)
-    number[torch.from_numpy(order).long()] = torch.arange(N)
+    number[torch.from_numpy(order.astype("int64"))] = torch.arange(N)
     return ga.from_edge_index(number[graph.edge_index], N)
 
 
