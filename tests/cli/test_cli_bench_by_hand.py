@@ -23,6 +23,7 @@ from graphattn.cli.bench import (
     loops,
     measure,
     ours,
+    record,
     slices,
 )
 
@@ -160,6 +161,16 @@ def test_numba_is_listed_as_missing(monkeypatch):
 
 
 # What stands where.
+
+
+@pytest.mark.parametrize(("value", "says"), [(None, "as the system"), ("1", "asked for")])
+def test_a_record_says_whether_tensors_were_to_lie_in_huge_pages(monkeypatch, value, says):
+    monkeypatch.delenv("THP_MEM_ALLOC_ENABLE", raising=False)
+    if value is not None:
+        monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", value)
+    facts = record.provenance(CPU, "small")
+    assert facts["huge pages"].startswith(says)
+    assert facts["compiled kernels"] in (None, "baseline", "AVX2", "AVX-512")
 
 
 def test_the_structured_backend_beside_ours_is_that_one(monkeypatch):
