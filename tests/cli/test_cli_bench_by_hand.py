@@ -15,6 +15,7 @@ import graphattn as ga
 from graphattn.cli.bench import (
     blocks,
     cases,
+    chunks,
     contenders,
     edge_cases,
     gate,
@@ -37,6 +38,11 @@ WINDOWS = {
     "both sides": ga.window_path_graph(150, 3, self_loops=True),
     "whole blocks": ga.window_path_graph(2 * blocks.BLOCK, 4, self_loops=True),
     "wider than the sequence": ga.causal_window_graph(20, 40),
+}
+WITH_GLOBAL_TOKENS = {
+    "the first ones": ga.longformer_graph(300, 9, range(4)),
+    "any": ga.longformer_graph(2 * chunks.CHUNK, 70, [5, 2 * chunks.CHUNK - 1]),
+    "wider than the sequence": ga.longformer_graph(20, 40, [0]),
 }
 LISTS = {
     "nearest": ga.knn_graph(torch.rand(40, 3, generator=torch.Generator().manual_seed(0)), 5),
@@ -75,6 +81,36 @@ def test_blocks_by_sdpa_are_attention_in_the_window(name):
     x = inputs_of(WINDOWS[name])
     truth = gate.truth_of(x, backward=True, dot_product=True)
     assert max(truth.errors_of(blocks.blocks_sdpa)) < 1e-5
+
+
+@pytest.mark.parametrize("is_dot", [False, True])
+@pytest.mark.parametrize("name", WITH_GLOBAL_TOKENS)
+def test_chunks_by_sdpa_are_attention_in_the_window_and_to_and_from_global_tokens(name, is_dot):
+    x = inputs_of(WITH_GLOBAL_TOKENS[name])
+    truth = gate.truth_of(x, backward=True, dot_product=is_dot)
+    run = chunks.chunks_dot if is_dot else chunks.chunks_rbf
+    assert max(truth.errors_of(run)) < 1e-5
+
+
+@pytest.mark.parametrize("is_dot", [False, True])
+def test_every_row_of_chunks_is_right_and_not_a_sample(is_dot):
+    x = inputs_of(ga.longformer_graph(150, 20, [3, 80]))
+    run, given = (chunks.chunks_dot if is_dot else chunks.chunks_rbf), x.learned()
+    doubled = [t.detach().double().requires_grad_() for t in given]
+    truth = gate.in_float64(x.like(doubled, x.graph), dot_product=is_dot)
+    out, loss = run(x), torch.randn(truth.shape, generator=torch.Generator().manual_seed(2))
+    assert gate.relative_error(out, truth.detach()) < 1e-5
+    expected = torch.autograd.grad(truth, doubled, loss.double())
+    for found, true in zip(torch.autograd.grad(out, given, loss), expected, strict=True):
+        assert gate.relative_error(found, true) < 1e-5
+
+
+def test_what_has_no_global_tokens_has_no_chunks():
+    with pytest.raises(inputs.MissingError, match="windows with global tokens only"):
+        chunks.chunks_rbf(inputs_of(WINDOWS["causal"]))
+    dilated = ga.longformer_graph(30, 3, [0], dilation=2)
+    with pytest.raises(inputs.MissingError, match="windows with global tokens only"):
+        chunks.chunks_dot(inputs_of(dilated))
 
 
 @pytest.mark.parametrize("select", SELECTIONS)
@@ -184,8 +220,8 @@ def test_peers_of_a_cpu_are_missing_on_a_gpu():
     x = inputs_of(WINDOWS["causal"], 3)
     meta = replace(x, **{n: getattr(x, n).to("meta") for n in ("query", "key", "value")})
     runs = [blocks.blocks_sdpa, *map(blocks.blocks_top_k, SELECTIONS), ours.rbf_structured,
-            *map(slices.compiled_windows, FORMS.values()), listed.torch_sparse,
-            listed.numba_rows]  # fmt: skip
+            *map(slices.compiled_windows, FORMS.values()), chunks.chunks_rbf, chunks.chunks_dot,
+            listed.torch_sparse, listed.numba_rows]  # fmt: skip
     for run in runs:
         with pytest.raises(inputs.MissingError, match="written for CPUs"):
             run(meta)

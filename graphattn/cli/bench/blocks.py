@@ -18,8 +18,9 @@ from graphattn.cli.bench.contenders import afford, only_on_a_cpu
 from graphattn.cli.bench.inputs import AttentionInputs, MissingError
 from graphattn.graphs.structure import Band
 
-# Tokens of a block. For 64, 128 and 256, SDPA took 53, 63 and 91 ms forward and 242, 258 and 299 ms
-# with the backward pass: 4,096 tokens, a causal window of 256, 8 heads of 64, one thread.
+# Tokens of a block, unless told otherwise. For 64, 128 and 256, SDPA took 63, 61 and 73 ms forward
+# and 194, 227 and 251 ms with the backward pass: 4,096 tokens, a causal window of 256, 8 heads of
+# 64, one thread.
 BLOCK = 64
 
 
@@ -28,6 +29,7 @@ class Blocks(NamedTuple):
 
     band: Band
     number: int
+    size: int
     is_outside: Tensor  # [blocks, 1, B, B + W]: pairs that are no edge
     additive: Tensor  # the same as 0 and -inf
 
@@ -45,51 +47,64 @@ def of_band(x: AttentionInputs) -> Band:
 def blocks_of(x: AttentionInputs) -> Blocks:
     """Blocks and their masks, from the graph alone."""
     if "blocks" not in x.prepared:
-        band, N = of_band(x), x.graph.num_targets
-        count = -(-N // BLOCK)
-        target = torch.arange(count * BLOCK).view(count, BLOCK, 1)
-        start = target[:, :1] - band.before
-        source = start + torch.arange(BLOCK + band.before + band.after)
-        is_edge = (source >= target - band.before) & (source <= target + band.after)
-        is_edge &= (source >= 0) & (source < N)
-        is_edge |= target >= N  # what fills the last block sees anything: a row of nothing is NaN
-        outside = ~is_edge[:, None]
-        additive = torch.zeros(outside.shape, dtype=x.query.dtype)
-        x.prepared["blocks"] = Blocks(
-            band, count, outside, additive.masked_fill_(outside, -torch.inf)
-        )
+        x.prepared["blocks"] = cut(of_band(x), x)
     found: Blocks = x.prepared["blocks"]
     return found
 
 
-def operands(x: AttentionInputs, blocks: Blocks) -> tuple[Tensor, Tensor, Tensor]:
+def cut(
+    band: Band, x: AttentionInputs, size: int = BLOCK, left_out: Tensor | None = None
+) -> Blocks:
+    """The window of every token, without the sources `left_out`, whose own rows have no meaning."""
+    N = x.graph.num_targets
+    count = -(-N // size)
+    target = torch.arange(count * size).view(count, size, 1)
+    start = target[:, :1] - band.before
+    source = start + torch.arange(size + band.before + band.after)
+    is_edge = (source >= target - band.before) & (source <= target + band.after)
+    is_edge &= (source >= 0) & (source < N)
+    if left_out is not None:
+        is_edge &= ~torch.isin(source, left_out)
+        is_edge |= torch.isin(target, left_out)  # these see anything, as what fills the last
+    is_edge |= target >= N  # block does: a row of nothing is NaN
+    outside = ~is_edge[:, None]
+    additive = torch.zeros(outside.shape, dtype=x.query.dtype)
+    return Blocks(band, count, size, outside, additive.masked_fill_(outside, -torch.inf))
+
+
+def operands(query: Tensor, key: Tensor, value: Tensor, blocks: Blocks) -> tuple[Tensor, ...]:
     """Queries [blocks, H, B, D]; keys and values [blocks, H, B + W, D]."""
-    filling = blocks.number * BLOCK - x.graph.num_targets
-    query = functional.pad(x.query, (0, 0, 0, 0, 0, filling)) if filling else x.query
-    key, value = (looked_at(t, blocks).mT for t in (x.key, x.value))
-    return query.unflatten(0, (blocks.number, BLOCK)).transpose(1, 2), key, value
+    keys, values = (looked_at(t, blocks).mT for t in (key, value))
+    return in_blocks(query, blocks), keys, values
+
+
+def in_blocks(x: Tensor, blocks: Blocks) -> Tensor:
+    """[blocks, H, B, *] of [N, H, *], zeros beyond the end."""
+    filling = blocks.number * blocks.size - len(x)
+    filled = functional.pad(x, (0, 0) * (x.dim() - 1) + (0, filling)) if filling else x
+    return filled.unflatten(0, (blocks.number, blocks.size)).transpose(1, 2)
 
 
 def looked_at(of_keys: Tensor, blocks: Blocks) -> Tensor:
     """What belongs to the keys of every block, [blocks, *, B + W] of [N, *], as a view."""
     before, after = blocks.band.before, blocks.band.after
-    last = blocks.number * BLOCK - len(of_keys)
+    last = blocks.number * blocks.size - len(of_keys)
     around = (0, 0) * (of_keys.dim() - 1) + (before, after + last)
-    return functional.pad(of_keys, around).unfold(0, BLOCK + before + after, BLOCK)
+    return functional.pad(of_keys, around).unfold(0, blocks.size + before + after, blocks.size)
 
 
-def by_token(out: Tensor, x: AttentionInputs) -> Tensor:
-    """[N, H, D] again."""
-    return out.transpose(1, 2).flatten(0, 1)[: x.graph.num_targets]
+def by_token(out: Tensor, tokens: int) -> Tensor:
+    """[N, H, *] again."""
+    return out.transpose(1, 2).flatten(0, 1)[:tokens]
 
 
 def blocks_sdpa(x: AttentionInputs) -> Tensor:
     """The dot product by one call of SDPA: blocks are its batch."""
     only_on_a_cpu(x.query.device)
     blocks = blocks_of(x)
-    query, key, value = operands(x, blocks)
+    query, key, value = operands(x.query, x.key, x.value, blocks)
     out = functional.scaled_dot_product_attention(query, key, value, attn_mask=blocks.additive)
-    return by_token(out, x)
+    return by_token(out, len(x.query))
 
 
 def largest_by_topk(logits: Tensor, k: int) -> Tensor:
@@ -111,8 +126,8 @@ def blocks_top_k(select: Callable[[Tensor, int], Tensor]) -> Callable[[Attention
         if x.top_k is None:
             raise MissingError("for top-k")
         blocks = blocks_of(x)
-        query, key, value = operands(x, blocks)
-        rows = float(blocks.number) * BLOCK * x.query.shape[1]
+        query, key, value = operands(x.query, x.key, x.value, blocks)
+        rows = float(blocks.number) * blocks.size * x.query.shape[1]
         afford(rows * key.shape[2], "its blocks of pairs", x.query)
         norm = looked_at(x.key.square().sum(-1), blocks)[..., None, :]
         logits = (query @ key.mT - norm / 2) / x.sigma**2
@@ -120,6 +135,6 @@ def blocks_top_k(select: Callable[[Tensor, int], Tensor]) -> Callable[[Attention
         if x.top_k < logits.shape[-1]:
             threshold = select(logits.detach(), x.top_k)
             logits = logits.masked_fill(logits.detach() < threshold, -torch.inf)
-        return by_token(logits.softmax(-1) @ value, x)
+        return by_token(logits.softmax(-1) @ value, len(x.query))
 
     return run

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 import graphattn as ga
+from graphattn.cli.bench import chunks, flex, gathered, ours, work
 from graphattn.cli.bench import contenders as other
-from graphattn.cli.bench import flex, gathered, ours, work
 from graphattn.cli.bench import fused_attention as fused
 from graphattn.cli.bench.attention_cases import (
     COMPILED,
@@ -32,6 +32,8 @@ from graphattn.cli.bench.inputs import AttentionInputs, attention_inputs
 from graphattn.cli.bench.record import OURS
 from graphattn.cli.bench.targets import Target
 from graphattn.cli.bench.work import Size
+
+CHUNKS, CHUNKS_DOT = "chunks + SDPA", "chunks + SDPA (dot product)"
 
 
 def near_in_space(size: Size, device: torch.device, dtype: torch.dtype) -> AttentionInputs:
@@ -239,13 +241,14 @@ OVER_EDGES = [
         {
             OURS: ours.rbf,
             STRUCTURED: ours.rbf_structured,
+            CHUNKS: chunks.chunks_rbf,
             FLEX: flex.flex_rbf,
             "compiled": gathered.compiled,
             **LISTED,
             "masked dense": other.masked_dense,
         },
-        {OUR_DOT: ours.dot_product, FLEX_DOT: flex.flex_dot},
-        targets=in_both_passes((FLEX, "compiled", *LISTED), 1.5, 1.5),
+        {OUR_DOT: ours.dot_product, FLEX_DOT: flex.flex_dot, CHUNKS_DOT: chunks.chunks_dot},
+        targets=in_both_passes((CHUNKS, FLEX, "compiled", *LISTED), 1.5, 1.5),
         work=work.attention(lambda size: longformer(size).num_edges),
         cuda={"paper": {"tokens": 65536, "window": 256, "global_tokens": 4, **HEADS}},
     ),
