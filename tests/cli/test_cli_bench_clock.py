@@ -75,6 +75,27 @@ def test_what_is_compiled_is_compiled_for_each_number_of_threads():
     assert compiled_with == [2, 1]
 
 
+def test_a_compiler_that_needs_half_a_minute_is_in_no_time(monkeypatch):
+    machine = Machine(monkeypatch, lambda _, threads, __: 0.3 / threads)
+    run = machine.contender("a")
+
+    def backend(module, _):
+        machine.now += 1.5 * host_clock.ENDLESS
+        return module.forward
+
+    torch.compiler.reset()
+    function = torch.compile(lambda x: x + 1, backend=backend)
+
+    def work() -> None:
+        function(torch.ones(2))
+        run()
+
+    for clock in (host_clock.HostClock(work, 1), host_clock.fastest(work)):
+        assert clock.sample() == pytest.approx(0.3 / clock.threads)
+    assert clock.threads == 2
+    torch.compiler.reset()
+
+
 @pytest.mark.parametrize("company", [["b"], ["b", "c"], []])
 def test_the_time_of_a_contender_does_not_depend_on_its_company(company, monkeypatch):
     """After anyone else a pass takes three times as long: cold caches, sleeping threads."""
