@@ -246,7 +246,7 @@ ATTENTION = [
         },
         WINDOWED_DOTS,
         targets=(
-            *in_both_passes(("compiled", *OF_OFFSETS, *LISTED), 1.7, 2),
+            *in_both_passes((FLEX, "compiled", *OF_OFFSETS, *LISTED), 1.7, 2),
             *share_on_a_cpu(0.75, OURS, OUR_DOT),
             *(
                 target

@@ -182,7 +182,7 @@ OVER_EDGES = [
         },
         attention_over(within_a_radius),
         {OURS: ours.rbf, STRUCTURED: ours.rbf_structured, "compiled": gathered.compiled, **LISTED},
-        targets=in_both_passes(("compiled", *LISTED), 1.5, 1.5),
+        targets=(*in_both_passes(("compiled", *LISTED), 1.5, 1.5), *share_on_a_cpu(0.05)),
         work=work.attention(
             lambda size: num_within_a_radius(size["tokens"], size["degree"]), listed=True
         ),
@@ -204,7 +204,7 @@ OVER_EDGES = [
             **LISTED,
             "masked dense": other.masked_dense,
         },
-        targets=in_both_passes(("compiled", *LISTED), 1.5, 1.5),
+        targets=(*in_both_passes(("compiled", *LISTED), 1.5, 1.5), *share_on_a_cpu(0.05)),
         work=work.attention(num_random_edges, listed=True),
         cuda={"paper": {"tokens": 32768, "sources": 16384, "degree": 32, **HEADS}},
     ),
