@@ -130,6 +130,22 @@ def test_who_needs_seconds_takes_part_in_two_rounds(monkeypatch):
     assert measure.ratio_of_rounds(timings["slow"], timings["a"])[0] == pytest.approx(10.0 / 2.75)
 
 
+def test_who_fails_in_a_round_leaves_the_others_their_times():
+    class Fails:
+        def sample(self) -> float:
+            raise MemoryError("taken by others")
+
+    clocks = {n: host_clock.HostClock(lambda: None, 1) for n in ("a", "c")}
+    failures = []
+    timings = measure.time_interleaved(
+        {"a": clocks["a"], "b": Fails(), "c": clocks["c"]},
+        seconds=0.0,
+        failed=lambda name, failure: failures.append((name, str(failure))),
+    )
+    assert failures == [("b", "taken by others")]
+    assert {name: len(timing.times) for name, timing in timings.items()} == {"a": 3, "c": 3}
+
+
 def test_who_needs_half_a_minute_runs_twice_in_all(monkeypatch):
     machine = Machine(monkeypatch, lambda name, *_: 30.0 if name == "slow" else 1.0)
     clocks = {n: host_clock.fastest(machine.contender(n)) for n in ("slow", "a")}
