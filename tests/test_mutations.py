@@ -1083,6 +1083,27 @@ MUTATIONS = [
         (f"{BENCH}_clock.py::test_a_contender_runs_with_the_number_of_threads_that_is_fastest",),
     ),
     Mutation(
+        "the benchmark takes the compiler's time for that of a long pass",
+        "graphattn/cli/bench/host_clock.py",
+        "if self.seconds < ENDLESS or num_compiled() > before:",
+        "if self.seconds < ENDLESS:",
+        (f"{BENCH}_clock.py::test_a_compiler_that_needs_half_a_minute_is_in_no_time",),
+    ),
+    Mutation(
+        "the benchmark's chunks see a global token twice, in the window and apart",
+        "graphattn/cli/bench/blocks.py",
+        "is_edge &= ~torch.isin(source, left_out)",
+        "pass",
+        (f"{BENCH}_by_hand.py::test_every_row_of_chunks_is_right_and_not_a_sample[False]",),
+    ),
+    Mutation(
+        "the benchmark's chunks go back with the sums of the window alone",
+        "graphattn/cli/bench/chunks.py",
+        "query, key, value, out, log_sum, scores, of_rows, log_rows)",
+        "query, key, value, out, log_near, scores, of_rows, log_rows)",
+        (f"{BENCH}_by_hand.py::test_every_row_of_chunks_is_right_and_not_a_sample[False]",),
+    ),
+    Mutation(
         "an edge of the benchmark's tables is one of another row",
         "graphattn/cli/bench/gathered.py",
         "is_edge = column < degree[members, None]",

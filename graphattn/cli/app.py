@@ -79,13 +79,15 @@ def bench(
     cases: Annotated[
         list[str] | None,
         typer.Argument(
-            help="Attention: complete, gka, causal-window, window, krause, million; over irregular "
-            "graphs: knn-graph, bipartite, grid, longformer, crossover, or irregular for all five "
-            "and knn. Vision transformers: gka-tiny, gka-small, gka-base, or models for all three. "
-            "Language models of Hugging Face in a window: llama-2048, llama-4096, llama-8192, "
-            "llama-16384, or transformers for all four. Texts written token by token: generation. "
-            "Other operations: consensus, consensus-layer, knn, edges, fiedler, streaming, "
-            "streaming-krause. Growth with the number of tokens: scaling. Default: all of them.",
+            help="Attention: complete, gka, causal-window, window, krause, krause-dense, million; "
+            "over irregular graphs: knn-graph, knn-graph-reordered, radius-graph, bipartite, "
+            "grid, longformer, crossover, or irregular for all seven and knn. Vision "
+            "transformers: gka-tiny, gka-small, gka-base, or models for all three. Language "
+            "models of Hugging Face in a window: llama-2048, llama-4096, llama-8192, "
+            "llama-16384, or transformers for all four. Texts written token by token: "
+            "generation. Other operations: consensus, consensus-layer, knn, edges, fiedler, "
+            "streaming, streaming-krause. Growth with the number of tokens: scaling. Default: "
+            "all of them.",
             show_default=False,
         ),
     ] = None,

@@ -75,6 +75,27 @@ def test_what_is_compiled_is_compiled_for_each_number_of_threads():
     assert compiled_with == [2, 1]
 
 
+def test_a_compiler_that_needs_half_a_minute_is_in_no_time(monkeypatch):
+    machine = Machine(monkeypatch, lambda _, threads, __: 0.3 / threads)
+    run = machine.contender("a")
+
+    def backend(module, _):
+        machine.now += 1.5 * host_clock.ENDLESS
+        return module.forward
+
+    torch.compiler.reset()
+    function = torch.compile(lambda x: x + 1, backend=backend)
+
+    def work() -> None:
+        function(torch.ones(2))
+        run()
+
+    for clock in (host_clock.HostClock(work, 1), host_clock.fastest(work)):
+        assert clock.sample() == pytest.approx(0.3 / clock.threads)
+    assert clock.threads == 2
+    torch.compiler.reset()
+
+
 @pytest.mark.parametrize("company", [["b"], ["b", "c"], []])
 def test_the_time_of_a_contender_does_not_depend_on_its_company(company, monkeypatch):
     """After anyone else a pass takes three times as long: cold caches, sleeping threads."""
@@ -107,6 +128,22 @@ def test_who_needs_seconds_takes_part_in_two_rounds(monkeypatch):
     assert timings["slow"].times == [10.0, 10.0]
     assert len(timings["a"].times) == 4  # two beside it, and for five seconds alone
     assert measure.ratio_of_rounds(timings["slow"], timings["a"])[0] == pytest.approx(10.0 / 2.75)
+
+
+def test_who_fails_in_a_round_leaves_the_others_their_times():
+    class Fails:
+        def sample(self) -> float:
+            raise MemoryError("taken by others")
+
+    clocks = {n: host_clock.HostClock(lambda: None, 1) for n in ("a", "c")}
+    failures = []
+    timings = measure.time_interleaved(
+        {"a": clocks["a"], "b": Fails(), "c": clocks["c"]},
+        seconds=0.0,
+        failed=lambda name, failure: failures.append((name, str(failure))),
+    )
+    assert failures == [("b", "taken by others")]
+    assert {name: len(timing.times) for name, timing in timings.items()} == {"a": 3, "c": 3}
 
 
 def test_who_needs_half_a_minute_runs_twice_in_all(monkeypatch):
@@ -169,7 +206,9 @@ def workload(case, entry) -> tuple[object, ...]:
     x = case.make({**entry.size, "features": 1}, CPU, torch.float32)
     assert isinstance(x, AttentionInputs)
     shape = (*x.query.shape[:-1], entry.size["features"])
-    return entry.run, shape, x.graph.num_edges, str(x.graph), x.top_k, x.query is x.key
+    is_listed = x.graph.structure is None
+    edges = x.graph.edge_index.numpy().tobytes() if is_listed else x.graph.num_edges
+    return entry.run, shape, edges, str(x.graph), x.top_k, x.query is x.key
 
 
 def test_no_workload_stands_in_two_rows():

@@ -8,8 +8,8 @@ import torch
 from torch.nn.attention import SDPBackend
 
 import graphattn as ga
+from graphattn.cli.bench import blocks, flex, gathered, listed, ours, slices, work
 from graphattn.cli.bench import contenders as other
-from graphattn.cli.bench import flex, gathered, ours, work
 from graphattn.cli.bench import fused_attention as fused
 from graphattn.cli.bench.case import BOTH, FORWARD, TWICE, Case
 from graphattn.cli.bench.inputs import AttentionInputs, attention_inputs
@@ -76,6 +76,17 @@ GATHER_SCATTER: dict[str, other.Run] = {
     "compiled, atomic adds": other.compiled,
 }
 COMPILED = ("compiled", "compiled, atomic adds")
+LISTED: dict[str, other.Run] = {"torch.sparse": listed.torch_sparse, "numba": listed.numba_rows}
+OF_OFFSETS: dict[str, other.Run] = {
+    "compiled slices": slices.compiled_windows(slices.SLICES),
+    "compiled unfold": slices.compiled_windows(slices.UNFOLD),
+}
+ON_BLOCKS: dict[str, other.Run] = {
+    "blocks + topk": blocks.blocks_top_k(blocks.largest_by_topk),
+    "blocks + numpy.sort": blocks.blocks_top_k(blocks.largest_by_numpy),
+}
+BLOCKS_DOT = "blocks + SDPA (dot product)"
+STRUCTURED = f"{OURS}, structured"
 OUR_DOT = f"{OURS} (dot product)"
 FLASH, CUDNN = "SDPA flash (dot product)", "SDPA cuDNN (dot product)"
 DENSE: dict[str, other.Run] = {
@@ -95,7 +106,28 @@ WINDOWED_DOTS: dict[str, other.Run] = {
     OUR_DOT: ours.dot_product,
     FLEX_DOT: flex.flex_dot,
     FLASH_WINDOW: fused.flash_window,
+    BLOCKS_DOT: blocks.blocks_sdpa,
 }
+
+
+def in_both_passes(
+    rivals: tuple[str, ...], forward: float, both: float, *own: str
+) -> tuple[Target, ...]:
+    """So many times as fast as the fastest rival on a CPU; graphattn, or what else is named."""
+    return tuple(
+        Target("time", rivals, at_least=times, of=of, passes=passes)
+        for of in own or (OURS,)
+        for passes, times in ((FORWARD, forward), (BOTH, both))
+    )
+
+
+def share_on_a_cpu(share: float, *own: str) -> tuple[Target, ...]:
+    """So much of what a CPU could do at best, in both passes."""
+    return tuple(
+        Target("share of bound", at_least=share, of=of, passes=passes)
+        for of in own or (OURS,)
+        for passes in (FORWARD, BOTH)
+    )
 
 
 def on_gpu(*targets: tuple[str, str, float]) -> tuple[Target, ...]:
@@ -174,6 +206,7 @@ ATTENTION = [
         attention_over(causal_window),
         {
             OURS: ours.rbf,
+            STRUCTURED: ours.rbf_structured,
             FLEX: flex.flex_rbf,
             "index_add": other.index_add,
             "masked dense": other.masked_dense,
@@ -181,11 +214,10 @@ ATTENTION = [
         WINDOWED_DOTS,
         CAUSAL_DENSE,
         (
-            *(
-                Target("time", (CAUSAL_FLASH,), at_least=10, of=own, passes=passes)
-                for own in (OURS, OUR_DOT)
-                for passes in (FORWARD, BOTH)
-            ),
+            *in_both_passes((CAUSAL_FLASH,), 30, 30, OURS, OUR_DOT),
+            Target("time", (FLEX_DOT,), at_least=2, of=OUR_DOT),
+            *in_both_passes((BLOCKS_DOT,), 2.5, 2.5, OUR_DOT),
+            *share_on_a_cpu(0.75, OURS, OUR_DOT),
             Target("time", (OURS,), at_most=2.2, of=TWICE),
             *on_gpu((FLEX, OURS, 1.3), (FLEX_DOT, OUR_DOT, 1.3)),
             *on_gpu((FLASH_WINDOW, OURS, 0.9), (FLASH_WINDOW, OUR_DOT, 0.9)),
@@ -204,9 +236,18 @@ ATTENTION = [
             "long": {"tokens": 131072, "window": 17, **HEADS},
         },
         attention_over(centred_window),
-        {OURS: ours.rbf, FLEX: flex.flex_rbf, **GATHER_SCATTER},
+        {
+            OURS: ours.rbf,
+            STRUCTURED: ours.rbf_structured,
+            FLEX: flex.flex_rbf,
+            **GATHER_SCATTER,
+            **OF_OFFSETS,
+            **LISTED,
+        },
         WINDOWED_DOTS,
         targets=(
+            *in_both_passes((FLEX, "compiled", *OF_OFFSETS, *LISTED), 1.7, 2),
+            *share_on_a_cpu(0.75, OURS, OUR_DOT),
             *(
                 target
                 for passes in (FORWARD, BOTH)
@@ -230,9 +271,18 @@ ATTENTION = [
             "long": {"tokens": 65536, "window": 256, "top_k": 192, **HEADS},
         },
         attention_over(causal_window),
-        {OURS: ours.rbf, FLEX_KEPT: flex.flex_kept, "masked dense": other.masked_dense},
+        {
+            OURS: ours.rbf,
+            STRUCTURED: ours.rbf_structured,
+            FLEX_KEPT: flex.flex_kept,
+            "masked dense": other.masked_dense,
+            **ON_BLOCKS,
+        },
         yardsticks={"without top-k": ours.rbf_without_top_k},
         targets=(
+            *in_both_passes(("blocks + topk",), 20, 15),
+            *in_both_passes((STRUCTURED,), 15, 15),
+            *share_on_a_cpu(0.75),
             Target("time", ("masked dense",), at_least=30),
             Target("time", ("without top-k",), at_most=3),
             *on_gpu(("masked dense", OURS, 5), (FLEX_KEPT, OURS, 1.5)),
@@ -240,6 +290,20 @@ ATTENTION = [
         work=work.attention(in_window),
         # Twice as many tokens: masked dense would take 100 GB.
         cuda={"paper": {"tokens": 16384, "window": 256, "top_k": 192, **HEADS}},
+    ),
+    Case(
+        "krause-dense",
+        "Krause attention of fewer tokens, beside all pairs",
+        {
+            "small": {"tokens": 256, "window": 64, "top_k": 48, **HEADS},
+            "paper": {"tokens": 4096, "window": 256, "top_k": 192, **HEADS},
+            "long": {"tokens": 16384, "window": 256, "top_k": 192, **HEADS},
+        },
+        attention_over(causal_window),
+        {OURS: ours.rbf, "masked dense": other.masked_dense},
+        targets=in_both_passes(("masked dense",), 80, 60),
+        work=work.attention(in_window),
+        devices=("cpu",),
     ),
     Case(
         "million",

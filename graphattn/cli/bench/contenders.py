@@ -68,6 +68,12 @@ def needs_compiler(device: torch.device) -> None:
         raise MissingError("torch.compile needs a C++ compiler on a CPU")
 
 
+def only_on_a_cpu(device: torch.device) -> None:
+    """Refuse a peer that is written for CPUs."""
+    if device.type != "cpu":
+        raise MissingError("written for CPUs")
+
+
 # Attention.
 
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import math
+from functools import cache
+
+import numpy
 import torch
+from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 import graphattn as ga
+from graphattn.cli.bench import chunks, flex, gathered, ours, work
 from graphattn.cli.bench import contenders as other
-from graphattn.cli.bench import flex, ours, work
 from graphattn.cli.bench import fused_attention as fused
 from graphattn.cli.bench.attention_cases import (
     COMPILED,
@@ -15,14 +20,20 @@ from graphattn.cli.bench.attention_cases import (
     FLEX_DOT,
     GATHER_SCATTER,
     HEADS,
+    LISTED,
     OUR_DOT,
+    STRUCTURED,
     attention_over,
+    in_both_passes,
+    share_on_a_cpu,
 )
 from graphattn.cli.bench.case import BOTH, FORWARD, Case
 from graphattn.cli.bench.inputs import AttentionInputs, attention_inputs
 from graphattn.cli.bench.record import OURS
 from graphattn.cli.bench.targets import Target
 from graphattn.cli.bench.work import Size
+
+CHUNKS, CHUNKS_DOT = "chunks + SDPA", "chunks + SDPA (dot product)"
 
 
 def near_in_space(size: Size, device: torch.device, dtype: torch.dtype) -> AttentionInputs:
@@ -31,9 +42,46 @@ def near_in_space(size: Size, device: torch.device, dtype: torch.dtype) -> Atten
     Neighbours see nearly the same tokens, but points stand in no order: what is near in space is
     anywhere in memory.
     """
-    points = torch.rand(size["tokens"], 3, generator=torch.Generator().manual_seed(0))
-    graph = ga.knn_graph(points.to(device), size["k"])
+    graph = ga.knn_graph(points_in_a_cube(size).to(device), size["k"])
     return attention_inputs(graph, size["heads"], size["features"], device, dtype)
+
+
+def points_in_a_cube(size: Size) -> Tensor:
+    """In no order, [N, 3]."""
+    return torch.rand(size["tokens"], 3, generator=torch.Generator().manual_seed(0))
+
+
+def near_in_memory(size: Size, device: torch.device, dtype: torch.dtype) -> AttentionInputs:
+    """The same graph, its tokens renumbered so that neighbours have near numbers."""
+    graph = reordered(ga.knn_graph(points_in_a_cube(size), size["k"]))
+    return attention_inputs(graph, size["heads"], size["features"], device, dtype)
+
+
+def reordered(graph: ga.TokenGraph) -> ga.TokenGraph:
+    """The graph with its tokens in reverse Cuthill-McKee order."""
+    from scipy import sparse
+
+    N = graph.num_tokens
+    source, target = graph.edge_index.numpy()
+    ones = numpy.ones(2 * len(source), dtype=bool)
+    both = (numpy.concatenate([target, source]), numpy.concatenate([source, target]))
+    symmetric = sparse.coo_array((ones, both), shape=(N, N)).tocsr()
+    order = sparse.csgraph.reverse_cuthill_mckee(symmetric, symmetric_mode=True)
+    number = torch.empty(N, dtype=torch.int64)
+    number[torch.from_numpy(order.astype("int64"))] = torch.arange(N)
+    return ga.from_edge_index(number[graph.edge_index], N)
+
+
+def within_a_radius(size: Size) -> ga.TokenGraph:
+    """Points in a cube near each other: `degree` on average around those far from its faces."""
+    volume = size["degree"] / size["tokens"]
+    return ga.radius_graph(points_in_a_cube(size), (volume / (4 / 3 * math.pi)) ** (1 / 3))
+
+
+@cache
+def num_within_a_radius(tokens: int, degree: int) -> int:
+    """Found once: to search takes longer than to attend."""
+    return within_a_radius({"tokens": tokens, "degree": degree}).num_edges
 
 
 def random_edges(size: Size) -> ga.TokenGraph:
@@ -95,13 +143,50 @@ OVER_EDGES = [
             "long": {"tokens": 65536, "k": 16, **HEADS},
         },
         near_in_space,
-        {OURS: ours.rbf, **GATHER_SCATTER},
+        {OURS: ours.rbf, STRUCTURED: ours.rbf_structured, **GATHER_SCATTER, **LISTED},
         targets=(
+            *in_both_passes(("compiled", *LISTED), 1.05, 1.2),
+            *in_both_passes(("compiled",), 1.8, 2.5),
+            *share_on_a_cpu(0.05),
             *times_as_fast_and_small(("index_add", "torch-scatter"), 10, 10),
             *times_as_fast_and_small(COMPILED, 4, 10),
         ),
         work=work.attention(knn_edges, listed=True),
         cuda={"paper": {"tokens": 65536, "k": 16, **HEADS}},
+    ),
+    Case(
+        "knn-graph-reordered",
+        "The same with tokens in reverse Cuthill-McKee order",
+        {
+            "small": {"tokens": 1024, "k": 16, **HEADS},
+            "paper": {"tokens": 16384, "k": 16, **HEADS},
+            "long": {"tokens": 65536, "k": 16, **HEADS},
+        },
+        near_in_memory,
+        {OURS: ours.rbf, STRUCTURED: ours.rbf_structured, "compiled": gathered.compiled, **LISTED},
+        targets=(
+            *in_both_passes((STRUCTURED,), 8, 5),
+            *in_both_passes(("compiled",), 2.5, 2.5),
+            *share_on_a_cpu(0.15),
+        ),
+        work=work.attention(knn_edges, listed=True),
+        devices=("cpu",),
+    ),
+    Case(
+        "radius-graph",
+        "RBF attention over points within a radius of each other",
+        {
+            "small": {"tokens": 1024, "degree": 16, **HEADS},
+            "paper": {"tokens": 16384, "degree": 16, **HEADS},
+            "long": {"tokens": 65536, "degree": 16, **HEADS},
+        },
+        attention_over(within_a_radius),
+        {OURS: ours.rbf, STRUCTURED: ours.rbf_structured, "compiled": gathered.compiled, **LISTED},
+        targets=(*in_both_passes(("compiled", *LISTED), 1.5, 1.5), *share_on_a_cpu(0.05)),
+        work=work.attention(
+            lambda size: num_within_a_radius(size["tokens"], size["degree"]), listed=True
+        ),
+        devices=("cpu",),
     ),
     Case(
         "bipartite",
@@ -112,7 +197,14 @@ OVER_EDGES = [
             "long": {"tokens": 32768, "sources": 65536, "degree": 32, **HEADS},
         },
         attention_over(random_edges),
-        {OURS: ours.rbf, **GATHER_SCATTER, "masked dense": other.masked_dense},
+        {
+            OURS: ours.rbf,
+            STRUCTURED: ours.rbf_structured,
+            **GATHER_SCATTER,
+            **LISTED,
+            "masked dense": other.masked_dense,
+        },
+        targets=(*in_both_passes(("compiled", *LISTED), 1.5, 1.5), *share_on_a_cpu(0.05)),
         work=work.attention(num_random_edges, listed=True),
         cuda={"paper": {"tokens": 32768, "sources": 16384, "degree": 32, **HEADS}},
     ),
@@ -127,10 +219,13 @@ OVER_EDGES = [
         attention_over(image),
         {
             OURS: ours.rbf,
+            STRUCTURED: ours.rbf_structured,
             FLEX: flex.flex_rbf,
             **GATHER_SCATTER,
+            **LISTED,
             "masked dense": other.masked_dense,
         },
+        targets=in_both_passes((FLEX, "compiled", *LISTED), 1.5, 1.5),
         work=work.attention(lambda size: image(size).num_edges),
         cuda={"paper": {"tokens": 1 + 128**2, "radius": 2, **HEADS}},
     ),
@@ -143,8 +238,17 @@ OVER_EDGES = [
             "long": {"tokens": 65536, "window": 256, "global_tokens": 4, **HEADS},
         },
         attention_over(longformer),
-        {OURS: ours.rbf, FLEX: flex.flex_rbf, "masked dense": other.masked_dense},
-        {OUR_DOT: ours.dot_product, FLEX_DOT: flex.flex_dot},
+        {
+            OURS: ours.rbf,
+            STRUCTURED: ours.rbf_structured,
+            CHUNKS: chunks.chunks_rbf,
+            FLEX: flex.flex_rbf,
+            "compiled": gathered.compiled,
+            **LISTED,
+            "masked dense": other.masked_dense,
+        },
+        {OUR_DOT: ours.dot_product, FLEX_DOT: flex.flex_dot, CHUNKS_DOT: chunks.chunks_dot},
+        targets=in_both_passes((CHUNKS, FLEX, "compiled", *LISTED), 1.5, 1.5),
         work=work.attention(lambda size: longformer(size).num_edges),
         cuda={"paper": {"tokens": 65536, "window": 256, "global_tokens": 4, **HEADS}},
     ),

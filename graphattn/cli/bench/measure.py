@@ -100,19 +100,31 @@ def clock(run: Run, inputs: Any, *, backward: bool, device: torch.device) -> Clo
     return GpuClock(work)
 
 
-def time_interleaved(clocks: Mapping[str, Clock], *, seconds: float) -> dict[str, Timing]:
+def time_interleaved(
+    clocks: Mapping[str, Clock],
+    *,
+    seconds: float,
+    failed: Callable[[str, Exception], None] | None = None,
+) -> dict[str, Timing]:
     """Every contender in turn, round after round, for so many seconds in all.
 
     A busy machine is then slow for all of them, and ratios hold. Three rounds at least and a
     hundred at most; two for whoever needs seconds for a pass, beside which the clock of the others
-    stands still.
+    stands still. Who fails in a round (memory that others took meanwhile) is handed to `failed` and
+    has no times.
     """
     times: dict[str, list[float]] = {name: [] for name in clocks}
     started, rounds = time.perf_counter(), 0
     while rounds < 3 or (rounds < 100 and time.perf_counter() - started < seconds):
-        for name, own in clocks.items():
+        for name in list(times):
             if rounds < 2 or times[name][0] < TWO_WILL_DO:
-                times[name].append(own.sample())
+                try:
+                    times[name].append(clocks[name].sample())
+                except Exception as failure:
+                    if failed is None:
+                        raise
+                    del times[name]
+                    failed(name, failure)
         rounds += 1
         if rounds == 2 and any(values[0] >= TWO_WILL_DO for values in times.values()):
             started = time.perf_counter()

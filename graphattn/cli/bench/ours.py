@@ -7,7 +7,11 @@ from dataclasses import replace
 from torch import Tensor
 
 import graphattn as ga
-from graphattn.cli.bench.contenders import afford_edge_networks, afford_edges
+from graphattn.cli.bench.contenders import (
+    afford_edge_networks,
+    afford_edges,
+    only_on_a_cpu,
+)
 from graphattn.cli.bench.inputs import (
     AttentionInputs,
     ConsensusInputs,
@@ -29,6 +33,14 @@ def rbf(x: AttentionInputs) -> Tensor:
 def dot_product(x: AttentionInputs) -> Tensor:
     """The dot product over the same edges: what dense SDPA computes over all."""
     return ga.dot_product_attention(x.query, x.key, x.value, x.graph)
+
+
+def rbf_structured(x: AttentionInputs) -> Tensor:
+    """RBF attention by torch's operators alone: beside it stands what own compiled code gains."""
+    only_on_a_cpu(x.query.device)
+    return ga.rbf_attention(
+        x.query, x.key, x.value, x.graph, x.sigma, top_k=x.top_k, backend="structured"
+    )
 
 
 def rbf_without_top_k(x: AttentionInputs) -> Tensor:

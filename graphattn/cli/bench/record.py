@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import subprocess
 from dataclasses import asdict, dataclass, field
@@ -14,6 +15,7 @@ from typing import Any, Literal
 import torch
 
 import graphattn
+from graphattn.kernels.cpu.library import instruction_set
 
 OURS = "graphattn"
 Quantity = Literal["time", "memory", "error", "share of bound"]
@@ -120,6 +122,7 @@ def provenance(device: torch.device, size: str) -> dict[str, Any]:
         hardware = f"{torch.cuda.get_device_name(device)}, CUDA {torch.version.cuda}"
     else:
         hardware = f"{_processor()}, {torch.get_num_threads()} threads"
+    on_cpu = {"compiled kernels": instruction_set(), "huge pages": _huge_pages()}
     return {
         "device": device.type,
         "hardware": hardware,
@@ -130,7 +133,14 @@ def provenance(device: torch.device, size: str) -> dict[str, Any]:
         "triton": _version("triton"),
         "python": platform.python_version(),
         "date": date.today().isoformat(),
+        **(on_cpu if device.type == "cpu" else {}),
     }
+
+
+def _huge_pages() -> str:
+    """Whether torch asks for them, for all tensors of 2 MB or more: contenders alike."""
+    asked = os.environ.get("THP_MEM_ALLOC_ENABLE") == "1"
+    return "asked for (THP_MEM_ALLOC_ENABLE=1)" if asked else "as the system gives them"
 
 
 def _version(package: str) -> str | None:

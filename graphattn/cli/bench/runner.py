@@ -62,7 +62,11 @@ class Runner:
             with self.console.status(f"{case.title}, {passes}: timing"):
                 clocks, peaks = self.warm(case, passes, entries, inputs, errors)
                 speeds = [] if self.watch is None else [self.watch.speed()]
-                timings = time_interleaved(clocks, seconds=self.seconds)
+
+                def note_failure(name: str, failure: Exception, passes: str = passes) -> None:
+                    self.note(f"{case.name}, {name}, {passes}: {reason_of(failure)}")
+
+                timings = time_interleaved(clocks, seconds=self.seconds, failed=note_failure)
                 if self.watch is not None:
                     speeds.append(self.watch.speed())
                 rows = {
@@ -70,7 +74,7 @@ class Runner:
                         case, passes, name, entries[name], clocks[name], peaks[name], errors[name],
                         timings, min(speeds, default=None),
                     )
-                    for name in clocks
+                    for name in timings
                 }  # fmt: skip
             self.record.rows.extend(rows.values())
             self.record.targets.extend(
