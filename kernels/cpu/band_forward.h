@@ -1,0 +1,378 @@
+// The forward of attention over bands, and what the backward shares with it: packed tokens and the
+// logits of tiles.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <vector>
+
+#include "band_plan.h"
+#include "band_rows.h"
+#include "band_tiles.h"
+#include "band_top_k.h"
+#include "bands.h"
+#include "features.h"
+#include "simd.h"
+
+namespace graphattn {
+
+// Tokens of one head lie far apart in memory: so many ahead they are fetched.
+constexpr int64_t AHEAD = 12;
+
+// What is wrong with a token of a task.
+constexpr uint8_t BAD_KEY = 1, BAD_VALUE = 2;
+
+// RBF logits below it have lost digits that weights would need: 1e-5 of them, where rounding adds up.
+constexpr double STEEP = -32;
+constexpr double FADED = 20;  // logits so far below the largest weigh less than rounding does
+
+template <class T, bool RBF>
+class Bands {
+ public:
+  static constexpr T NONE = -std::numeric_limits<T>::infinity();
+  static constexpr T MOST = std::numeric_limits<T>::infinity();
+
+  Bands(const BandsCall& call, const Plan& plan)
+      : call_(call), plan_(plan), scale_(static_cast<const T*>(call.scale)),
+        repeats_(call.heads / call.kv_heads), padded_(whole_vectors<T>(call.width)),
+        value_padded_(whole_vectors<T>(call.value_width)), numbers_(call.top_k > 0 ? 4 : 2) {
+    for (int64_t h = 0; h < call.heads; ++h) {
+      const T strength = std::max(std::abs(scale_[h]), T(1));
+      limits_.push_back(std::sqrt(std::numeric_limits<T>::max() / strength) / T(1e3));
+    }
+    if (call.table) pad_table();
+  }
+
+  void forward(const Task& task, int64_t b, int64_t g, Packed<T>& own, BandRow<T, RBF>& exact) {
+    pack_keys(task, b, g, own, nullptr);
+    for (int64_t h = g * repeats_; h < (g + 1) * repeats_; ++h) {
+      for (int64_t i = task.first; i < task.last; i += QUERIES) {
+        forward_few(task, b, h, i, own, exact);
+      }
+    }
+  }
+
+ protected:
+  int64_t token_of(const Task& task, int64_t i) const {
+    return task.sequence->target + i * task.sequence->step;
+  }
+
+  T* kept_of(int64_t b, int64_t target, int64_t h) const {
+    return static_cast<T*>(call_.kept) +
+           ((b * call_.targets + target) * call_.heads + h) * numbers_;
+  }
+
+  bool is_valid_target(int64_t b, int64_t target) const {
+    return !call_.valid_targets || call_.valid_targets[b * call_.targets + target];
+  }
+
+  // The table head by head, with zeros at both ends and in place of what is not sound.
+  void pad_table() {
+    const int64_t stride = call_.offsets + 2 * MARGIN;
+    const T* table = static_cast<const T*>(call_.table);
+    table_.assign(static_cast<size_t>(call_.heads * stride), T(0));
+    bad_entries_.assign(static_cast<size_t>(call_.offsets), 0);
+    for (int64_t h = 0; h < call_.heads; ++h) {
+      for (int64_t e = 0; e < call_.offsets; ++e) {
+        const T entry = table[e * call_.heads + h];
+        const bool sound = std::abs(entry) <= limits_[h] || entry == NONE;
+        if (sound) table_[h * stride + MARGIN + e] = entry;
+        if (!sound) bad_entries_[e] = any_bad_entry_ = true;
+      }
+    }
+  }
+
+  Logits<T> logits_of(int64_t h) const {
+    const int64_t stride = call_.offsets + 2 * MARGIN;
+    const T* table = call_.table ? table_.data() + h * stride + MARGIN + call_.origin : nullptr;
+    return {scale_[h], T(call_.softcap), table};
+  }
+
+  T limit_of_group(int64_t g) const {
+    const auto begin = limits_.begin() + g * repeats_;
+    return *std::min_element(begin, begin + repeats_);
+  }
+
+  void pack_keys(const Task& task, int64_t b, int64_t g, Packed<T>& own, Backward<T>* back) const {
+    constexpr int64_t L = Vec<T>::L, K = KEYS<T>;
+    const T limit = limit_of_group(g);
+    own.any_bad = any_bad_entry_;
+    const T *keys[L], *values[L];
+    for (int64_t first = 0; first < task.keys; first += L) {
+      for (int64_t n = 0; n < L; ++n) {
+        find_key(task, b, g, first + n, limit, own, keys[n], values[n]);
+        if (back) {
+          put_row(keys[n], call_.width, back->key_rows + (first + n) * padded_, padded_);
+        } else {
+          put_row(values[n], call_.value_width, own.values + (first + n) * value_padded_,
+                  value_padded_);
+        }
+      }
+      const int64_t tile = first / K * K, lane = first % K;
+      put_columns<T, L>(keys, call_.width, own.keys + tile * call_.width + lane, K);
+      if (back) {
+        put_columns<T, L>(values, call_.value_width,
+                          back->value_columns + tile * call_.value_width + lane, K);
+      }
+    }
+  }
+
+  // Key and value at a place of a task, or null where tiles hold zeros; marks what is bad.
+  void find_key(const Task& task, int64_t b, int64_t g, int64_t y, T limit, Packed<T>& own,
+                const T*& key, const T*& value) const {
+    const Sequence& s = *task.sequence;
+    const int64_t j = task.begin + y, token = s.source + j * s.step;
+    const uint8_t* valid = call_.valid_sources;
+    const bool exists = j >= task.low && j < task.high;
+    const bool usable = exists && (!valid || valid[b * call_.sources + token]);
+    own.usable[y] = usable ? T(0) : NONE;
+    own.lengths[y] = 0;
+    own.bad[y] = 0;
+    key = value = nullptr;
+    if (!usable) return;
+    const int64_t next = s.source + std::min(j + AHEAD, task.high - 1) * s.step;
+    prefetch(at<T>(call_.key, b, next, g), call_.width * sizeof(T));
+    prefetch(at<T>(call_.value, b, next, g), call_.value_width * sizeof(T));
+    key = at<const T>(call_.key, b, token, g);
+    value = at<const T>(call_.value, b, token, g);
+    if (!is_sound(key, call_.width, limit)) own.bad[y] |= BAD_KEY, key = nullptr;
+    if (!is_sound(value, call_.value_width, limit)) own.bad[y] |= BAD_VALUE, value = nullptr;
+    if (needs_lengths() && key) own.lengths[y] = length_of(key);
+    own.any_bad = own.any_bad || own.bad[y];
+  }
+
+  // Whether target i has an edge to a token with something bad, or reads a bad entry of the table.
+  bool sees_bad(const Task& task, int64_t i, uint8_t what, const Packed<T>& own,
+                const T* logits = nullptr, int64_t from = 0) const {
+    const Sequence& s = *task.sequence;
+    if (!own.any_bad) return false;
+    const int64_t end = std::min(task.high, i + s.after + 1);
+    for (int64_t j = std::max(task.low, i - s.before); j < end; ++j) {
+      if (s.loops != 1 && j - i == -s.loops / 2) continue;
+      if (own.usable[j - task.begin] == NONE) continue;
+      if (logits && logits[j - from] == NONE) continue;
+      if (own.bad[j - task.begin] & what) return true;
+      if (any_bad_entry_ && bad_entries_[call_.origin + j - i]) return true;
+    }
+    return false;
+  }
+
+  // Affinities of QUERIES targets and a tile of packed keys that begins with j, or a vector of it.
+  template <bool RADIAL>
+  void tile(bool whole, const T* query, const T* packed, const Task& task, int64_t j,
+            int64_t width, T* to, int64_t stride) const {
+    const int64_t y = j - task.begin, lane = y % KEYS<T>;
+    const T* keys = packed + (y - lane) * width + lane;
+    if (whole) {
+      affinities<T, RADIAL, KEY_VECTORS>(query, keys, width, to, stride);
+    } else {
+      affinities<T, RADIAL, 1>(query, keys, width, to, stride);
+    }
+  }
+
+  void logits_of_tile(bool whole, const Logits<T>& how, const Task& task, int64_t i, int64_t j,
+                      const Packed<T>& own, const T* from, T* to, int64_t stride) const {
+    const T* usable = own.usable + (j - task.begin);
+    if (whole) {
+      make_logits<T, KEY_VECTORS>(how, seen_by(task, i, j, KEYS<T>), j - i, usable, from, to,
+                                  stride);
+    } else {
+      make_logits<T, 1>(how, seen_by(task, i, j, Vec<T>::L), j - i, usable, from, to, stride);
+    }
+  }
+
+  // Of which keys j .. j + keys - 1 targets i .. i + QUERIES - 1 see.
+  Seen seen_by(const Task& task, int64_t i, int64_t j, int64_t keys) const {
+    const Sequence& s = *task.sequence;
+    Seen seen{i - s.before - j, i + s.after + 1 - j, s.sources - j, i - s.loops / 2 - j, false};
+    if (s.loops == 1) seen.hole = -MARGIN;
+    const bool whole = seen.hole + QUERIES <= 0 || seen.hole >= keys;
+    seen.all = whole && seen.first + QUERIES - 1 <= 0 && std::min(seen.last, seen.end) >= keys;
+    return seen;
+  }
+
+  // Targets i .. i + QUERIES - 1 of one head.
+  void forward_few(const Task& task, int64_t b, int64_t h, int64_t i, Packed<T>& own,
+                   BandRow<T, RBF>& exact) const {
+    constexpr int64_t K = KEYS<T>, L = Vec<T>::L;
+    const Sequence& s = *task.sequence;
+    bool special[QUERIES] = {};
+    const int64_t count = std::min<int64_t>(QUERIES, task.last - i);
+    for (int64_t next = i + QUERIES; next < std::min(i + 2 * QUERIES, task.last); ++next) {
+      prefetch(at<T>(call_.query, b, token_of(task, next), h), call_.width * sizeof(T));
+      prefetch(at<T>(call_.out, b, token_of(task, next), h), call_.value_width * sizeof(T));
+    }
+    const T* queries[QUERIES];
+    for (int64_t r = 0; r < QUERIES; ++r) {
+      const T*& query = queries[r] = nullptr;
+      if (r < count && is_valid_target(b, token_of(task, i + r))) {
+        query = at<const T>(call_.query, b, token_of(task, i + r), h);
+        if (!is_sound(query, call_.width, limits_[h])) special[r] = true, query = nullptr;
+        const uint8_t what = call_.top_k > 0 ? BAD_KEY : BAD_KEY | BAD_VALUE;
+        special[r] = special[r] || sees_bad(task, i + r, what, own);
+      }
+    }
+    put_columns<T, QUERIES>(queries, call_.width, own.query, QUERIES);
+    const int64_t from = std::max(task.low, i - s.before);
+    const int64_t end = std::max(from, std::min(task.high, i + QUERIES + s.after));
+    const int64_t start = from / L * L, row = rounded_up(end - start, L), stride = plan_.row;
+    const Logits<T> how = logits_of(h);
+    for (int64_t j = start; j < end;) {
+      const bool whole = j % K == 0 && j + L < end;
+      T* to = own.logits + (j - start);
+      tile<RBF>(whole, own.query, own.keys, task, j, call_.width, to, stride);
+      logits_of_tile(whole, how, task, i, j, own, to, to, stride);
+      j += whole ? K : L;
+    }
+    T share[QUERIES];
+    for (int64_t r = 0; r < count; ++r) {
+      T* logits = own.logits + r * stride;
+      const int64_t target = token_of(task, i + r);
+      T* kept = kept_of(b, target, h);
+      const T* table = how.table ? how.table + start - (i + r) : nullptr;
+      bool careful = false;
+      if (call_.top_k > 0) {
+        const Largest<T> best = find_largest(logits, row, call_.top_k, own.order);
+        careful = is_nearly_a_tie(best, logits, row, table, task, i + r, r, h, own);
+        keep_largest(best, logits, row, start - (i + r - s.before), kept);
+        special[r] = special[r] || (is_valid_target(b, target) &&
+                                    sees_bad(task, i + r, BAD_VALUE, own, logits, start));
+      }
+      T* lse = static_cast<T*>(call_.lse) + (b * call_.targets + target) * call_.heads + h;
+      careful = careful || (end > from && is_steep(logits, row, table));
+      *lse = end > from ? exponentials(logits, row, kept) : NONE;
+      if (*lse == NONE || !is_valid_target(b, target)) kept[0] = MOST, kept[1] = 0, *lse = NONE;
+      share[r] = kept[1];
+      special[r] = special[r] || (careful && *lse != NONE);
+      if (special[r]) kept[0] = MOST, kept[1] = 1;
+    }
+    std::fill_n(own.sums, QUERIES * value_padded_, T(0));
+    for (int64_t j = from; j < end; j += LONG_SUM) {
+      for (int64_t r = 0; r < count; r += ROWS) {
+        const int64_t low = std::max(j, i + r - s.before);
+        const int64_t high = std::min({j + LONG_SUM, end, i + r + ROWS + s.after});
+        T* sums = own.sums + r * value_padded_;
+        combine<T, false>(own.logits + r * stride + (low - start), stride, 1,
+                          own.values + (low - task.begin) * value_padded_, value_padded_,
+                          high - low, sums, sums);
+      }
+    }
+    for (int64_t r = 0; r < count; ++r) {
+      if (special[r]) {
+        exact.forward(b, s, i + r, h);
+        continue;
+      }
+      T* out = at<T>(call_.out, b, token_of(task, i + r), h);
+      const T* sums = own.sums + r * value_padded_;
+      for (int64_t d = 0; d < call_.value_width; ++d) {
+        out[d] = share[r] == 0 ? T(0) : sums[d] * share[r];
+      }
+    }
+  }
+
+  // -inf in place of all but the largest; what the backward needs to find them again.
+  void keep_largest(const Largest<T>& best, T* logits, int64_t count, int64_t place,
+                    T* kept) const {
+    const vec<T> least = broadcast(best.threshold);
+    const vec<T> last = broadcast(T(std::min(best.last, count)));
+    for (int64_t e = 0; e < count; e += Vec<T>::L) {
+      const vec<T> logit = load(logits + e), number = lane_numbers<T>() + T(e);
+      const auto is_kept = (logit > least) | ((logit == least) & (number <= last));
+      store(logits + e, is_kept ? logit : broadcast(NONE));
+    }
+    kept[2] = best.threshold;
+    // Within the row's window, so that float32 can tell places apart.
+    kept[3] = best.last < count ? T(best.last + place) : MOST;
+  }
+
+  // What rounding may add to a logit, in units of the terms it is summed up of.
+  T rounding() const {
+    return 2 * (std::sqrt(T(call_.width)) + 4) * std::numeric_limits<T>::epsilon();
+  }
+
+  // Differences are of one sign, and so the logit bounds its terms; products need lengths.
+  bool needs_lengths() const { return sizeof(T) == sizeof(float) && !RBF && call_.top_k > 0; }
+
+  T length_of(const T* x) const { return std::sqrt(dot<T, 0>(x, x, call_.width)); }
+
+  // Whether rounding may have decided which is the last edge kept. (Double has no better judge.)
+  bool is_nearly_a_tie(const Largest<T>& best, const T* logits, int64_t count, const T* table,
+                       const Task& task, int64_t i, int64_t r, int64_t h,
+                       const Packed<T>& own) const {
+    if (sizeof(T) != sizeof(float) || best.next == NONE) return false;
+    T terms = std::max(std::abs(best.threshold), std::abs(best.next));
+    if (needs_lengths()) {
+      T query = 0, key = 0;
+      for (int64_t d = 0; d < call_.width; ++d) {
+        query += own.query[d * QUERIES + r] * own.query[d * QUERIES + r];
+      }
+      const int64_t end = std::min(task.high, i + task.sequence->after + 1);
+      for (int64_t j = std::max(task.low, i - task.sequence->before); j < end; ++j) {
+        key = std::max(key, own.lengths[j - task.begin]);
+      }
+      terms += std::abs(scale_[h]) * std::sqrt(query) * key;
+    } else if (table) {
+      terms -= least_without(table, logits, count, NONE);
+    }
+    return !(best.threshold - best.next > rounding() * terms);
+  }
+
+  // The least of the logits above a limit, less what the table has added to them; at most 0.
+  T least_without(const T* table, const T* logits, int64_t count, T limit) const {
+    const vec<T> above = broadcast(limit), zero{};
+    vec<T> least{};
+    for (int64_t e = 0; e < count; e += Vec<T>::L) {
+      const vec<T> logit = load(logits + e);
+      least = minimum(least, logit > above ? logit - load(table + e) : zero);
+    }
+    return least_of(least);
+  }
+
+  // Whether edges that weigh something have RBF logits that rounding has changed. `table`: what was
+  // added to the logits, or null.
+  bool is_steep(const T* logits, int64_t count, const T* table) const {
+    if (!RBF || sizeof(T) != sizeof(float)) return false;
+    vec<T> most = broadcast(NONE);
+    for (int64_t e = 0; e < count; e += Vec<T>::L) most = maximum(most, load(logits + e));
+    const T highest = largest(most);
+    if (!table) return highest < T(STEEP) && highest != NONE;
+    return least_without(table, logits, count, highest - T(FADED)) < T(STEEP);
+  }
+
+  // exp(logit - largest) in place of logits; returns the log-sum. Keeps the largest and 1 / sum.
+  T exponentials(T* logits, int64_t count, T* kept) const {
+    constexpr int64_t L = Vec<T>::L;
+    vec<T> most = broadcast(NONE);
+    for (int64_t e = 0; e < count; e += L) most = maximum(most, load(logits + e));
+    const T highest = largest(most);
+    kept[0] = highest;
+    if (highest == NONE) {
+      std::fill_n(logits, count, T(0));
+      return NONE;
+    }
+    double whole = 0;
+    for (int64_t first = 0; first < count; first += LONG_SUM) {
+      vec<T> part{};
+      for (int64_t e = first; e < std::min(first + LONG_SUM, count); e += L) {
+        const vec<T> exponential = exp(load(logits + e) - broadcast(highest));
+        store(logits + e, exponential);
+        part += exponential;
+      }
+      whole += sum(part);
+    }
+    kept[1] = T(1) / T(whole);
+    return highest + std::log(T(whole));
+  }
+
+  const BandsCall& call_;
+  const Plan& plan_;
+  const T* scale_;
+  const int64_t repeats_, padded_, value_padded_, numbers_;  // numbers_: kept of a row
+  std::vector<T> limits_, table_;
+  std::vector<uint8_t> bad_entries_;
+  bool any_bad_entry_ = false;
+};
+
+}  // namespace graphattn
