@@ -16,7 +16,7 @@ import graphattn as ga
 
 
 class Seen(NamedTuple):
-    """A graph, bool [N, M] who sees whom, and [N, M] the entry of a table; `offsets` 0: no table."""
+    """A graph, bool [N, M] who sees whom, [N, M] entries of a table, and how many it has, or 0."""
 
     graph: ga.TokenGraph
     mask: Tensor

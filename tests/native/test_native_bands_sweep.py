@@ -159,11 +159,12 @@ class Case:
         """The same in loops."""
         leaves = self.leaves()
         exact = [x.double() for x in leaves]
-        tensors = [x.reshape(-1, *x.shape[-3:]) if x.numel() else
-                   x.new_zeros((x.shape[:-3].numel(), *x.shape[-3:])) for x in exact[:3]]  # fmt: skip
+        batch = self.tensors[0].shape[:-3]
+        tensors = [x.reshape(batch.numel(), *x.shape[-3:]) for x in exact[:3]]
+        valid = tuple(
+            None if x is None else x.reshape(batch.numel(), x.shape[-1]) for x in self.valid
+        )
         scale = exact[3] if self.score == "dot" else exact[3] ** -2
-        valid = tuple(None if x is None else x.reshape(tensors[0].shape[0], x.shape[-1])
-                      for x in self.valid)  # fmt: skip
         out, lse = by_hand.rows(
             *tensors,
             self.seen,
@@ -173,7 +174,6 @@ class Case:
             valid=valid,
             **self.options,
         )
-        batch = self.tensors[0].shape[:-3]
         out, lse = out.view(*batch, *out.shape[1:]), lse.view(*batch, *lse.shape[1:])
         return [out, lse, *(x.double() for x in self.gradients(out, lse, leaves))]
 
