@@ -76,6 +76,73 @@ def order_of_visits(tokens: int, neighbors: int) -> None:
     rows.edges_of(ga.knn_graph(torch.rand(tokens, 2), min(neighbors, tokens - 1))).visits  # noqa: B018
 
 
+def attention_bands(kind: str, tokens: int, width: int, dtype: torch.dtype, threads: int) -> None:
+    """Every way through the tiles, and every reason why a row is computed by itself."""
+    torch.set_num_threads(threads)
+    generator = torch.Generator().manual_seed(0)
+    graph = BANDS[kind](tokens)
+    targets, sources = graph.num_targets, graph.num_sources
+
+    def leaf(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, dtype=dtype).requires_grad_()
+
+    def some(count: int) -> torch.Tensor:
+        return torch.rand(2, count, generator=generator) < 0.9
+
+    query, value = leaf(2, targets, 4, width), leaf(2, sources, 2, width + 1)
+    key = leaf(2, sources, 2, width)
+    offsets = 0 if graph.structure is None else graph.structure.num_offsets or 0
+    table = {"edge_bias": leaf(offsets, 4)} if offsets not in (0, graph.num_edges) else {}
+    holes = {"edge_bias": bad_entry(table["edge_bias"])} if table else {}
+    valid = {"valid": (some(targets), some(sources))}
+    equal = key.detach() * 0 + 1  # every row is a tie
+    for score, keys, options in (
+        ("dot", key, {"softcap": 2.0, **table}),
+        ("dot", key, {"top_k": 3, **valid, **table}),
+        ("rbf", key, {**table}),
+        ("rbf", key, {"sigma": 0.05, **valid}),  # steep
+        ("rbf", key, {"sigma": 0.05, "top_k": 2, **table}),
+        ("rbf", equal, {"top_k": 3}),
+        ("dot", equal, {"top_k": 40, "softcap": 1e-3}),
+        ("dot", bad_token(key), {**table}),
+        ("rbf", bad_token(key), {"top_k": 3, **valid}),
+        ("dot", key, holes),
+    ):
+        attend = ga.dot_product_attention
+        if score == "rbf":
+            attend, options = ga.rbf_attention, {"sigma": 2.0 * (width + 1) ** 0.5, **options}
+        out, lse = attend(query, keys, value, graph, backend="native", return_lse=True, **options)
+        if score == "rbf":
+            torch.autograd.backward([out, lse], [torch.ones_like(out), lse.isfinite().to(dtype)])
+        else:
+            out.backward(torch.ones_like(out))
+
+
+def bad_token(x: torch.Tensor) -> torch.Tensor:
+    """x with NaN in the middle and an enormous number at the end."""
+    x = x.detach().clone()
+    x[:, x.shape[1] // 2 :][:, :1], x[:, -1:] = torch.nan, 1e30
+    return x
+
+
+def bad_entry(table: torch.Tensor) -> torch.Tensor:
+    """A table whose first entry is NaN, and whose last says that nobody is seen there."""
+    table = table.detach().clone()
+    table[-1], table[0] = -torch.inf, torch.nan
+    return table
+
+
+BANDS: dict[str, Callable[[int], ga.TokenGraph]] = {
+    "causal window": lambda n: ga.causal_window_graph(n, 40),
+    "past": lambda n: ga.causal_window_graph(n, 17, past=70),
+    "path": lambda n: ga.window_path_graph(n, 9),
+    "dilated": lambda n: ga.dilated_window_graph(n, 20, 2),
+    "blocks": lambda n: ga.block_window_graph(n, 16, shift=3),
+    "batch": lambda n: ga.batch([ga.causal_graph(n), ga.causal_graph(3), ga.causal_graph(n)]),
+    "complete": lambda n: ga.complete_graph(n, self_loops=False),
+    "wide": lambda n: ga.window_path_graph(n, 300, self_loops=True),
+}
+
 CASES = [
     Cases("exp", exp, itertools.product(COUNTS, DTYPES, THREADS)),
     Cases("reduce", reduce, itertools.product(DTYPES)),
@@ -91,6 +158,17 @@ CASES = [
         itertools.product((1, 2, 17, 600), (0, 1, 16, 19), DTYPES, THREADS),
     ),
     Cases("order_of_visits", order_of_visits, itertools.product((2, 127, 128, 1500), (1, 8, 63))),
+    Cases(
+        "attention_bands",
+        attention_bands,
+        [
+            *itertools.product(BANDS, (0, 1, 9), (5,), DTYPES, (1,)),
+            *itertools.product(BANDS, (63, 65), (17,), DTYPES, (1,)),
+            *itertools.product(BANDS, (260,), (16,), DTYPES, (3,)),
+            *itertools.product(("path", "blocks"), (40,), (0, 80), DTYPES, (1,)),
+            ("causal window", 1025, 3, torch.float32, 2),
+        ],
+    ),
     Cases("fail_to_allocate", fail_to_allocate, itertools.product((1, 20), THREADS)),
 ]
 

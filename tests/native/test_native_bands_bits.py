@@ -1,0 +1,241 @@
+"""Compiled attention over bands gives the same bits whatever happens around a row."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import graphattn as ga
+from graphattn.kernels.cpu import library
+
+if library.why_not() is not None:
+    pytest.skip(str(library.why_not()), allow_module_level=True)
+
+SCORES = ("dot", "rbf")
+OPTIONS: dict[str, dict[str, Any]] = {"all": {}, "top-k": {"top_k": 5}}
+each_score = pytest.mark.parametrize("score", SCORES)
+each_option = pytest.mark.parametrize("option", OPTIONS)
+
+
+def tensors(
+    *batch: int, tokens: int, width: int = 19, dtype: torch.dtype = torch.float32
+) -> list[Tensor]:
+    """Query of four heads, key and value of two."""
+    generator = torch.Generator().manual_seed(tokens)
+    shapes = [(*batch, tokens, heads, width) for heads in (4, 2, 2)]
+    return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+
+
+def attend(
+    leaves: list[Tensor], graph: ga.TokenGraph, score: str, backend: str = "native", **options: Any
+) -> tuple[Tensor, Tensor]:
+    if score == "rbf":
+        return ga.rbf_attention(*leaves, graph, 2.0, backend=backend, return_lse=True, **options)
+    return ga.dot_product_attention(*leaves, graph, backend=backend, return_lse=True, **options)
+
+
+def run(
+    given: list[Tensor],
+    graph: ga.TokenGraph,
+    score: str,
+    rows: Tensor | slice = slice(None),
+    backend: str = "native",
+    **options: Any,
+) -> list[Tensor]:
+    """Output and log-sums of some rows, and the gradients if only those count."""
+    leaves = [x.detach().requires_grad_() for x in given]
+    named = {k: v.detach().requires_grad_() for k, v in options.items() if k == "edge_bias"}
+    out, lse = attend(leaves, graph, score, backend, **{**options, **named})
+    out, lse = out.movedim(-3, 0)[rows], lse.movedim(-2, 0)[rows]
+    loss = (out * torch.linspace(-1, 1, out.shape[-1], dtype=out.dtype)).sum() + lse.square().sum()
+    return [out, lse, *torch.autograd.grad(loss, [*leaves, *named.values()])]
+
+
+def same_bits(first: list[Tensor], second: list[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@each_score
+@each_option
+def test_any_number_of_threads_gives_the_same_bits(score: str, option: str) -> None:
+    """Several tasks and sequences, a table, and rows that are done by themselves."""
+    parts = [ga.window_path_graph(n, 40, self_loops=True) for n in (600, 9, 300)]
+    graph, before = ga.batch(parts), torch.get_num_threads()
+    given = tensors(2, tokens=909)
+    given[1][:, 77], given[1][:, 700:] = 1e25, given[1][:, 700:] * 30  # enormous; steep
+    table = torch.randn(81, 4, generator=torch.Generator().manual_seed(0))
+    found = []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            found.append(run(given, graph, score, edge_bias=table, **OPTIONS[option]))
+    finally:
+        torch.set_num_threads(before)
+    found = [[x.nan_to_num(7) for x in own] for own in found]
+    assert same_bits(found[0], found[1])
+    assert same_bits(found[0], found[2])
+
+
+@each_score
+@each_option
+def test_a_sample_has_the_bits_that_it_has_alone(score: str, option: str) -> None:
+    given = tensors(3, tokens=150)
+    graph = ga.causal_window_graph(150, 40)
+    together = run(given, graph, score, **OPTIONS[option])
+    alone = run([x[1] for x in given], graph, score, **OPTIONS[option])
+    out, lse, *gradients = together
+    assert same_bits([out[:, 1], lse[:, 1], *(x[1] for x in gradients)], alone)
+
+
+@each_score
+@each_option
+@pytest.mark.parametrize(
+    "kind",
+    [
+        lambda n: ga.causal_window_graph(n, 40),
+        lambda n: ga.window_path_graph(n, 70),
+        lambda n: ga.block_window_graph(n, 17),
+        lambda n: ga.dilated_window_graph(n, 5, 3),
+    ],
+    ids=["causal window", "path", "blocks", "dilated"],
+)
+def test_a_sequence_has_the_bits_that_it_has_alone(
+    kind: Callable[[int], ga.TokenGraph], score: str, option: str
+) -> None:
+    lengths = (5, 150, 1, 33, 300)
+    given, graph = tensors(tokens=sum(lengths)), ga.batch([kind(n) for n in lengths])
+    together, start = run(given, graph, score, **OPTIONS[option]), 0
+    for n in lengths:
+        own = slice(start, start + n)
+        alone = run([x[own] for x in given], kind(n), score, **OPTIONS[option])
+        assert same_bits([x[own] for x in together], alone)
+        start += n
+
+
+def laid_out(x: Tensor, how: str) -> Tensor:
+    """The same numbers elsewhere in memory."""
+    match how:
+        case "heads first":
+            return x.transpose(-2, -3).contiguous().transpose(-2, -3)
+        case "part of a wider tensor":
+            return torch.cat([x, x], dim=-1)[..., : x.shape[-1]]
+        case "not aligned":
+            return torch.cat([x.new_zeros(3), x.flatten()])[3:].view(x.shape)
+        case "every other token":
+            return torch.stack([x, x], dim=-3).flatten(-4, -3)[..., ::2, :, :]
+        case "features apart":
+            return x.transpose(-1, -2).contiguous().transpose(-1, -2)
+        case "backwards":
+            return x.flip(0).clone().flip(0)
+        case "negative":
+            return torch.complex(torch.zeros_like(x), -x).conj().imag
+    raise AssertionError(how)
+
+
+@each_score
+@pytest.mark.parametrize(
+    "how",
+    ["heads first", "part of a wider tensor", "not aligned", "every other token",
+     "features apart", "backwards", "negative"],
+)  # fmt: skip
+def test_no_layout_changes_a_bit(how: str, score: str) -> None:
+    given, graph = tensors(2, tokens=90), ga.causal_window_graph(90, 20)
+    other = [laid_out(x, how) for x in given]
+    assert all(torch.equal(a, b) for a, b in zip(given, other, strict=True))
+    assert same_bits(run(given, graph, score, top_k=7), run(other, graph, score, top_k=7))
+
+
+@each_score
+@pytest.mark.parametrize("how", ["heads first", "part of a wider tensor", "features apart", "one"])
+def test_gradients_from_above_may_lie_anywhere(how: str, score: str) -> None:
+    graph, given = ga.causal_window_graph(90, 20), tensors(2, tokens=90)
+    leaves = [x.requires_grad_() for x in given]
+    out, lse = attend(leaves, graph, score)
+    d_out = torch.randn(out.shape, generator=torch.Generator().manual_seed(0))
+    d_lse = torch.randn(2, 4, 90, generator=torch.Generator().manual_seed(1)).transpose(1, 2)
+    d_out = torch.ones(()).expand(out.shape) if how == "one" else d_out
+    moved = d_out if how == "one" else laid_out(d_out, how)
+    plain = torch.autograd.grad(
+        [out, lse], leaves, [d_out.contiguous(), d_lse.contiguous()], retain_graph=True
+    )
+    assert same_bits(list(plain), list(torch.autograd.grad([out, lse], leaves, [moved, d_lse])))
+
+
+UNSEEN = (torch.nan, torch.inf, -torch.inf, 1e30, 1e19, 300.0)
+GRAPHS: dict[str, Callable[[], ga.TokenGraph]] = {
+    "causal window": lambda: ga.causal_window_graph(150, 40),
+    "path": lambda: ga.window_path_graph(150, 33, self_loops=True),
+    "no self loops": lambda: ga.window_path_graph(150, 3),
+    "blocks": lambda: ga.block_window_graph(150, 17, shift=5),
+    "dilated": lambda: ga.dilated_window_graph(150, 5, 3),
+    "batch": lambda: ga.batch([ga.causal_window_graph(n, 9) for n in (70, 70, 10)]),
+}
+
+
+@each_score
+@each_option
+@pytest.mark.parametrize("name", GRAPHS)
+def test_what_a_row_does_not_see_changes_no_bit_of_it_or_its_gradients(
+    name: str, score: str, option: str
+) -> None:
+    graph, given = GRAPHS[name](), tensors(tokens=150)
+    mask = graph.to_mask()
+    for k, content in enumerate(UNSEEN):
+        place = (0, 31, 64, 100, 139, 149)[k]
+        blind = ~mask[:, place] & (torch.arange(150) != place)
+        clean = run(given, graph, score, blind, **OPTIONS[option])
+        spoilt = [x.index_fill(0, torch.tensor([place]), content) for x in given]
+        assert same_bits(clean, run(spoilt, graph, score, blind, **OPTIONS[option])), content
+
+
+@each_score
+@pytest.mark.parametrize("which", ["query", "key", "value", "table", "upstream"])
+@pytest.mark.parametrize("content", [torch.nan, torch.inf, -torch.inf, 1e160])
+def test_rows_that_see_something_bad_are_the_reference(
+    content: float, which: str, score: str
+) -> None:
+    graph, given = ga.window_path_graph(60, 5), tensors(tokens=60, width=5, dtype=torch.float64)
+    table = torch.randn(11, 4, generator=torch.Generator().manual_seed(0)).double()
+    places = {"query": 0, "key": 1, "value": 2}
+    if which in places:
+        given[places[which]][30, 1:, 2] = content
+    elif which == "table":
+        table[3, 1] = content
+    found = []
+    for backend in ("native", "reference"):
+        leaves = [x.detach().requires_grad_() for x in (*given, table)]
+        out, lse = attend(leaves[:3], graph, score, backend, edge_bias=leaves[3])
+        d_out = torch.ones_like(out)
+        if which == "upstream":
+            d_out[30, 1, 2] = content
+        heard = (d_out * lse.detach().isfinite()[..., None]).to(out.dtype)
+        found.append([out, lse, *torch.autograd.grad(out, leaves, heard)])
+    for place, (mine, theirs) in enumerate(zip(*found, strict=True)):
+        torch.testing.assert_close(
+            mine, theirs, rtol=1e-10, atol=1e-10, equal_nan=True, msg=lambda m, p=place: f"{p}: {m}"
+        )
+
+
+@pytest.mark.parametrize("build", ["base", "v3"])
+def test_every_build_is_what_loops_say(build: str) -> None:
+    code = (
+        "import test_native_bands_sweep as sweep\n"
+        "for seed in range(25):\n"
+        "    sweep.check(seed)\n"
+        "from graphattn.kernels.cpu import library\n"
+        "print(library.instruction_set())"
+    )
+    environment = os.environ | {"GRAPHATTN_NATIVE": build, "PYTHONPATH": os.path.dirname(__file__)}
+    run = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False
+    )
+    if "is not in" in run.stderr or "this processor" in run.stderr:
+        pytest.skip(f"there is no build {build} that this processor runs")
+    assert run.stdout.strip() == library.NAMES[build], run.stderr
