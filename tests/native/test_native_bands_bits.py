@@ -222,8 +222,10 @@ def test_rows_that_see_something_bad_are_the_reference(
     for place, (mine, theirs) in enumerate(zip(*found, strict=True)):
         if has_infinite_logits and place > 1:
             # Rows with an infinite logit have no weights at all here; there finite ones have 0.
-            assert mine[:20].isfinite().all() or place == 5
+            assert which == "table" or place == 5 or mine[:20].isfinite().all()
             theirs = torch.where(mine.isnan(), mine, theirs)
+            if which == "query" and score == "rbf":  # infinitely far from all: an empty row
+                theirs = theirs.nan_to_num(0)
         torch.testing.assert_close(
             mine, theirs, rtol=1e-10, atol=1e-10, equal_nan=True, msg=lambda m, p=place: f"{p}: {m}"
         )
