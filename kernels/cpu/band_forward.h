@@ -13,7 +13,7 @@
 #include "band_tiles.h"
 #include "band_top_k.h"
 #include "bands.h"
-#include "features.h"
+#include "feature_sums.h"
 #include "simd.h"
 
 namespace graphattn {

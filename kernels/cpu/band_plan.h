@@ -7,7 +7,7 @@
 
 #include "band_tiles.h"
 #include "bands.h"
-#include "features.h"
+#include "feature_sums.h"
 #include "simd.h"
 
 namespace graphattn {

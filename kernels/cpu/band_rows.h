@@ -14,7 +14,7 @@
 #include <vector>
 
 #include "bands.h"
-#include "features.h"
+#include "feature_sums.h"
 #include "simd.h"
 
 namespace graphattn {

@@ -10,7 +10,7 @@
 #include <limits>
 #include <type_traits>
 
-#include "features.h"
+#include "feature_sums.h"
 #include "simd.h"
 
 #define GRAPHATTN_NOINLINE __attribute__((noinline))

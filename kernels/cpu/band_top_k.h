@@ -7,7 +7,7 @@
 #include <type_traits>
 
 #include "band_tiles.h"
-#include "features.h"
+#include "feature_sums.h"
 #include "simd.h"
 
 namespace graphattn {

@@ -23,7 +23,7 @@
 #include "band_plan.h"
 #include "band_rows.h"
 #include "band_tiles.h"
-#include "features.h"
+#include "feature_sums.h"
 #include "interface.h"
 #include "simd.h"
 #include "tasks.h"

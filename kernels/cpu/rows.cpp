@@ -16,7 +16,7 @@
 #include <type_traits>
 #include <vector>
 
-#include "features.h"
+#include "feature_sums.h"
 #include "interface.h"
 #include "simd.h"
 #include "tasks.h"

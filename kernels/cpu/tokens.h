@@ -8,7 +8,7 @@
 #include <cstdint>
 #include <utility>
 
-#include "features.h"
+#include "feature_sums.h"
 #include "simd.h"
 
 namespace graphattn {

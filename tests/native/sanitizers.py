@@ -129,10 +129,16 @@ def run_python(
 def missed(
     compiler: list[str], sanitizer: Sanitizer, runtimes: list[str]
 ) -> tuple[list[str], str | None]:
-    """What is planted and not found; the second says that the sanitizer cannot be used here."""
+    """What is planted and not found; the second says that the sanitizer cannot be used here.
+
+    Raises:
+        RuntimeError: the mistakes cannot be built without a sanitizer, either.
+    """
     library = BUILD / f"planted-{sanitizer.name.split()[0]}.so"
     problem = build(compiler, sanitizer.flags, library, HERE / "planted.cpp")
     if problem is not None:
+        if build(compiler, "", library, HERE / "planted.cpp") is not None:
+            raise RuntimeError(f"planted.cpp cannot be built:\n{problem}")
         return [], f"the compiler cannot build with it: {problem.strip().splitlines()[-1]}"
     load = f"import ctypes; library = ctypes.CDLL({str(library)!r})"
     run = run_python(sanitizer, runtimes, library, "-c", load)
