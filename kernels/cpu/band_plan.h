@@ -119,7 +119,7 @@ struct Packed {
 template <class T>
 struct Backward {
   T *key_rows, *value_columns, *d_keys, *d_values;
-  T *query, *query_rows, *d_out, *d_out_rows, *d_query;
+  T *query, *query_rows, *d_out, *d_out_rows, *d_query, *out;
   T *affinity, *logit, *pull, *weight;            // [BLOCK, BLOCK]
   T *highest, *share, *threshold, *last, *less;  // [BLOCK]
   T* d_table;                                     // [window], with margins
@@ -132,6 +132,7 @@ struct Backward {
     query = from.take(BLOCK * call.width), d_out = from.take(BLOCK * call.value_width);
     query_rows = from.take(BLOCK * P), d_query = from.take(BLOCK * P);
     d_out_rows = from.take(BLOCK * V);
+    out = from.take(QUERIES * call.value_width);
     for (T** block : {&affinity, &logit, &pull, &weight}) *block = from.take(BLOCK * BLOCK);
     for (T** row : {&highest, &share, &threshold, &last, &less}) *row = from.take(BLOCK);
     d_table = from.take(call.table ? plan.window + 2 * MARGIN : 0);

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <cstring>
 #include <limits>
 #include <type_traits>
 
@@ -66,6 +67,23 @@ GRAPHATTN_NOINLINE void affinities(const T* query, const T* key, int64_t width, 
       store(to + r * stride + x * L, RBF ? sums[r][x] * T(-0.5) : sums[r][x]);
     }
   }
+}
+
+// The product of every row with its own, packed [width][QUERIES], less what `to` holds. It has the
+// bits that `affinities` has for it, so a weight of exactly 1 leaves exactly nothing of the gradient
+// of its logit.
+template <class T>
+GRAPHATTN_INLINE void products_less(const T* a, const T* b, int64_t width, T* to) {
+  typedef T Few __attribute__((vector_size(QUERIES * sizeof(T))));
+  Few found{}, x, y;
+  for (int64_t d = 0; d < width; ++d) {
+    std::memcpy(&x, a + d * QUERIES, sizeof x);
+    std::memcpy(&y, b + d * QUERIES, sizeof y);
+    found += x * y;
+  }
+  std::memcpy(&x, to, sizeof x);
+  found = found - x;
+  std::memcpy(to, &found, sizeof found);
 }
 
 // tanh(x), to a unit or two in the last place: near 0 it is e / (e + 2) with e = exp(2x) - 1 from

@@ -102,10 +102,11 @@ class BandsBackward : public Bands<T, RBF> {
     const int64_t width = call_.width, value_width = call_.value_width;
     const T* d_lse = static_cast<const T*>(wanted.d_lse);
     bool some = false;
-    const T *queries[QUERIES], *upstreams[QUERIES];
+    const T *queries[QUERIES], *upstreams[QUERIES], *outs[QUERIES];
     for (int64_t y = 0; y < BLOCK; ++y) {
       const T *&query = queries[y % QUERIES], *&d_out = upstreams[y % QUERIES];
-      query = d_out = nullptr;
+      const T*& out = outs[y % QUERIES];
+      query = d_out = out = nullptr;
       back.highest[y] = MOST, back.share[y] = 0, back.less[y] = 0;
       back.threshold[y] = MOST, back.last[y] = 0;
       if (i + y < task.last) {
@@ -130,8 +131,8 @@ class BandsBackward : public Bands<T, RBF> {
           query = at<const T>(call_.query, b, target, h), d_out = upstream;
           back.highest[y] = kept[0], back.share[y] = kept[1];
           if (call_.top_k > 0) back.threshold[y] = kept[2], back.last[y] = kept[3];
-          back.less[y] = dot<T, 0>(d_out, at<const T>(call_.out, b, target, h), value_width);
-          back.less[y] -= of_lse;
+          out = at<const T>(call_.out, b, target, h);
+          back.less[y] = of_lse;
         }
       }
       put_row(query, width, back.query_rows + y * padded_, padded_);
@@ -139,7 +140,10 @@ class BandsBackward : public Bands<T, RBF> {
       if ((y + 1) % QUERIES == 0) {
         const int64_t few = y + 1 - QUERIES;
         put_columns<T, QUERIES>(queries, width, back.query + few * width, QUERIES);
-        put_columns<T, QUERIES>(upstreams, value_width, back.d_out + few * value_width, QUERIES);
+        T* columns = back.d_out + few * value_width;
+        put_columns<T, QUERIES>(upstreams, value_width, columns, QUERIES);
+        put_columns<T, QUERIES>(outs, value_width, back.out, QUERIES);
+        products_less(columns, back.out, value_width, back.less + few);
       }
     }
     return some;

@@ -1,0 +1,169 @@
+"""Compiled attention over bands where float32 has too few digits: ties, and steep distances."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import bands_by_hand as by_hand
+import pytest
+import torch
+from torch import Tensor
+
+import graphattn as ga
+from graphattn.kernels.cpu import library
+
+if library.why_not() is not None:
+    pytest.skip(str(library.why_not()), allow_module_level=True)
+
+each_score = pytest.mark.parametrize("score", ["dot", "rbf"])
+each_float = pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+SEEN = by_hand.path(90, 30, True)
+
+
+def numbers(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def attend(leaves: list[Tensor], score: str, scale: Tensor, **options: Any) -> Tensor:
+    if score == "rbf":
+        return ga.rbf_attention(*leaves, SEEN.graph, scale**-0.5, backend="native", **options)
+    return ga.dot_product_attention(*leaves, SEEN.graph, scale=scale, backend="native", **options)
+
+
+def exactly(leaves: list[Tensor], score: str, scale: Tensor, **options: Any) -> Tensor:
+    """By loops in float64."""
+    tensors = [x.double()[None] for x in leaves]
+    if score == "rbf":
+        scale = (scale**-0.5).double() ** -2
+    affinity = by_hand.AFFINITIES[score]
+    return by_hand.rows(*tensors, SEEN, affinity, scale.double(), **options)[0][0]
+
+
+@each_float
+@each_score
+@pytest.mark.parametrize("top_k", [1, 3, 39])
+def test_of_equal_sources_the_first_are_kept(top_k: int, score: str, dtype: torch.dtype) -> None:
+    query = numbers(90, 2, 19, seed=0, dtype=dtype)
+    key = numbers(1, 1, 19, seed=1, dtype=dtype).expand(90, 1, 19)
+    value = torch.arange(90, dtype=dtype)[:, None, None]
+    out = attend([query, key, value], score, torch.ones(2, dtype=dtype), top_k=top_k)
+    i = torch.arange(90, dtype=dtype)
+    first, last = (i - 30).clamp(min=0), (i + 30).clamp(max=89)
+    middle = first + (torch.minimum(last - first, torch.tensor(top_k - 1, dtype=dtype))) / 2
+    torch.testing.assert_close(out, middle[:, None, None].expand(90, 2, 1))
+
+
+@each_float
+def test_zero_and_minus_zero_tie(dtype: torch.dtype) -> None:
+    query, value = numbers(90, 1, 3, seed=0, dtype=dtype), torch.arange(90.0, dtype=dtype)
+    key = torch.tensor([0.0, -0.0], dtype=dtype).repeat(45)[:, None, None].expand(90, 1, 3)
+    one = torch.ones(1, dtype=dtype)
+    out = attend([query, key, value[:, None, None]], "dot", one, top_k=1)
+    assert torch.equal(out.flatten(), (value - 30).clamp(min=0))
+
+
+def almost_equal_keys(score: str, gap: float, seed: int) -> tuple[Tensor, Tensor]:
+    """Queries, and keys of which every row has logits that differ by less than float32 rounds to.
+
+    The next key is a little larger or smaller in one feature that does not matter much.
+    """
+    width, generator = 33, torch.Generator().manual_seed(seed)
+    query, key = numbers(90, 2, width, seed=seed), numbers(1, 1, width, seed=seed + 1)
+    key = key.repeat(90, 1, 1) * 3
+    key[:, :, 5] += gap * torch.randn(90, 1, generator=generator)
+    if score == "rbf":
+        query, key = query + 100, key + 100
+    return query, key
+
+
+@each_score
+@pytest.mark.parametrize("with_table", [False, True])
+@pytest.mark.parametrize("top_k", [1, 4])
+def test_near_ties_are_decided_as_by_float64(top_k: int, with_table: bool, score: str) -> None:
+    for seed in range(4):
+        sign = -1 if score == "dot" and seed % 2 else 1
+        query, key = almost_equal_keys(score, 3e-5 if score == "rbf" else 3e-7, seed)
+        value = torch.arange(90.0)[:, None, None]
+        scale = torch.full((2,), float(sign))
+        options: dict[str, Any] = {"top_k": top_k}
+        exact = dict(options)
+        if with_table:  # whose entries are equal, and large
+            table = torch.full((61, 2), 40.0)
+            options["edge_bias"], exact["table"] = table, table.double()
+        found = attend([query, key, value], score, scale, **options)
+        expected = exactly([query, key, value], score, scale, **exact)
+        torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_near_ties_are_ties_in_float32() -> None:
+    """What the test above is about: products of float32 would choose others."""
+    query, key = almost_equal_keys("dot", 3e-7, 0)
+    rough = torch.einsum("ihd,jd->hij", query, key[:, 0]).masked_fill(~SEEN.mask, -torch.inf)
+    exact = torch.einsum("ihd,jd->hij", query.double(), key[:, 0].double())
+    exact = exact.masked_fill(~SEEN.mask, -torch.inf)
+    assert (rough.argmax(-1) != exact.argmax(-1)).float().mean() > 0.1
+
+
+STEEP = {
+    "small sigma": (0.0, 0.02, 1.0),
+    "small sigma, far from zero": (100.0, 0.3, 1.0),
+    "tiny": (1000.0, 1e-2, 1.0),
+    "outliers": (0.0, 1.0, 60.0),
+}
+
+
+@pytest.mark.parametrize("name", STEEP)
+@pytest.mark.parametrize("options", [{}, {"top_k": 6}], ids=str)
+@pytest.mark.parametrize("with_table", [False, True])
+def test_steep_rows_are_exact(name: str, options: dict[str, Any], with_table: bool) -> None:
+    """Output and gradients: by 1e-5 of the largest, as where distances are small."""
+    offset, sigma, outlier = STEEP[name]
+    width = 16
+    leaves = [numbers(90, h, width, seed=s) for s, h in enumerate((2, 1, 1))]
+    leaves[0][::7] *= outlier
+    leaves = [leaves[0] + offset, leaves[1] + offset, leaves[2]]
+    scale = torch.full((2,), sigma**-2 / width)
+    table = numbers(61, 2, seed=9) * 30
+    leaves += [scale, table]
+    mine = [x.clone().requires_grad_() for x in leaves]
+    loops = [x.double().requires_grad_() for x in leaves]
+    # Both make the same width of it, so that what is compared is attention alone.
+    extra = {"edge_bias": mine[4]} if with_table else {}
+    out = ga.rbf_attention(
+        *mine[:3], SEEN.graph, mine[3] ** -0.5, backend="native", **options, **extra
+    )
+    strength = (mine[3].detach() ** -0.5).double().requires_grad_()
+    exact, _ = by_hand.rows(
+        *(x[None] for x in loops[:3]), SEEN, by_hand.distances, strength**-2,
+        loops[4] if with_table else None, **options,
+    )  # fmt: skip
+    upstream = numbers(*out.shape, seed=5)
+    found = torch.autograd.grad(out, mine[:3] + mine[4:] * with_table, upstream)
+    expected = torch.autograd.grad(
+        exact, loops[:3] + loops[4:] * with_table, upstream.double()[None]
+    )
+    for a, b in zip([out, *found], [exact[0], *expected], strict=True):
+        torch.testing.assert_close(
+            a.double(), b, rtol=0, atol=2e-5 * float(b.detach().abs().max()) + 1e-6
+        )
+
+
+@each_float
+@each_score
+@pytest.mark.parametrize("width", [1, 5, 16, 33, 100])
+def test_a_weight_of_exactly_one_leaves_nothing_of_its_logits_gradient(
+    width: int, score: str, dtype: torch.dtype
+) -> None:
+    """Not the rounding of two sums either, which a steep scale would make large."""
+    leaves = [numbers(90, h, 8, seed=s, dtype=dtype) for s, h in enumerate((2, 1))]
+    leaves.append(numbers(90, 1, width, seed=2, dtype=dtype))
+    leaves = [x.requires_grad_() for x in leaves]
+    scale = torch.full((2,), 0.5, dtype=dtype, requires_grad=True)
+    out = attend(leaves, score, scale, top_k=1)
+    upstream = numbers(*out.shape, seed=3, dtype=dtype)
+    d_query, d_key, d_value, d_scale = torch.autograd.grad(out, [*leaves, scale], upstream)
+    assert not d_query.any()
+    assert not d_key.any()
+    assert not d_scale.any()
+    torch.testing.assert_close(d_value.sum((0, 1)), upstream.sum((0, 1)), rtol=1e-4, atol=1e-4)
