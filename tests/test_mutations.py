@@ -1169,8 +1169,8 @@ MUTATIONS = [
     Mutation(
         "parts of a graph drop edges by their own numbers",
         "graphattn/ops/attention/structured/plans.py",
-        "options = score, top_k, own, rows, modifiers.some(t, s)",
-        "options = score, top_k, own, rows, modifiers",
+        "options = score, top_k, own, kernels, modifiers.some(t, s)",
+        "options = score, top_k, own, kernels, modifiers",
         (f"{DROPOUT}::test_both_backends_drop_the_same_forward_and_backward",),
     ),
     Mutation(

@@ -99,9 +99,10 @@ def activation_memory(model: nn.Module, *inputs: Any, **kwargs: Any) -> int:
         >>> x = torch.randn(8, 100, 64)
         >>> near = ga.diagnostics.activation_memory(layer, x, ga.window_path_graph(100, window=2))
         >>> every = ga.diagnostics.activation_memory(layer, x, ga.complete_graph(100))
-        >>> near == every  # queries, keys, values, outputs, log-sums: nothing per edge
+        >>> least = 4 * x.numel() * x.element_size()  # queries, keys, values, outputs
+        >>> least < near < 1.05 * least  # a number or two per token and head, nothing per edge
         True
-        >>> every == 8 * 100 * (4 * 64 + 4) * 4 + 4 * 4  # and a scale per head
+        >>> least < every < 1.05 * least
         True
     """
     as_model(model)

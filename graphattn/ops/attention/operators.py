@@ -11,10 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from graphattn.graphs.encoding import decode
 from graphattn.graphs.token_graph import TokenGraph
 from graphattn.ops.attention import native, structured, triton
+from graphattn.ops.attention.structured.recompute import saved_per_head
 from graphattn.ops.inputs import ValidPair, compute_dtype
 
 INPUTS = "Tensor query, Tensor key, Tensor value, Tensor scale, Tensor? bias"
@@ -88,33 +90,41 @@ def _triton(inputs: tuple[Any, ...], options: tuple[Any, ...]) -> triton.Call:
 )
 def _attention(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Output, log-sums, and what the backward wants to see again."""
-    of_out, of_lse = _shapes(*arguments)
+    of_out, of_lse, of_saved = _shapes(*arguments)
     if arguments[-2] == "triton":
         out, lse, saved = _triton(arguments[:5], arguments[5:]).forward()
     else:
         inputs, plan = _structured(arguments[:5], arguments[5:])
         out, lse, saved = plan.forward(inputs)
         saved = saved.clone() if saved is lse else saved  # an operator's results share no memory
+        if saved.shape[-1] < of_saved[-1]:
+            saved = pad(saved, (0, of_saved[-1] - saved.shape[-1]))
     # Resized in place: a view could not be changed in place by those who get it.
     out, lse, saved = (x.contiguous() for x in (out, lse, saved))
-    return out.resize_(of_out), lse.resize_(of_lse), saved.resize_(of_lse)
+    return out.resize_(of_out), lse.resize_(of_lse), saved.resize_(of_saved)
 
 
 @_attention.register_fake
 def _(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     query = arguments[0]
-    of_out, of_lse = _shapes(*arguments)
+    of_out, of_lse, of_saved = _shapes(*arguments)
     dtype = compute_dtype(query.dtype)
-    lse, saved = (query.new_empty(of_lse, dtype=dtype) for _ in range(2))
+    lse, saved = (query.new_empty(shape, dtype=dtype) for shape in (of_lse, of_saved))
     return query.new_empty(of_out), lse, saved
 
 
-def _shapes(*arguments: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Of the output and of the log-sums, which kernels write head by head."""
+def _shapes(*arguments: Any) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """Of the output, of the log-sums, which kernels write head by head, and of what is saved.
+
+    What compiled plans save differs; here it has the room of the one that saves most.
+    """
     query, _, value = arguments[:3]
     *batch, tokens, heads, _ = query.shape
-    numbers = (heads, tokens) if arguments[-2] == "triton" else (tokens, heads)
-    return (*query.shape[:-1], value.shape[-1]), (*batch, *numbers)
+    of_out, backend = (*query.shape[:-1], value.shape[-1]), arguments[-2]
+    if backend == "triton":
+        return of_out, (*batch, heads, tokens), (*batch, heads, tokens)
+    per_head = 1 if backend != "native" else native.most_saved_per_head(arguments[11])
+    return of_out, (*batch, tokens, heads), (*batch, tokens, heads * per_head)
 
 
 @torch.library.custom_op(
@@ -136,6 +146,7 @@ def _attention_backward(*arguments: Any) -> tuple[Tensor, ...]:
             x.reshape(len(inputs[0]), *x.shape[-d:])
             for x, d in zip(results, (3, 2, 2, 3, 2), strict=True)
         )
+        saved = saved[..., : out.shape[-2] * saved_per_head(plan)]
         gradients = plan.backward(inputs, out, saved, d_out, d_lse)
     return tuple(
         given[0].new_empty(0) if x is None or gradient is None else gradient.reshape(x.shape)

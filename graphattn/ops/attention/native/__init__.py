@@ -13,13 +13,15 @@ from torch import Tensor
 from graphattn.graphs.token_graph import TokenGraph
 from graphattn.kernels.cpu import library
 from graphattn.ops.attention import structured
-from graphattn.ops.attention.native.bands import native_tiles
+from graphattn.ops.attention.native.bands import most_saved_per_head, native_tiles
 from graphattn.ops.attention.native.rows import native_rows
 from graphattn.ops.attention.structured.plans import Kernels
 from graphattn.ops.attention.structured.recompute import Inputs, Plan
 
 # Looked up once: torch.compile cannot look into how a library is loaded.
 _WHY_NOT_HERE = library.why_not()
+
+__all__ = ["attend", "most_saved_per_head", "plan_call", "why_not"]
 
 KERNELS = Kernels(native_rows, native_tiles)
 

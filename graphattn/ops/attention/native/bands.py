@@ -88,6 +88,11 @@ def native_tiles(
     return NativeBandPlan(bands, slow)
 
 
+def most_saved_per_head(top_k: int | None) -> int:
+    """How many numbers of every row and head a plan of compiled code saves, at most."""
+    return 2 if top_k is None else 4
+
+
 def _is_for_fused(structure: Structure) -> bool:
     """Whole sequences, complete or causal, which torch's own attention does best."""
     match structure:
@@ -114,7 +119,7 @@ class NativeBandPlan:
     @property
     def saved_per_head(self) -> int:
         """The largest logit and 1 / sum; with top-k, also the least logit kept and its place."""
-        return 2 if self.slow.top_k is None else 4
+        return most_saved_per_head(self.slow.top_k)
 
     def forward(self, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
         """Output, log-sums, and the numbers by which the backward finds the weights again."""
