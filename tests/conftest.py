@@ -43,6 +43,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    forget_compiled_graphs()
+    import_interpreted_kernels(config)
+
+
+def forget_compiled_graphs() -> None:
+    """What earlier versions of this code were compiled to, on disk, is no answer about this one.
+
+    Only whole graphs are left out; what a C++ compiler made of them is known by its source.
+    """
+    for cache in ("FX_GRAPH_CACHE", "AUTOGRAD_CACHE"):
+        os.environ.setdefault(f"TORCHINDUCTOR_{cache}", "0")
+
+
+def import_interpreted_kernels(config: pytest.Config) -> None:
     """Kernels that are to be interpreted must be imported so, and Triton's own functions too.
 
     That comes before all tests, because torch.compile imports Triton. Afterwards the variable is as

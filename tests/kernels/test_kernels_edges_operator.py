@@ -67,7 +67,7 @@ def test_the_operator_keeps_the_promises_of_torch_library(case: Case, device: st
         (
             query, leaves.get("key", query), leaves.get("value", query), leaves["strength"],
             leaves.get("edge_bias"), *masks, graph.code, edges, None, case.score,
-            case.options.get("top_k"), False, None, 0.0, "triton", case.shared,
+            case.options.get("top_k"), False, None, 0.0, 1, "triton", case.shared,
         ),
     )  # fmt: skip
 

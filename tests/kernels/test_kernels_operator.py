@@ -64,7 +64,7 @@ def test_the_operator_keeps_the_promises_of_torch_library(case: Case, device: st
         torch.ops.graphattn.attention.default,
         (
             *tensors, leaves["strength"], leaves.get("table"), *masks, case.graph.code, None,
-            None, case.score, None, case.table, None, 0.0, "triton", case.shared,
+            None, case.score, None, case.table, None, 0.0, 1, "triton", case.shared,
         ),
     )  # fmt: skip
 
@@ -147,7 +147,7 @@ def test_results_have_shapes_dtypes_and_devices_before_they_exist(dtype: torch.d
         )
         scale = torch.empty(H, device="cuda")
         inputs = (q, k, v, scale, None, None, None, graph.code, None, None)
-        options = ("rbf", None, False, None, 0.0, "triton", False)
+        options = ("rbf", None, False, None, 0.0, 1, "triton", False)
         out, lse, saved = torch.ops.graphattn.attention(*inputs, *options)
         assert (out.shape, lse.shape, saved.shape) == ((B, N, H, Dv), (B, H, N), (B, H, N))
         assert (out.dtype, lse.dtype, saved.dtype) == (dtype, torch.float32, torch.float32)

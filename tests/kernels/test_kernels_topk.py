@@ -356,7 +356,7 @@ def test_the_operator_keeps_the_promises_of_torch_library(device: str) -> None:
         torch.ops.graphattn.attention.default,
         (
             leaves["query"], leaves["key"], leaves["value"], leaves["strength"], None, *masks,
-            case.graph.code, None, None, case.score, 3, False, None, 0.0, "triton", False,
+            case.graph.code, None, None, case.score, 3, False, None, 0.0, 1, "triton", False,
         ),
     )  # fmt: skip
 

@@ -5,6 +5,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import graphattn as ga
+from graphattn.kernels.cpu import library
 
 LAYERS = {
     "GaussianKernelAttention": lambda: ga.nn.GaussianKernelAttention(8, 2, rope=True, eps=0.1),
@@ -99,11 +100,31 @@ def test_the_operator_keeps_the_promises_of_torch_library(graph: str, bias: bool
     table = torch.randn(tokens.num_edges, 2, requires_grad=True) if bias else None
     edges = tokens.edge_index if tokens.structure is None else None
     valid, seed = torch.rand(N) < 0.8, torch.tensor([7])
-    options = (score, 3, False, 5.0 if score == "dot" else None, 0.3, "structured", False)
+    options = (score, 3, False, 5.0 if score == "dot" else None, 0.3, 1, "structured", False)
     torch.library.opcheck(
         torch.ops.graphattn.attention,
         (q, k, v, scale, table, valid, None, tokens.code, edges, seed, *options),
     )
+
+
+@pytest.mark.parametrize("backend", ["structured", "native"])
+def test_what_is_saved_has_the_room_that_a_graph_compiled_long_ago_knows(backend: str) -> None:
+    """Torch finds compiled graphs again on disk, with an earlier version's shapes in them."""
+    if backend == "native" and (reason := library.why_not()) is not None:
+        pytest.skip(reason)
+    tokens = ga.causal_window_graph(9, 4)
+    q, k, v = (torch.randn(2, 9, 2, 3) for _ in range(3))
+    inputs = (q, k, v, torch.ones(2), None, None, None, tokens.code, None, None)
+    found = {}
+    for room in (4, 7):
+        options = ("rbf", 3, False, None, 0.0, room, backend, False)
+        results = torch.ops.graphattn.attention(*inputs, *options)
+        assert results[2].shape == (2, 9, 2 * room)
+        upstream = [torch.ones_like(x) for x in results[:2]]
+        found[room] = torch.ops.graphattn.attention_backward(
+            *inputs, *options, *results, *upstream, True, False
+        )
+    assert all(torch.equal(a, b) for a, b in zip(found[4], found[7], strict=True))
 
 
 @pytest.mark.parametrize("degrees", [False, True])

@@ -339,7 +339,7 @@ def test_the_operator_keeps_the_promises_of_torch_library() -> None:
     torch.library.opcheck(
         torch.ops.graphattn.attention.default,
         (q, k, v, scale, bias, None, None, graph.code, graph.edge_index, None, "rbf", None, False,
-         None, 0.0, "structured", False),
+         None, 0.0, 1, "structured", False),
     )  # fmt: skip
 
 

@@ -1,8 +1,11 @@
 """Structured and Triton attention as an operator of torch.library: torch.compile keeps it whole.
 
 The graph travels as tensors (:mod:`graphattn.graphs.encoding`), so one compilation serves all
-windows and lengths. Eager second derivatives go through structured attention, in operations that
-can be differentiated again; of a compiled function nobody can take second ones.
+windows and lengths. Torch keeps compiled graphs on disk, with the shapes that fake kernels told,
+and finds them again under another version of this library: shapes depend on the arguments alone.
+
+Eager second derivatives go through structured attention, in operations that can be differentiated
+again; of a compiled function nobody can take second ones.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ INPUTS = "Tensor query, Tensor key, Tensor value, Tensor scale, Tensor? bias"
 OPTIONS = (
     "Tensor? valid_targets, Tensor? valid_sources, Tensor code, Tensor? listed, Tensor? seed, "
     "str score, int? top_k, bool per_offset, float? softcap, float dropout, "
-    "str backend, bool shared"
+    "int saved_per_head, str backend, bool shared"
 )
 
 
@@ -46,7 +49,8 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """Output [*, N, H, Dv] and log-sums [*, N, H]; kernels take the inputs in their own dtype."""
     shared = backend == "triton" and query is key and key is value
-    options = seed, score, top_k, per_offset, softcap, dropout, backend, shared
+    saved = native.most_saved_per_head(top_k) if backend == "native" else 1
+    options = seed, score, top_k, per_offset, softcap, dropout, saved, backend, shared
     out, lse, _ = torch.ops.graphattn.attention(
         query, key, value, scale, bias, *valid, graph.code, graph.listed, *options
     )
@@ -56,7 +60,7 @@ def attend(
 def _structured(inputs: tuple[Any, ...], options: tuple[Any, ...]) -> tuple[Any, Any]:
     """The inputs as a plan wants them, and the plan."""
     of_target, of_source, code, listed, seed, score, top_k, per_offset, *more = options
-    plan_call = native.plan_call if more[2] == "native" else structured.plan_call
+    plan_call = native.plan_call if more[-2] == "native" else structured.plan_call
     return plan_call(
         inputs,
         decode(code, listed, inputs[0].device),
@@ -120,10 +124,9 @@ def _shapes(*arguments: Any) -> tuple[tuple[int, ...], tuple[int, ...], tuple[in
     """
     query, _, value = arguments[:3]
     *batch, tokens, heads, _ = query.shape
-    of_out, backend = (*query.shape[:-1], value.shape[-1]), arguments[-2]
+    of_out, (per_head, backend) = (*query.shape[:-1], value.shape[-1]), arguments[-3:-1]
     if backend == "triton":
         return of_out, (*batch, heads, tokens), (*batch, heads, tokens)
-    per_head = 1 if backend != "native" else native.most_saved_per_head(arguments[11])
     return of_out, (*batch, tokens, heads), (*batch, tokens, heads * per_head)
 
 
@@ -174,7 +177,7 @@ def _(*arguments: Any) -> tuple[Tensor, ...]:
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    tensors, ctx.options = inputs[:-7], inputs[-7:]
+    tensors, ctx.options = inputs[:-8], inputs[-8:]
     ctx.save_for_backward(*tensors, *output)
 
 
@@ -183,14 +186,14 @@ def _backward(ctx: Any, d_out: Tensor, d_lse: Tensor, _: Tensor) -> tuple[Tensor
     needed = ctx.needs_input_grad[:5]
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         # create_graph=True: somebody differentiates this again.
-        return *_plain_gradients(ctx, tensors, (d_out, d_lse), needed), *[None] * 12
+        return *_plain_gradients(ctx, tensors, (d_out, d_lse), needed), *[None] * 13
     found = torch.ops.graphattn.attention_backward(
         *tensors, *ctx.options, out, lse, saved, d_out, d_lse, *needed[3:]
     )
     there = list(needed)
     if ctx.options[-1]:  # one tensor, one gradient
         there[1] = there[2] = False
-    return *(x if n else None for x, n in zip(found, there, strict=True)), *[None] * 12
+    return *(x if n else None for x, n in zip(found, there, strict=True)), *[None] * 13
 
 
 def _plain_gradients(
@@ -202,7 +205,7 @@ def _plain_gradients(
     *given, of_target, of_source, code, listed, seed = tensors
     # Each an alias: one tensor in several places has one gradient for every place.
     inputs: list[Any] = [None if x is None else x.view_as(x) for x in given]
-    score, top_k, per_offset, softcap, dropout, backend, _ = ctx.options
+    score, top_k, per_offset, softcap, dropout, _, backend, _ = ctx.options
     dtype = compute_dtype(inputs[0].dtype)
     wide: list[Any] = [None if x is None else x.to(dtype) for x in inputs]
     query, key, value, scale, bias = wide
