@@ -37,7 +37,7 @@ class Bands {
   Bands(const BandsCall& call, const Plan& plan)
       : call_(call), plan_(plan), scale_(static_cast<const T*>(call.scale)),
         repeats_(call.heads / call.kv_heads), padded_(whole_vectors<T>(call.width)),
-        value_padded_(whole_vectors<T>(call.value_width)), numbers_(call.top_k > 0 ? 4 : 2) {
+        value_padded_(whole_vectors<T>(call.value_width)), numbers_(numbers_kept(call)) {
     for (int64_t h = 0; h < call.heads; ++h) {
       const T strength = std::max(std::abs(scale_[h]), T(1));
       limits_.push_back(std::sqrt(std::numeric_limits<T>::max() / strength) / T(1e3));
@@ -62,6 +62,12 @@ class Bands {
   T* kept_of(int64_t b, int64_t target, int64_t h) const {
     return static_cast<T*>(call_.kept) +
            ((b * call_.targets + target) * call_.heads + h) * numbers_;
+  }
+
+  // The output of a row as it was computed.
+  const T* exact_output(int64_t b, int64_t target, int64_t h) const {
+    if (call_.keeps_outputs) return kept_of(b, target, h) + numbers_ - call_.value_width;
+    return at<const T>(call_.out, b, target, h);
   }
 
   bool is_valid_target(int64_t b, int64_t target) const {
@@ -133,10 +139,11 @@ class Bands {
     key = value = nullptr;
     if (!usable) return;
     const int64_t next = s.source + std::min(j + AHEAD, task.high - 1) * s.step;
-    prefetch(at<T>(call_.key, b, next, g), call_.width * sizeof(T));
-    prefetch(at<T>(call_.value, b, next, g), call_.value_width * sizeof(T));
-    key = at<const T>(call_.key, b, token, g);
-    value = at<const T>(call_.value, b, token, g);
+    fetch_head<T>(call_.key, b, next, g, call_.width);
+    fetch_head<T>(call_.value, b, next, g, call_.value_width);
+    constexpr int64_t L = Vec<T>::L;
+    key = read_head(call_.key, b, token, g, call_.width, own.room_of(y % L));
+    value = read_head(call_.value, b, token, g, call_.value_width, own.room_of(L + y % L));
     if (!is_sound(key, call_.width, limit)) own.bad[y] |= BAD_KEY, key = nullptr;
     if (!is_sound(value, call_.value_width, limit)) own.bad[y] |= BAD_VALUE, value = nullptr;
     if (needs_lengths() && key) own.lengths[y] = length_of(key);
@@ -201,14 +208,14 @@ class Bands {
     bool special[QUERIES] = {};
     const int64_t count = std::min<int64_t>(QUERIES, task.last - i);
     for (int64_t next = i + QUERIES; next < std::min(i + 2 * QUERIES, task.last); ++next) {
-      prefetch(at<T>(call_.query, b, token_of(task, next), h), call_.width * sizeof(T));
-      prefetch(at<T>(call_.out, b, token_of(task, next), h), call_.value_width * sizeof(T));
+      fetch_head<T>(call_.query, b, token_of(task, next), h, call_.width);
+      fetch_head<T>(call_.out, b, token_of(task, next), h, call_.value_width);
     }
     const T* queries[QUERIES];
     for (int64_t r = 0; r < QUERIES; ++r) {
       const T*& query = queries[r] = nullptr;
       if (r < count && is_valid_target(b, token_of(task, i + r))) {
-        query = at<const T>(call_.query, b, token_of(task, i + r), h);
+        query = read_head(call_.query, b, token_of(task, i + r), h, call_.width, own.room_of(r));
         if (!is_sound(query, call_.width, limits_[h])) special[r] = true, query = nullptr;
         const uint8_t what = call_.top_k > 0 ? BAD_KEY : BAD_KEY | BAD_VALUE;
         special[r] = special[r] || sees_bad(task, i + r, what, own);
@@ -264,11 +271,15 @@ class Bands {
         exact.forward(b, s, i + r, h);
         continue;
       }
-      T* out = at<T>(call_.out, b, token_of(task, i + r), h);
-      const T* sums = own.sums + r * value_padded_;
+      const int64_t target = token_of(task, i + r);
+      T* sums = own.sums + r * value_padded_;
+      T* out = sums;
+      if (!is_half<T>(call_.out)) out = at<T>(call_.out, b, target, h);
+      if (call_.keeps_outputs) out = kept_of(b, target, h) + numbers_ - call_.value_width;
       for (int64_t d = 0; d < call_.value_width; ++d) {
         out[d] = share[r] == 0 ? T(0) : sums[d] * share[r];
       }
+      if (is_half<T>(call_.out)) write_head(out, call_.value_width, call_.out, b, target, h);
     }
   }
 

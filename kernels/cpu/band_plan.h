@@ -8,6 +8,7 @@
 #include "band_tiles.h"
 #include "bands.h"
 #include "feature_sums.h"
+#include "precision.h"
 #include "simd.h"
 
 namespace graphattn {
@@ -98,6 +99,8 @@ struct Pieces {
 template <class T>
 struct Packed {
   T *keys, *values, *usable, *lengths, *query, *logits, *sums;
+  T* room;  // [ROOMS, room_width]: tokens of half precision as floats
+  int64_t room_width;
   Ordered<T>* order;
   uint8_t* bad;
   bool any_bad = false;
@@ -111,7 +114,15 @@ struct Packed {
     sums = from.take(QUERIES * whole_vectors<T>(call.value_width));
     order = reinterpret_cast<Ordered<T>*>(from.take(plan.row));
     bad = reinterpret_cast<uint8_t*>(from.take(plan.keys));
+    room_width = whole_vectors<T>(std::max(call.width, call.value_width));
+    room = from.take(ROOMS * room_width);
   }
+
+  T* room_of(int64_t n) const { return room + n * room_width; }
+
+ private:
+  // A vector of keys and of their values, or a few queries and gradients of their outputs.
+  static constexpr int64_t ROOMS = 2 * std::max<int64_t>(Vec<T>::L, QUERIES);
 };
 
 // What a worker has beside that in the backward: the task's keys in rows and values in columns,

@@ -15,6 +15,7 @@
 
 #include "bands.h"
 #include "feature_sums.h"
+#include "precision.h"
 #include "simd.h"
 
 namespace graphattn {
@@ -53,7 +54,9 @@ GRAPHATTN_INLINE double affinity_in_double(const T* a, const T* b, int64_t width
 template <class T, bool RBF>
 class BandRow {
  public:
-  explicit BandRow(const BandsCall& call) : call_(call) {}
+  explicit BandRow(const BandsCall& call)
+      : call_(call), room_width_(std::max(call.width, call.value_width)),
+        rooms_(static_cast<size_t>(3 * room_width_)) {}
 
   // Output and log-sum of target i of a sequence.
   void forward(int64_t b, const Sequence& sequence, int64_t i, int64_t h) {
@@ -61,10 +64,10 @@ class BandRow {
     sums_.assign(static_cast<size_t>(call_.value_width), 0.0);
     for (size_t e = 0; e < sources_.size(); ++e) {
       if (!kept_[e]) continue;
-      const T* value = at<const T>(call_.value, b, sources_[e], group_);
+      const T* value = read_head(call_.value, b, sources_[e], group_, call_.value_width, room(0));
       for (size_t d = 0; d < sums_.size(); ++d) sums_[d] += weight_[e] * double(value[d]);
     }
-    std::copy(sums_.begin(), sums_.end(), at<T>(call_.out, b, target_, h));
+    put_sums(call_.out, b, h);
     static_cast<T*>(call_.lse)[(b * call_.targets + target_) * call_.heads + h] = T(lse);
   }
 
@@ -74,14 +77,14 @@ class BandRow {
     weigh(b, sequence, i, h);
     const int64_t width = call_.width, value_width = call_.value_width;
     const double scale = static_cast<const T*>(call_.scale)[h], cap = call_.softcap;
-    const T* query = at<const T>(call_.query, b, target_, h);
-    const T* d_out = at<const T>(wanted.d_out, b, target_, h);
+    const T* query = read_head(call_.query, b, target_, h, width, room(1));
+    const T* d_out = read_head(wanted.d_out, b, target_, h, value_width, room(2));
     sums_.assign(static_cast<size_t>(width), 0.0);
     d_weight_.resize(sources_.size());
     double mean = 0;
     for (size_t e = 0; e < sources_.size(); ++e) {
       if (!kept_[e]) continue;
-      const T* value = at<const T>(call_.value, b, sources_[e], group_);
+      const T* value = read_head(call_.value, b, sources_[e], group_, value_width, room(0));
       d_weight_[e] = affinity_in_double<T, false>(d_out, value, value_width);
       mean += weight_[e] * d_weight_[e];
     }
@@ -97,7 +100,7 @@ class BandRow {
       }
       d_scale += found * affinity_[e];
       const double pull = scale * found;
-      const T* key = at<const T>(call_.key, b, sources_[e], group_);
+      const T* key = read_head(call_.key, b, sources_[e], group_, width, room(0));
       T* d_key = at<T>(wanted.d_key, b, sources_[e], group_);
       T* d_value = at<T>(wanted.d_value, b, sources_[e], group_);
       for (int64_t d = 0; d < width; ++d) {
@@ -107,11 +110,20 @@ class BandRow {
       }
       for (int64_t d = 0; d < value_width; ++d) d_value[d] += T(weight_[e] * double(d_out[d]));
     }
-    std::copy(sums_.begin(), sums_.end(), at<T>(wanted.d_query, b, target_, h));
+    put_sums(wanted.d_query, b, h);
   }
 
  private:
   static constexpr double NONE = -std::numeric_limits<double>::infinity();
+
+  T* room(int64_t n) { return rooms_.data() + n * room_width_; }
+
+  // The sums are the target's row of an output.
+  void put_sums(const TokenView& view, int64_t b, int64_t h) {
+    row_.resize(sums_.size());
+    std::copy(sums_.begin(), sums_.end(), row_.begin());
+    write_head(row_.data(), static_cast<int64_t>(row_.size()), view, b, target_, h);
+  }
 
   // Fills the vectors with the row's edges; returns its log-sum.
   double weigh(int64_t b, const Sequence& s, int64_t i, int64_t h) {
@@ -129,9 +141,9 @@ class BandRow {
     affinity_.resize(count), weight_.resize(count), kept_.assign(count, 1);
     const double scale = static_cast<const T*>(call_.scale)[h], cap = call_.softcap;
     const T* table = static_cast<const T*>(call_.table);
-    const T* query = at<const T>(call_.query, b, target_, h);
+    const T* query = read_head(call_.query, b, target_, h, call_.width, room(1));
     for (size_t e = 0; e < count; ++e) {
-      const T* key = at<const T>(call_.key, b, sources_[e], group_);
+      const T* key = read_head(call_.key, b, sources_[e], group_, call_.width, room(0));
       affinity_[e] = affinity_in_double<T, RBF>(query, key, call_.width);
       weight_[e] = scale * affinity_[e];
       if (cap > 0) weight_[e] = cap * std::tanh(weight_[e] / cap);
@@ -174,7 +186,9 @@ class BandRow {
   }
 
   const BandsCall& call_;
+  const int64_t room_width_;
   int64_t group_ = 0, target_ = 0;
+  std::vector<T> rooms_, row_;  // rooms_: a key or value, the query, d_out, where those are halves
   std::vector<int64_t> sources_, hops_, order_;
   std::vector<double> affinity_, weight_, d_weight_, sums_;
   std::vector<uint8_t> kept_;

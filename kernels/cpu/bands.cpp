@@ -49,12 +49,12 @@ class BandsBackward : public Bands<T, RBF> {
       const int64_t h = g * repeats_ + r;
       double* table = d_table ? d_table + r * plan_.window : nullptr;
       for (int64_t i = task.first; i < task.last; i += BLOCK) {
-        if (pack_targets(task, b, h, i, wanted, back, special)) any_special = true;
+        if (pack_targets(task, b, h, i, wanted, own, back, special)) any_special = true;
         d_scale[r] += backward_block(task, h, i, own, back, table);
         const int64_t count = std::min(BLOCK, task.last - i);
         for (int64_t y = 0; y < count; ++y) {
-          T* to = at<T>(wanted.d_query, b, token_of(task, i + y), h);
-          put_row(back.d_query + y * padded_, call_.width, to, call_.width);
+          write_head(back.d_query + y * padded_, call_.width, wanted.d_query, b,
+                     token_of(task, i + y), h);
         }
       }
     }
@@ -98,7 +98,8 @@ class BandsBackward : public Bands<T, RBF> {
 
   // Up to BLOCK targets of one head; marks those that are left to BandRow, returns whether one is.
   bool pack_targets(const Task& task, int64_t b, int64_t h, int64_t i,
-                    const BandsGradients& wanted, Backward<T>& back, uint8_t* special) const {
+                    const BandsGradients& wanted, const Packed<T>& own, Backward<T>& back,
+                    uint8_t* special) const {
     const int64_t width = call_.width, value_width = call_.value_width;
     const T* d_lse = static_cast<const T*>(wanted.d_lse);
     bool some = false;
@@ -112,12 +113,13 @@ class BandsBackward : public Bands<T, RBF> {
       if (i + y < task.last) {
         const int64_t target = token_of(task, i + y);
         const int64_t next = token_of(task, std::min(i + y + AHEAD, task.last - 1));
-        prefetch(at<T>(call_.query, b, next, h), width * sizeof(T));
-        prefetch(at<T>(call_.out, b, next, h), value_width * sizeof(T));
-        prefetch(at<T>(wanted.d_out, b, next, h), value_width * sizeof(T));
+        fetch_head<T>(call_.query, b, next, h, width);
+        prefetch(this->exact_output(b, next, h), value_width * sizeof(T));
+        fetch_head<T>(wanted.d_out, b, next, h, value_width);
         const T* kept = kept_of(b, target, h);
         const T of_lse = d_lse ? d_lse[(b * call_.targets + target) * call_.heads + h] : T(0);
-        const T* upstream = at<const T>(wanted.d_out, b, target, h);
+        const auto room = [&](int64_t n) { return own.room_of(y % QUERIES * 2 + n); };
+        const T* upstream = read_head(wanted.d_out, b, target, h, value_width, room(0));
         const bool dead = kept[0] == MOST && kept[1] == 0;
         bool left = !dead && kept[0] == MOST;
         if (!dead) {
@@ -128,10 +130,11 @@ class BandsBackward : public Bands<T, RBF> {
           special[(b * call_.heads + h) * call_.targets + target] = 1, some = true;
         }
         if (!dead && !left) {
-          query = at<const T>(call_.query, b, target, h), d_out = upstream;
+          d_out = upstream;
+          query = read_head(call_.query, b, target, h, width, room(1));
           back.highest[y] = kept[0], back.share[y] = kept[1];
           if (call_.top_k > 0) back.threshold[y] = kept[2], back.last[y] = kept[3];
-          out = at<const T>(call_.out, b, target, h);
+          out = this->exact_output(b, target, h);
           back.less[y] = of_lse;
         }
       }
@@ -300,7 +303,8 @@ template <class T, bool RBF>
 void forward(const BandsCall& call) {
   const Plan plan(call, false);
   Bands<T, RBF> bands(call, plan);
-  huge(call.out.data, call.batch * call.targets * call.heads * call.value_width * sizeof(T));
+  const int64_t rows = call.batch * call.targets * call.heads;
+  huge(call.out.data, bytes_of<T>(call.out, rows * call.value_width));
   const int64_t groups = call.batch * call.kv_heads, tasks = groups * plan.tasks.size();
   const int threads = threads_for(call, plan, tasks);
   Pieces<T> size{nullptr};
@@ -373,7 +377,8 @@ void backward(const BandsCall& call, const BandsGradients& wanted) {
   const Plan plan(call, true);
   BandsBackward<T, RBF> bands(call, plan);
   const int64_t H = call.heads, repeats = H / call.kv_heads;
-  huge(wanted.d_query.data, call.batch * call.targets * H * call.width * sizeof(T));
+  huge(wanted.d_query.data,
+       bytes_of<T>(wanted.d_query, call.batch * call.targets * H * call.width));
   huge(wanted.d_key.data, call.batch * call.sources * call.kv_heads * call.width * sizeof(T));
   huge(wanted.d_value.data,
        call.batch * call.sources * call.kv_heads * call.value_width * sizeof(T));

@@ -17,7 +17,7 @@ struct BandsCall {
   int64_t batch, targets, sources, heads, kv_heads, width, value_width;
   int64_t count;  // of sequences
   const Sequence* sequences;
-  TokenView query, key, value;
+  TokenView query, key, value;  // query, key, value and out may all be of half precision
   int64_t is_rbf;      // whether logits are -scale |q - k|^2 / 2; scale q . k otherwise
   const void* scale;   // [heads]
   int64_t top_k;       // edges that a target and head keeps; 0: all
@@ -29,12 +29,18 @@ struct BandsCall {
   const uint8_t* valid_sources;  // [batch, sources], or null
   TokenView out;       // written
   void* lse;           // [batch, targets, heads], written
-  void* kept;          // [batch, targets, heads, 2 or 4]: of every row what the backward reads
+  void* kept;          // [batch, targets, heads, numbers_kept]: of every row what the backward reads
+  int64_t keeps_outputs;  // whether that has the output, too: rounded to halves it would not do
   int64_t threads;
 };
 
+// The largest logit and 1 / sum; with top-k, also the least logit kept and its place; the output.
+inline int64_t numbers_kept(const BandsCall& call) {
+  return (call.top_k > 0 ? 4 : 2) + (call.keeps_outputs ? call.value_width : 0);
+}
+
 struct BandsGradients {
-  TokenView d_out;
+  TokenView d_out;  // d_out and d_query are of the query's precision; what is added to never is half
   const void* d_lse;  // [batch, targets, heads], or null
   TokenView d_query, d_key, d_value;  // written
   double* d_scale;    // [heads], added to

@@ -5,11 +5,15 @@
 
 namespace graphattn {
 
+// What a tensor holds: the numbers that a call computes with, or halves of them.
+constexpr int64_t AS_COMPUTED = 0, FLOAT16 = 1, BFLOAT16 = 2;
+
 // A tensor [batch, tokens, heads, features]: how many numbers lie between two entries of the first
 // three dimensions. Features lie side by side.
 struct TokenView {
   void* data;
   int64_t batch, token, head;
+  int64_t kind;  // of its numbers; those of lists of edges are all AS_COMPUTED
 };
 
 struct RowsCall {

@@ -22,7 +22,9 @@ from graphattn.ops.attention.native import rows
 
 THREADS = (1, 2, 3)
 COUNTS = (0, 1, 3, 4, 5, 15, 16, 17, 63, 4096, 4097, 20_000)
-DTYPES = (torch.float32, torch.float64)
+F32 = torch.float32
+DTYPES = (F32, torch.float64)
+HALVES = (torch.float16, torch.bfloat16)
 
 
 class Cases(NamedTuple):
@@ -84,7 +86,7 @@ def attention_bands(kind: str, tokens: int, width: int, dtype: torch.dtype, thre
     targets, sources = graph.num_targets, graph.num_sources
 
     def leaf(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator, dtype=dtype).requires_grad_()
+        return torch.randn(shape, generator=generator).to(dtype).requires_grad_()
 
     def some(count: int) -> torch.Tensor:
         return torch.rand(2, count, generator=generator) < 0.9
@@ -92,7 +94,10 @@ def attention_bands(kind: str, tokens: int, width: int, dtype: torch.dtype, thre
     query, value = leaf(2, targets, 4, width), leaf(2, sources, 2, width + 1)
     key = leaf(2, sources, 2, width)
     offsets = 0 if graph.structure is None else graph.structure.num_offsets or 0
-    table = {"edge_bias": leaf(offsets, 4)} if offsets not in (0, graph.num_edges) else {}
+    table = {}
+    if offsets not in (0, graph.num_edges):
+        entries = torch.randn(offsets, 4, generator=generator).to(torch.promote_types(dtype, F32))
+        table = {"edge_bias": entries.requires_grad_()}
     holes = {"edge_bias": bad_entry(table["edge_bias"])} if table else {}
     valid = {"valid": (some(targets), some(sources))}
     equal = key.detach() * 0 + 1  # every row is a tie
@@ -113,7 +118,7 @@ def attention_bands(kind: str, tokens: int, width: int, dtype: torch.dtype, thre
             attend, options = ga.rbf_attention, {"sigma": 2.0 * (width + 1) ** 0.5, **options}
         out, lse = attend(query, keys, value, graph, backend="native", return_lse=True, **options)
         if score == "rbf":
-            torch.autograd.backward([out, lse], [torch.ones_like(out), lse.isfinite().to(dtype)])
+            torch.autograd.backward([out, lse], [torch.ones_like(out), lse.isfinite().to(lse)])
         else:
             out.backward(torch.ones_like(out))
 
@@ -121,7 +126,8 @@ def attention_bands(kind: str, tokens: int, width: int, dtype: torch.dtype, thre
 def bad_token(x: torch.Tensor) -> torch.Tensor:
     """x with NaN in the middle and an enormous number at the end."""
     x = x.detach().clone()
-    x[:, x.shape[1] // 2 :][:, :1], x[:, -1:] = torch.nan, 1e30
+    x[:, x.shape[1] // 2 :][:, :1] = torch.nan
+    x[:, -1:] = min(1e30, torch.finfo(x.dtype).max)
     return x
 
 
@@ -166,7 +172,9 @@ CASES = [
             *itertools.product(BANDS, (65,), (17,), DTYPES, (1,)),
             *itertools.product(("path", "blocks"), (40,), (0, 80), (torch.float64,), (1,)),
             *itertools.product(("batch", "wide", "past"), (260,), (16,), (torch.float32,), (3,)),
+            *itertools.product(("batch", "past", "dilated"), (65,), (17,), HALVES, (1,)),
             ("causal window", 1025, 3, torch.float32, 2),
+            ("causal window", 260, 32, torch.bfloat16, 3),
         ],
     ),
     Cases("fail_to_allocate", fail_to_allocate, itertools.product((1, 20), THREADS)),

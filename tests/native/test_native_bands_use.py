@@ -198,17 +198,6 @@ def test_autocast_leaves_results_near() -> None:
     torch.testing.assert_close(rough.float(), exact, rtol=0.1, atol=0.05)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@each_score
-def test_half_precision_is_computed_in_float32(score: str, dtype: torch.dtype) -> None:
-    graph = ga.causal_window_graph(40, 9)
-    leaves = [numbers(40, 2, 5, seed=s, dtype=dtype) for s in range(3)]
-    out, lse = attend(leaves, graph, score, top_k=4)
-    exact, sums = attend([x.float() for x in leaves], graph, score, top_k=4)
-    assert torch.equal(out, exact.to(dtype))
-    assert torch.equal(lse, sums)
-
-
 def test_what_looks_into_steps_is_refused_by_name() -> None:
     graph, x = ga.causal_window_graph(12, 3), torch.randn(5, 12, 1, 4)
 

@@ -157,8 +157,9 @@ def rbf_attention(
     eps = as_float("eps", eps, positive=False)
     logits = _sink(sink, heads, query)
     options = top_k, edge_bias, valid, backend, None, dropout, generator
-    out, lse = _attend(query, key, value, graph, "rbf", strength, *options)
-    if eps > 0 or logits is not None:
+    beside = eps > 0 or logits is not None
+    out, lse = _attend(query, key, value, graph, "rbf", strength, *options, rounded=not beside)
+    if beside:
         out = _beside_eps(out, lse, eps, logits)
     out = out.to(query.dtype)
     return (out, lse) if return_lse else out
@@ -250,7 +251,8 @@ def dot_product_attention(
     scale_h = _dot_scale(scale, heads, query)
     logits = _sink(sink, heads, query)
     options = top_k, edge_bias, valid, backend, as_softcap(softcap), dropout, generator
-    out, lse = _attend(query, key, value, graph, "dot", scale_h, *options)
+    rounded = logits is None
+    out, lse = _attend(query, key, value, graph, "dot", scale_h, *options, rounded=rounded)
     if logits is not None:
         out = _beside_eps(out, lse, 0.0, logits)
     out = out.to(query.dtype)
@@ -349,8 +351,14 @@ def _attend(
     softcap: float | None,
     dropout: float,
     generator: torch.Generator | None,
+    *,
+    rounded: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Checks what both front doors share, then runs one backend."""
+    """Checks what both front doors share, then runs one backend.
+
+    Half precision gives an output in float32, which the caller rounds; `rounded`: a backend may
+    have done that.
+    """
     check_backend(backend)
     dropout = as_share("dropout", dropout)
     biased = edge_bias is not None
@@ -375,18 +383,22 @@ def _attend(
         if chosen == "triton":  # half precision stays what it is: kernels sum up in float32
             options |= {"bias": bias, "per_offset": per_offset, "backend": chosen}
             return operators.attend(query, key, value, graph, **options)
-        tensors = query.to(dtype), key.to(dtype), value.to(dtype)
+        watched = is_watched(query)
+        if chosen != "native" or watched or not rounded:
+            query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
         options["softcap"] = softcap
         if chosen in ("structured", "native"):
             options |= {"bias": bias, "per_offset": per_offset, "dropout": dropout, "seed": seed}
-            if is_watched(query):
-                return operators.attend(*tensors, graph, backend=chosen, **options)
+            if watched:
+                return operators.attend(query, key, value, graph, backend=chosen, **options)
             attend = native.attend if chosen == "native" else structured.attend
-            return attend(*tensors, graph, **options)
+            return attend(query, key, value, graph, **options)
         note_uncounted("rbf_attention or dot_product_attention with backend='reference'")
         if seed is not None:
             options["dropout"] = dropout_of_call(dropout, seed, query, graph)
-        return reference.attend(*tensors, graph, edge_bias=per_edge(bias, graph), **options)
+        return reference.attend(
+            query, key, value, graph, edge_bias=per_edge(bias, graph), **options
+        )
 
 
 def support(

@@ -13,7 +13,12 @@ from torch import Tensor
 from graphattn.graphs.token_graph import TokenGraph
 from graphattn.kernels.cpu import library
 from graphattn.ops.attention import structured
-from graphattn.ops.attention.native.bands import most_saved_per_head, native_tiles
+from graphattn.ops.attention.native.bands import (
+    NativeBandPlan,
+    in_dtype_of_scale,
+    most_saved_per_head,
+    native_tiles,
+)
 from graphattn.ops.attention.native.rows import native_rows
 from graphattn.ops.attention.structured.plans import Kernels
 from graphattn.ops.attention.structured.recompute import Inputs, Plan
@@ -40,8 +45,19 @@ def why_not(like: Tensor) -> str | None:
 def attend(
     query: Tensor, key: Tensor, value: Tensor, graph: TokenGraph, **options: Any
 ) -> tuple[Tensor, Tensor]:
-    """Output [*, N, H, Dv] and log-sums [*, N, H]; options are those of `structured`."""
-    return structured.attend(query, key, value, graph, kernels=KERNELS, **options)
+    """Output [*, N, H, Dv] and log-sums [*, N, H]; options are those of `structured`.
+
+    Inputs of half precision, with a scale in float32, give an output of their precision, or in
+    float32 where compiled code cannot read halves and they are converted before.
+    """
+    scale, bias = options.pop("scale"), options.pop("bias")
+    inputs, plan = plan_call((query, key, value, scale, bias), graph, **options)
+    if query.dtype != scale.dtype:
+        if not isinstance(plan, NativeBandPlan):
+            inputs = in_dtype_of_scale(inputs)
+        elif torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs):
+            plan.keeps_outputs = value.shape[-1]
+    return structured.run(plan, inputs, query.shape[:-3])
 
 
 def plan_call(inputs: Inputs, graph: TokenGraph, **options: Any) -> tuple[Inputs, Plan]:

@@ -43,6 +43,7 @@ class BandsCall(ctypes.Structure):
         ("out", TokenView),
         ("lse", ctypes.c_void_p),
         ("kept", ctypes.c_void_p),
+        ("keeps_outputs", ctypes.c_int64),
         ("threads", ctypes.c_int64),
     )
 
@@ -111,23 +112,27 @@ class NativeBandPlan:
 
     `slow` does the same in operations that can be differentiated again. A bias is a table of
     offsets.
+
+    Queries, keys and values may be of half precision: it is read into float32 a few tokens at a
+    time, and outputs are rounded once. Gradients want outputs that are not rounded, so with
+    `keeps_outputs` (their width) those are saved, too.
     """
 
     bands: Bands
     slow: TilePlan
+    keeps_outputs: int = 0
 
     @property
     def saved_per_head(self) -> int:
         """The largest logit and 1 / sum; with top-k, also the least logit kept and its place."""
-        return most_saved_per_head(self.slow.top_k)
+        return most_saved_per_head(self.slow.top_k) + self.keeps_outputs
 
     def forward(self, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
         """Output, log-sums, and the numbers by which the backward finds the weights again."""
-        query, _, value, _, _ = inputs
+        query, _, value, scale, _ = inputs
         out = query.new_empty((*query.shape[:-1], value.shape[-1]))
-        lse = query.new_empty(query.shape[:-1])
         B, N, H, _ = query.shape
-        kept = query.new_empty((B, N, H * self.saved_per_head))
+        lse, kept = (scale.new_empty((B, N, H * n)) for n in (1, self.saved_per_head))
         _Call(self, inputs, out, lse, kept).run(None)
         return out, lse, kept
 
@@ -141,8 +146,10 @@ class NativeBandPlan:
         covered = int(of_sequences[:, 3].sum()) == key.shape[1]
         covered = covered and int(of_sequences[:, 1].sum()) == query.shape[1]
         new = torch.empty_like if covered else torch.zeros_like
+        dtypes = query.dtype, scale.dtype, scale.dtype  # what is added to is not half precision
         d_query, d_key, d_value = (
-            new(x, memory_format=torch.contiguous_format) for x in (query, key, value)
+            new(x, dtype=dtype, memory_format=torch.contiguous_format)
+            for x, dtype in zip((query, key, value), dtypes, strict=True)
         )
         d_scale = torch.zeros(scale.shape, dtype=torch.float64)
         d_table = None if table is None else torch.zeros(table.shape, dtype=torch.float64)
@@ -160,11 +167,19 @@ class NativeBandPlan:
             )
         )
         of_table = None if d_table is None or table is None else d_table.to(table.dtype)
+        d_key, d_value = d_key.to(key.dtype), d_value.to(value.dtype)
         return d_query, d_key, d_value, d_scale.to(scale.dtype), of_table
 
     def plainly(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
         """Output and log-sums in operations that can be differentiated any number of times."""
-        return self.slow.plainly(inputs)
+        out, lse = self.slow.plainly(in_dtype_of_scale(inputs))
+        return out.to(inputs[0].dtype), lse
+
+
+def in_dtype_of_scale(inputs: Inputs) -> Inputs:
+    """Half precision as float32; the scale and the bias are that already."""
+    query, key, value, scale, bias = inputs
+    return query.to(scale.dtype), key.to(scale.dtype), value.to(scale.dtype), scale, bias
 
 
 class _Call:
@@ -185,7 +200,7 @@ class _Call:
         scale = scale.contiguous()
         table = None if table is None else table.contiguous()
         valid = tuple(None if x is None else x.contiguous() for x in options.valid)
-        self.is_double = query.dtype == torch.float64
+        self.is_double = scale.dtype == torch.float64
         self.alive = query, key, value, scale, table, valid, sequences, out, lse, kept
         self.numbers = BandsCall(
             batch=B,
@@ -212,6 +227,7 @@ class _Call:
             out=_view(out),
             lse=_address(lse),
             kept=kept.data_ptr(),
+            keeps_outputs=plan.keeps_outputs > 0,
             threads=torch.get_num_threads(),
         )
 

@@ -27,6 +27,9 @@ CACHE = 1 << 21  # bytes: those that stay near a core from one row to the next
 LONG_ROWS = 64  # edges: such rows are worth a walk of their own
 
 
+KINDS = {torch.float16: 1, torch.bfloat16: 2}  # 0: the numbers that a call computes with
+
+
 class TokenView(ctypes.Structure):
     """A tensor [batch, tokens, heads, features] as ``kernels/cpu/rows.h`` has it."""
 
@@ -35,6 +38,7 @@ class TokenView(ctypes.Structure):
         ("batch", ctypes.c_int64),
         ("token", ctypes.c_int64),
         ("head", ctypes.c_int64),
+        ("kind", ctypes.c_int64),
     )
 
 
@@ -279,7 +283,7 @@ def _is_large(key: Tensor, value: Tensor, edges: Edges) -> bool:
 
 
 def _view(x: Tensor) -> TokenView:
-    return TokenView(x.data_ptr(), *x.stride()[:3])
+    return TokenView(x.data_ptr(), *x.stride()[:3], KINDS.get(x.dtype, 0))
 
 
 def _address(x: Tensor | None) -> Any:

@@ -5,6 +5,6 @@ Same rules as reference.py, which it is tested against. `tiles.py` says where th
 what is best done in parts, and `plans.py` chooses.
 """
 
-from graphattn.ops.attention.structured.plans import attend, plan_call
+from graphattn.ops.attention.structured.plans import attend, plan_call, run
 
-__all__ = ["attend", "plan_call"]
+__all__ = ["attend", "plan_call", "run"]

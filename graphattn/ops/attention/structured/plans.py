@@ -62,8 +62,12 @@ def attend(
     [offsets, H]; the other options are those of :func:`plan_call`.
     """
     inputs, plan = plan_call((query, key, value, scale, bias), graph, **options)
+    return run(plan, inputs, query.shape[:-3])
+
+
+def run(plan: Plan, inputs: Inputs, batch: torch.Size) -> tuple[Tensor, Tensor]:
+    """What a plan makes of its inputs, with the leading dimensions that they had."""
     out, lse = Recomputed.apply(plan, *inputs)
-    batch = query.shape[:-3]
     return out.view(*batch, *out.shape[1:]), lse.view(*batch, *lse.shape[1:])
 
 
