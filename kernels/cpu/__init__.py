@@ -4,9 +4,27 @@ Like the kernels above them they know tensors and index arrays only. Read them i
 
 - `simd.h`: vectors of floats and doubles, as wide as the instruction set, and their exponential.
 - `tasks.h`: a loop over tasks on several threads, and the memory that tasks work in.
+- `feature_sums.h`: what is summed up over the features of a token, and numbers as ordered integers.
 - `interface.h`: what a function of the C interface is written with.
 - `native.cpp`: what a build is, and entries for tests.
 - `library`: which build this process uses, or why none.
+
+Attention over lists of edges:
+
+- `rows.h`: what a call is given.
+- `tokens.h`: what a row does with the tokens of its edges.
+- `rows.cpp`: forward and backward, row by row.
+- `visits.cpp`: an order of rows in which those that share sources follow each other.
+
+Attention over bands, which are windows, blocks and whole sequences:
+
+- `bands.h`: what a call is given.
+- `band_plan.h`: how bands are cut into tasks, and the memory of a task.
+- `precision.h`: how half precision is read and written.
+- `band_tiles.h`: a few targets times a few vectors of keys, in registers.
+- `band_top_k.h`: the largest logits of a row.
+- `band_rows.h`: one row in double precision, for the few of which tiles would lose something.
+- `band_forward.h`, `bands.cpp`: forward, and backward.
 
 `setup.py` builds the same sources once per instruction set (`_native_base`, `_native_v3` for AVX2,
 `_native_v4` for AVX-512). Every `.cpp` and `.h` file of this folder belongs to the build. There is
