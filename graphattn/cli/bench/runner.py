@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Mapping
 from typing import Any
 
 import numpy
 import torch
 from rich.console import Console
+from rich.status import Status
 
 from graphattn.cli.bench.case import BOTH, FORWARD, Case, Entry
 from graphattn.cli.bench.contenders import Run
@@ -50,17 +52,19 @@ class Runner:
         self.machine = measure_machine(device, self.dtype)
         self.peak = Peak() if on_cpu else None
         self.watch = Watch() if on_cpu else None
+        self.status: Status | None = None
 
     def measure(self, case: Case) -> list[Row]:
         """The rows of one case, which are added to the record together with their verdicts."""
         first = len(self.record.rows)
         torch.compiler.reset()  # of one function, no more than 8 variants are compiled
         entries = case.entries(self.size, self.device.type)
-        with self.console.status(f"{case.title}: checking"):
+        with self.console.status(case.title) as self.status:
             inputs, errors = self.check(case, entries)
         for passes in (FORWARD, BOTH) if case.backward else (FORWARD,):
-            with self.console.status(f"{case.title}, {passes}: timing"):
+            with self.console.status(case.title) as self.status:
                 clocks, peaks = self.warm(case, passes, entries, inputs, errors)
+                self.tell(f"{case.name}, {passes}: timing")
                 speeds = [] if self.watch is None else [self.watch.speed()]
 
                 def note_failure(name: str, failure: Exception, passes: str = passes) -> None:
@@ -117,6 +121,7 @@ class Runner:
                 continue
             for name in names:
                 run, contender = entries[name].run, entries[name].contender
+                self.tell(f"{case.name}: checking {name}")
                 try:
                     if contender in case.yardsticks:  # nothing to compare
                         one_pass(run, own, backward=case.backward)
@@ -156,6 +161,7 @@ class Runner:
         backward = passes == BOTH
         for name, own in inputs.items():
             entry, error = entries[name], errors[name]
+            self.tell(f"{case.name}, {passes}: compiling and weighing {name}")
             try:
                 if backward and error is not None and error[1] is None:
                     one_pass(entry.run, own, backward=True)  # says why it cannot
@@ -177,6 +183,13 @@ class Runner:
             shown = ", ".join(f"{error:.1e}" for error in errors)
             raise MissingError(f"no time for a wrong result (errors {shown})")
         return errors[0]
+
+    def tell(self, doing: str) -> None:
+        """What is being done, which takes minutes: beside a spinner, or in a line of a log."""
+        if self.status is not None:
+            self.status.update(doing)
+        if not self.console.is_terminal:
+            print(doing, file=sys.stderr, flush=True)
 
     def note(self, line: str) -> None:
         """What was not measured, and why."""
