@@ -568,7 +568,11 @@ def test_a_contender_that_breaks_while_it_is_warmed_up_is_noted(monkeypatch):
         return made(run, own, **options)
 
     monkeypatch.setattr(runner, "clock", breaks)
-    output = run("window").output
+    result = run("window")
+    output = result.stdout
+    for doing in ("checking", "forward: compiling and weighing"):
+        assert re.search(rf"^window(:|,) {doing} graphattn$", result.stderr, re.MULTILINE)
+    assert "window, forward: timing\n" in result.stderr
     assert "missing: window, index_add, forward + backward: no more" in output
     tables_before = output.split("missing:")[0]
     forward, both = tables_before.split("forward + backward", maxsplit=1)
