@@ -48,9 +48,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def forget_compiled_graphs() -> None:
-    """What earlier versions of this code were compiled to, on disk, is no answer about this one.
+    """Switch off torch's caches of compiled graphs on disk, which may be those of earlier code.
 
-    Only whole graphs are left out; what a C++ compiler made of them is known by its source.
+    What a C++ compiler made of a graph is still reused: it is found by its source.
     """
     for cache in ("FX_GRAPH_CACHE", "AUTOGRAD_CACHE"):
         os.environ.setdefault(f"TORCHINDUCTOR_{cache}", "0")

@@ -64,10 +64,10 @@ class Bands {
            ((b * call_.targets + target) * call_.heads + h) * numbers_;
   }
 
-  // The output of a row as it was computed.
-  const T* exact_output(int64_t b, int64_t target, int64_t h) const {
+  // Where the output of a row stands as it was computed, if that is anywhere.
+  T* exact_output(int64_t b, int64_t target, int64_t h) const {
     if (call_.keeps_outputs) return kept_of(b, target, h) + numbers_ - call_.value_width;
-    return at<const T>(call_.out, b, target, h);
+    return at<T>(call_.out, b, target, h);
   }
 
   bool is_valid_target(int64_t b, int64_t target) const {
@@ -273,9 +273,8 @@ class Bands {
       }
       const int64_t target = token_of(task, i + r);
       T* sums = own.sums + r * value_padded_;
-      T* out = sums;
-      if (!is_half<T>(call_.out)) out = at<T>(call_.out, b, target, h);
-      if (call_.keeps_outputs) out = kept_of(b, target, h) + numbers_ - call_.value_width;
+      const bool nowhere = is_half<T>(call_.out) && !call_.keeps_outputs;
+      T* out = nowhere ? sums : exact_output(b, target, h);
       for (int64_t d = 0; d < call_.value_width; ++d) {
         out[d] = share[r] == 0 ? T(0) : sums[d] * share[r];
       }

@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import builds
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import graphattn as ga
 from graphattn.kernels.cpu import library
@@ -17,6 +19,7 @@ if library.why_not() is not None:
 
 each_dtype = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 each_score = pytest.mark.parametrize("score", ["dot", "rbf"])
+OPTIONS = {"top-k": {"top_k": 9}}  # of some of these graphs
 GRAPHS = {
     "causal window": lambda: ga.causal_window_graph(300, 70),
     "narrow": lambda: ga.window_path_graph(150, 2, self_loops=True),
@@ -25,6 +28,7 @@ GRAPHS = {
     "batch": lambda: ga.batch([ga.causal_graph(60), ga.window_path_graph(40, 3)]),
     "top-k": lambda: ga.causal_window_graph(120, 40),
 }
+each_graph = pytest.mark.parametrize("name", GRAPHS)
 
 
 def attend(
@@ -64,6 +68,20 @@ def test_every_number_is_read_and_written_as_it_is(dtype: torch.dtype, width: in
     assert torch.equal(out.masked_fill(nan, 0), value.masked_fill(nan, 0))
 
 
+@pytest.mark.parametrize("build", ["base", "v3"])
+def test_every_build_converts_all_numbers(build: str) -> None:
+    """float16 by integers, and by other instructions."""
+    builds.run_with(
+        build,
+        "import torch, test_native_bands_half as half\n"
+        "for dtype in (torch.float16, torch.bfloat16):\n"
+        "    for width in (7, 16):\n"
+        "        half.test_every_number_is_read_and_written_as_it_is(dtype, width)\n"
+        "    half.test_a_mean_between_two_numbers_is_rounded_to_the_even_one(dtype)\n"
+        "half.test_denormal_numbers_of_float16_are_read_where_those_of_float32_are_flushed()",
+    )
+
+
 def test_denormal_numbers_of_float16_are_read_where_those_of_float32_are_flushed() -> None:
     value = torch.arange(1, 1024, dtype=torch.int16).view(torch.float16).view(-1, 1, 11)
     graph = ga.causal_window_graph(len(value), 1)
@@ -81,10 +99,9 @@ def test_denormal_numbers_of_float16_are_read_where_those_of_float32_are_flushed
 
 @each_dtype
 def test_a_mean_between_two_numbers_is_rounded_to_the_even_one(dtype: torch.dtype) -> None:
-    """Two edges of equal weight; every other mean lies in the middle."""
+    """Two edges of equal weight, whose values are neighbours among the numbers of the dtype."""
     generator = torch.Generator().manual_seed(0)
     value = torch.randn(4000, 1, 9, generator=generator).to(dtype)
-    value = (value.view(torch.int16) + 0).view(dtype)
     value[1::2] = (value[::2].view(torch.int16) + 1).view(dtype)
     graph = ga.block_window_graph(len(value), 2)
     query = torch.zeros(len(value), 1, 2, dtype=dtype)
@@ -96,7 +113,7 @@ def test_a_mean_between_two_numbers_is_rounded_to_the_even_one(dtype: torch.dtyp
 
 @each_dtype
 @each_score
-@pytest.mark.parametrize("name", GRAPHS)
+@each_graph
 def test_outputs_are_those_of_float32_rounded_once(
     name: str, score: str, dtype: torch.dtype
 ) -> None:
@@ -104,9 +121,7 @@ def test_outputs_are_those_of_float32_rounded_once(
     leaves = tensors(graph, dtype)
     generator = torch.Generator().manual_seed(1)
     valid = torch.rand(2, graph.num_targets, generator=generator) < 0.8
-    options: dict[str, Any] = {"valid": valid}
-    if name == "top-k":
-        options["top_k"] = 9
+    options: dict[str, Any] = {"valid": valid, **OPTIONS.get(name, {})}
     out, lse = attend(leaves, graph, score, **options)
     exact, sums = attend([x.float() for x in leaves], graph, score, **options)
     assert out.dtype == dtype
@@ -116,15 +131,13 @@ def test_outputs_are_those_of_float32_rounded_once(
 
 @each_dtype
 @each_score
-@pytest.mark.parametrize("name", GRAPHS)
+@each_graph
 def test_gradients_are_those_of_float32_rounded_once(
     name: str, score: str, dtype: torch.dtype
 ) -> None:
     graph = GRAPHS[name]()
-    halves = tensors(graph, dtype)
-    for mine, near in zip(
-        *gradients_of(halves, graph, score, top_k=9 if name == "top-k" else None), strict=True
-    ):
+    found, exact = gradients_of(tensors(graph, dtype), graph, score, **OPTIONS.get(name, {}))
+    for mine, near in zip(found, exact, strict=True):
         assert mine.dtype == dtype
         assert torch.equal(mine, near.to(dtype))
 
@@ -153,7 +166,7 @@ def test_values_far_from_zero(dtype: torch.dtype) -> None:
     halves[2] += 100
     found, near = gradients_of(halves, graph, "dot")
     assert all(torch.equal(a, b.to(dtype)) for a, b in zip(found, near, strict=True))
-    exact, _ = gradients_of([x.double() for x in halves], graph, "dot")
+    exact, _ = gradients_of([x.double() for x in halves], graph, "dot", backend="reference")
     error = (found[0].double() - exact[0]).abs().max() / exact[0].abs().max()
     assert error < torch.finfo(dtype).eps
 
@@ -225,6 +238,43 @@ def test_nothing_is_kept_or_converted_as_a_whole(dtype: torch.dtype) -> None:
         attend(leaves, graph, "rbf")
     copied = [e.input_shapes[0] for e in profile.events() if e.name == "aten::_to_copy"]
     assert all(math.prod(shape) <= 4 for shape in copied), copied  # the scale of every head
+
+
+@each_dtype
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_checkpointing_changes_no_bit(use_reentrant: bool, dtype: torch.dtype) -> None:
+    graph = ga.causal_window_graph(60, 12)
+
+    def run(*leaves: Tensor) -> Tensor:
+        return attend([*leaves], graph, "rbf")[0]
+
+    results = []
+    for checkpoints in (False, True):
+        leaves = [x.requires_grad_() for x in tensors(graph, dtype)]
+        out = checkpoint(run, *leaves, use_reentrant=use_reentrant) if checkpoints else run(*leaves)
+        out.float().square().sum().backward()
+        results.append([out.detach(), *(x.grad for x in leaves)])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@each_dtype
+def test_dropout_and_compiled_functions_convert_whole_tensors(dtype: torch.dtype) -> None:
+    graph = ga.causal_window_graph(60, 12)
+
+    def run(leaves: list[Tensor], dropout: float = 0.0) -> Tensor:
+        generator = torch.Generator().manual_seed(1)
+        return attend(leaves, graph, "dot", dropout=dropout, generator=generator)[0]
+
+    halves = tensors(graph, dtype)
+    floats = [x.float() for x in halves]
+    dropped = run(halves, 0.3)
+    assert torch.equal(dropped, run(floats, 0.3).to(dtype))
+    assert not torch.equal(dropped, run(halves))
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        lambda *leaves: attend([*leaves], graph, "dot")[0], fullgraph=True, backend="aot_eager"
+    )
+    assert torch.equal(compiled(*halves), run(halves))
 
 
 @each_dtype

@@ -108,7 +108,7 @@ def test_the_operator_keeps_the_promises_of_torch_library(graph: str, bias: bool
 
 
 @pytest.mark.parametrize("backend", ["structured", "native"])
-def test_what_is_saved_has_the_room_that_a_graph_compiled_long_ago_knows(backend: str) -> None:
+def test_the_operator_saves_as_many_numbers_as_its_argument_says(backend: str) -> None:
     """Torch finds compiled graphs again on disk, with an earlier version's shapes in them."""
     if backend == "native" and (reason := library.why_not()) is not None:
         pytest.skip(reason)
@@ -125,6 +125,11 @@ def test_what_is_saved_has_the_room_that_a_graph_compiled_long_ago_knows(backend
             *inputs, *options, *results, *upstream, True, False
         )
     assert all(torch.equal(a, b) for a, b in zip(found[4], found[7], strict=True))
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out, lse = ga.rbf_attention(*leaves, tokens, 1.0, top_k=3, return_lse=True, backend="reference")
+    expected = torch.autograd.grad(out.sum() + lse.sum(), leaves)
+    for mine, theirs in zip(found[4], expected, strict=False):
+        torch.testing.assert_close(mine, theirs)
 
 
 @pytest.mark.parametrize("degrees", [False, True])

@@ -356,8 +356,8 @@ def _attend(
 ) -> tuple[Tensor, Tensor]:
     """Checks what both front doors share, then runs one backend.
 
-    Half precision gives an output in float32, which the caller rounds; `rounded`: a backend may
-    have done that.
+    The output of half precision may be float32, which the caller rounds. With `rounded` a backend
+    may round it: the caller computes nothing more with it.
     """
     check_backend(backend)
     dropout = as_share("dropout", dropout)

@@ -118,9 +118,9 @@ def _(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _shapes(*arguments: Any) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """Of the output, of the log-sums, which kernels write head by head, and of what is saved.
+    """Shapes of the output, the log-sums (kernels write them head by head), and what is saved.
 
-    What compiled plans save differs; here it has the room of the one that saves most.
+    Compiled plans save different amounts. `saved_per_head` is the largest, and others are padded.
     """
     query, _, value = arguments[:3]
     *batch, tokens, heads, _ = query.shape

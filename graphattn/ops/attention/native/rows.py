@@ -27,7 +27,8 @@ CACHE = 1 << 21  # bytes: those that stay near a core from one row to the next
 LONG_ROWS = 64  # edges: such rows are worth a walk of their own
 
 
-KINDS = {torch.float16: 1, torch.bfloat16: 2}  # 0: the numbers that a call computes with
+# `FLOAT16` and `BFLOAT16` of kernels/cpu/rows.h; 0 stands for the dtype that a call computes in.
+KINDS = {torch.float16: 1, torch.bfloat16: 2}
 
 
 class TokenView(ctypes.Structure):
