@@ -8,19 +8,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from graphattn.graphs.all_pairs import nearest_by_pairs
 from graphattn.graphs.arguments import as_choice, as_int, as_points
 from graphattn.graphs.bands import band_tables, bands_of, has_bands
 from graphattn.graphs.composites import Parts
 from graphattn.graphs.distances import (
     PAIRS,
-    TILE,
-    DistanceProducts,
     exact_squared_distances,
     nearest_pairs,
     place_self,
-    rounded_distances,
-    with_rounding,
 )
+from graphattn.graphs.kd_tree import is_for_trees, nearest_by_tree
 from graphattn.graphs.structure import Complete, Structure
 from graphattn.graphs.token_graph import TokenGraph, as_token_graph
 from graphattn.kernels.launch import is_looked_into, why_not_on
@@ -104,7 +102,7 @@ def nearest_index(
         if backend == "triton":
             raise ValueError(f"backend 'triton' cannot run this case: {reason}")
     if search.within is None:
-        return _nearest_of_all(*search.points, search.k, search.to_self, search.self_loops)
+        return nearest_of_all(*search.points, search.k, search.to_self, search.self_loops)
     return _nearest_in_graph(
         *search.points, search.k, search.within, search.to_self, search.self_loops
     )
@@ -274,51 +272,25 @@ def _nearest_by_kernels(search: _Search) -> Tensor:
     )
 
 
-def _nearest_of_all(
+def nearest_of_all(
     points: Tensor, candidates: Tensor, k: int, to_self: bool, self_loops: bool
 ) -> Tensor:
-    """A tile of rows at a time; N x M is never stored.
+    """Among all candidates: by a tree where coordinates are few, by products where they are many.
 
-    Rounding may exchange neighbours that are nearly equally far, so everything within rounding of
-    the k-th is a candidate, and exact distances decide. Distances from matrix products find few
-    candidates fast; where they find many (tokens closer to each other than products can tell), or
-    have no bound, differences do.
+    Rows in which a tree cannot tell the nearest from others look at all pairs, too.
     """
-    index = torch.empty((len(points), k), dtype=torch.int64, device=points.device)
-    finite = points.isfinite().all(dim=1), candidates.isfinite().all(dim=1)
-    products = DistanceProducts.of(points, candidates, finite)
-    own = None if not to_self else -torch.inf if self_loops else torch.inf
-    rows = max(1, TILE // max(len(candidates), 1))
-    for start in range(0, len(points), rows):
-        tile = points[start : start + rows]
-        pairs = None if products is None else products.nearest(start, len(tile), k, own)
-        if pairs is None:
-            pairs = _near_by_differences(tile, candidates, k, start, own, finite)
-        row, source = pairs
-        squared = exact_squared_distances(tile, candidates, row, source)
-        if to_self:
-            place_self(squared, row + start == source, self_loops)
-        index[start : start + rows] = nearest_pairs(row, source, squared, len(tile), k)
+    if not is_for_trees(points, candidates, k) or is_looked_into():
+        return nearest_by_pairs(points, candidates, k, to_self, self_loops)
+    search = nearest_by_tree
+    if torch.compiler.is_compiling():  # it would trace how scipy is started
+        search = torch.compiler.disable(search)
+    found = search(points, candidates, k, to_self, self_loops)
+    if found is None:
+        return nearest_by_pairs(points, candidates, k, to_self, self_loops)
+    index, left = found
+    if len(left):
+        index[left] = nearest_by_pairs(points, candidates, k, to_self, self_loops, rows=left)
     return index
-
-
-def _near_by_differences(
-    tile: Tensor,
-    candidates: Tensor,
-    k: int,
-    start: int,
-    own: float | None,
-    finite: tuple[Tensor, Tensor],
-) -> tuple[Tensor, Tensor]:
-    """Rows and sources of all pairs that may be among the k nearest, sorted by row, then source."""
-    distance = rounded_distances(tile, candidates)
-    if own is not None:
-        distance.diagonal(start).fill_(max(own, 0))
-    kth = distance.topk(k, dim=1, largest=False).values.amax(dim=1, keepdim=True)
-    near = distance <= with_rounding(kth, tile)
-    near &= finite[0][start : start + len(tile), None] & finite[1]
-    row, source = near.nonzero().T
-    return row, source
 
 
 def _nearest_in_graph(

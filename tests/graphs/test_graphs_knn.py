@@ -426,7 +426,7 @@ def test_random_points_are_found_by_products_with_few_candidates(monkeypatch):
 
 def test_where_most_points_are_equal_differences_take_over(monkeypatch):
     found = spied(monkeypatch)
-    x = random_points(2, 3, dtype=torch.float32)[torch.arange(400) % 2]
+    x = random_points(2, 8, dtype=torch.float32)[torch.arange(400) % 2]
     assert torch.equal(ga.knn(x, 2)[0], nearest_by_numpy(x, 2))
     assert found == [None]
 
