@@ -7,6 +7,7 @@ from torch import Tensor
 
 TILE = 1 << 21  # distances held at a time
 PAIRS = 1 << 19  # coordinates of pairs held at a time
+IN_ORDER = 3  # terms up to which torch adds one after the other, so that we may, too
 
 
 def nearest_pairs(row: Tensor, source: Tensor, squared: Tensor, num_rows: int, k: int) -> Tensor:
@@ -111,7 +112,11 @@ def exact_squared_distances(
     points: Tensor, candidates: Tensor, row: Tensor, source: Tensor
 ) -> Tensor:
     """Squared distances of pairs, [E], in float64; infinite where a coordinate is not finite."""
-    squared = torch.empty(len(row), dtype=torch.float64, device=points.device)
+    squared = torch.zeros(len(row), dtype=torch.float64, device=points.device)
+    if points.shape[1] <= IN_ORDER:
+        for a, b in zip(points.double().T, candidates.double().T, strict=True):
+            squared += a.take(row).sub_(b.take(source)).square_()
+        return squared.nan_to_num_(nan=torch.inf, posinf=torch.inf)
     step = max(1, PAIRS // max(points.shape[1], 1))
     for e in range(0, len(row), step):
         pairs = slice(e, e + step)

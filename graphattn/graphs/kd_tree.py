@@ -13,6 +13,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from graphattn.graphs.distances import IN_ORDER
+from graphattn.kernels.launch import is_looked_into
+
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
 
@@ -36,6 +39,7 @@ def is_for_trees(points: Tensor, candidates: Tensor, k: int = 1) -> bool:
         and 1 <= points.shape[1] <= WIDEST
         and len(candidates) >= max(FEWEST, 16 * k)
         and len(points) > 0
+        and not is_looked_into()
     )
 
 
@@ -73,6 +77,7 @@ class PointTree:
         return self.source.take(found), _squared(points, self.places, found)
 
 
+@torch.compiler.disable
 def nearest_by_tree(
     points: Tensor,
     candidates: Tensor,
@@ -133,61 +138,66 @@ class _Search(NamedTuple):
         many = min(many, len(self.tree))
         if many == 0:
             return rows[:0]
-        width = self.tree.coordinates
-        source, squared = self.tree.candidates(self.points[rows], many, self.radius)
-        last = squared.max(axis=1)  # infinite where all in reach were found
-        squared[squared > self.radius * self.radius] = np.inf
+        source, squared = _in_order(*self.tree.candidates(self.points[rows], many, self.radius))
+        last = squared[:, -1]  # infinite where all in reach were found
+        if self.radius < np.inf:
+            squared[squared > self.radius * self.radius] = np.inf
         if self.to_self:
             source, squared = _with_oneself_first(rows, source, squared)
-        source, squared = _in_order(source, squared)
-        if self.to_self and not self.self_loops:
-            source, squared = source[:, 1:], squared[:, 1:]
+            if not self.self_loops:
+                source, squared = source[:, 1:], squared[:, 1:]
         k = min(self.k, source.shape[1])
-        index[rows, :k] = np.where(np.isinf(squared[:, :k]), -1, source[:, :k])
+        limit = squared[:, k - 1]
+        if self.radius < np.inf:
+            limit = np.minimum(limit, self.radius * self.radius)
+            source = np.where(np.isinf(squared), -1, source)
+        index[rows, :k] = source[:, :k]
         if many == len(self.tree):
             return rows[:0]
-        limit = np.minimum(squared[:, k - 1], self.radius * self.radius)
-        return rows[last <= _widened(np.sqrt(limit), width) ** 2]
-
-
-def _with_oneself_first(
-    rows: Integers, source: Integers, squared: Floats
-) -> tuple[Integers, Floats]:
-    """Every row itself among its candidates, nearer than any: also where equal points were."""
-    own = source == rows[:, None]
-    squared[own] = -1
-    if (absent := ~own.any(axis=1)).any():
-        source = np.column_stack([source, np.where(absent, rows, -1)])
-        squared = np.column_stack([squared, np.where(absent, -1, np.inf)])
-    return source, squared
+        return rows[last <= _widened(np.sqrt(limit), self.tree.coordinates) ** 2]
 
 
 def _in_order(source: Integers, squared: Floats) -> tuple[Integers, Floats]:
     """Every row by distance, equal distances by index."""
-    in_order = (squared[:, 1:] > squared[:, :-1]) | np.isinf(squared[:, 1:])
-    if len(rows := np.flatnonzero(~in_order.all(axis=1))):  # few, but for lattices
+    in_order = squared[:, 1:] > squared[:, :-1]
+    if not in_order.all():  # a few rows, but for lattices
+        rows = np.flatnonzero(~(in_order | np.isinf(squared[:, 1:])).all(axis=1))
         order = np.lexsort((source[rows], squared[rows]), axis=1)
         source[rows] = np.take_along_axis(source[rows], order, axis=1)
         squared[rows] = np.take_along_axis(squared[rows], order, axis=1)
     return source, squared
 
 
+def _with_oneself_first(
+    rows: Integers, source: Integers, squared: Floats
+) -> tuple[Integers, Floats]:
+    """Every row itself before its candidates: also where equal points were, and it was none."""
+    if (source[:, 0] == rows).all():
+        return source, squared
+    own = source == rows[:, None]
+    if (absent := ~own.any(axis=1)).any():
+        source = np.column_stack([source, np.where(absent, rows, -1)])
+        squared = np.column_stack([squared, np.where(absent, 0, np.inf)])
+        own = np.column_stack([own, absent])
+    return _in_order(source, np.where(own, -1, squared))
+
+
 def pairs_by_tree(points: Tensor, radius: float) -> Tensor | None:
-    """Both edges [2, E] of all pairs that may be at distance <= radius, oneself left out.
+    """The pairs i < j of points that may be at distance <= radius, [2, pairs], in no order.
 
     None where they are so many that a tree does not help, or squares of coordinates overflow.
     """
     a = points.numpy(force=True).astype(np.float64)
-    if not (_fits(a) and radius < LARGEST):
+    if not _fits(a) or radius > LARGEST:
         return None
     tree = PointTree(a, copies=len(a))
     reach = _widened(radius, tree.coordinates)
     some = tree.places[:-1][:: max(1, len(tree) // SAMPLE)]
     degrees = tree.tree.query_ball_point(some, reach, return_length=True)
-    if degrees.sum() * 8 > len(some) * len(tree):
+    if np.sum(degrees) * 8 > len(some) * len(tree):
         return None
-    pairs = tree.source[tree.tree.query_pairs(reach, output_type="ndarray")]
-    return torch.from_numpy(pairs.T)
+    pairs = tree.tree.query_pairs(reach, output_type="ndarray")
+    return torch.from_numpy(tree.source.take(pairs.T))
 
 
 def _fits(points: Floats) -> bool:
@@ -203,11 +213,8 @@ def _widened(distance: Any, coordinates: int) -> Any:
 
 
 def _squared(points: Floats, places: Floats, found: Integers) -> Floats:
-    """Squared distances of points from their candidates, as `exact_squared_distances` rounds them.
-
-    A sum of up to three terms has one order; torch's own order of more is torch's business.
-    """
-    if points.shape[1] > 3:
+    """Squared distances from candidates, rounded as `exact_squared_distances` rounds them."""
+    if points.shape[1] > IN_ORDER:
         gap = points[:, None] - places[found]
         return torch.from_numpy(np.square(gap, out=gap)).sum(dim=-1).numpy()
     squared = np.square(points[:, :1] - places[:, 0].take(found))
@@ -219,12 +226,14 @@ def _squared(points: Floats, places: Floats, found: Integers) -> Floats:
 def _among_first_copies(points: Floats, copies: int) -> Integers:
     """Places of points without those that so many equal points stand before."""
     everyone = np.arange(len(points))
+    if len(points) <= copies:
+        return everyone
     # Equal points have equal sums; and few others, where weights are no ratios of whole numbers.
     sums = np.zeros(len(points))
     for c in range(points.shape[1]):
         sums += points[:, c] * np.sqrt(2 + c)
     sums.sort()
-    if not (sums[copies:] == sums[: max(len(sums) - copies, 0)]).any():
+    if not (sums[copies:] == sums[:-copies]).any():
         return everyone
     order = np.lexsort(points.T)
     is_new = np.ones(len(points), dtype=bool)

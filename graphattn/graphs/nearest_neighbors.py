@@ -13,6 +13,7 @@ from graphattn.graphs.arguments import as_choice, as_int, as_points
 from graphattn.graphs.bands import band_tables, bands_of, has_bands
 from graphattn.graphs.composites import Parts
 from graphattn.graphs.distances import (
+    IN_ORDER,
     PAIRS,
     exact_squared_distances,
     nearest_pairs,
@@ -216,6 +217,11 @@ def _squared_distances(x: Tensor, sources: Tensor, index: Tensor) -> Tensor:
     """
     N, k = index.shape
     found, place = index >= 0, index.clamp(min=0)
+    differentiated = torch.is_grad_enabled() and (x.requires_grad or sources.requires_grad)
+    if x.shape[1] <= IN_ORDER and not differentiated and not is_looked_into():
+        row = torch.arange(N, device=x.device).repeat_interleave(k)
+        squared = exact_squared_distances(x, sources, row, place.flatten()).view(N, k)
+        return squared.where(found, torch.inf)
     step = max(1, PAIRS // max(k * x.shape[1], 1))
     pieces = [x.new_empty((0, k), dtype=torch.float64)]
     for i in range(0, N, step):
@@ -279,12 +285,9 @@ def nearest_of_all(
 
     Rows in which a tree cannot tell the nearest from others look at all pairs, too.
     """
-    if not is_for_trees(points, candidates, k) or is_looked_into():
-        return nearest_by_pairs(points, candidates, k, to_self, self_loops)
-    search = nearest_by_tree
-    if torch.compiler.is_compiling():  # it would trace how scipy is started
-        search = torch.compiler.disable(search)
-    found = search(points, candidates, k, to_self, self_loops)
+    found = None
+    if is_for_trees(points, candidates, k):
+        found = nearest_by_tree(points, candidates, k, to_self, self_loops)
     if found is None:
         return nearest_by_pairs(points, candidates, k, to_self, self_loops)
     index, left = found

@@ -16,6 +16,7 @@ from graphattn.graphs.distances import (
     with_rounding,
 )
 from graphattn.graphs.edge_lists import edges_of_rows
+from graphattn.graphs.kd_tree import is_for_trees, nearest_by_tree, pairs_by_tree
 from graphattn.graphs.nearest_neighbors import nearest_in_items, nearest_index
 from graphattn.graphs.token_graph import TokenGraph
 
@@ -156,6 +157,40 @@ def _pairs_within(
 ) -> list[Tensor]:
     """Pieces [2, n] of the sorted edges between points at distance <= radius."""
     reach = float(points.new_tensor(radius))  # 0.1 means the 0.1 of the coordinates' own dtype
+    N = len(points)
+    if max_neighbors is None and is_for_trees(points, points):
+        pairs = pairs_by_tree(points, reach)
+        if pairs is not None:
+            squared = exact_squared_distances(points, points, *pairs)
+            inside = pairs[:, squared <= reach * reach]
+            return [_sorted_both_ways(inside, points, self_loops)]
+    elif max_neighbors is not None:
+        k = min(max_neighbors, N - (not self_loops))
+        if is_for_trees(points, points, k):
+            found = nearest_by_tree(points, points, k, True, self_loops, reach)
+            if found is not None and not len(found[1]):
+                return [edges_of_rows(found[0])]
+    return _pairs_within_by_differences(points, reach, max_neighbors, self_loops)
+
+
+def _sorted_both_ways(pairs: Tensor, points: Tensor, self_loops: bool) -> Tensor:
+    """Edges [2, E] by target, then source, of pairs [2, P] that see each other."""
+    N = len(points)
+    keys = [pairs[0] * N + pairs[1], pairs[1] * N + pairs[0]]
+    if self_loops:
+        keys.append(points.isfinite().all(dim=1).nonzero()[:, 0] * (N + 1))
+    key = torch.cat(keys)
+    if torch.iinfo(torch.int32).max >= N * N:  # sorted in half the time
+        key = key.int()
+    key = key.sort().values.long()
+    target = key.div(N, rounding_mode="floor")
+    return torch.stack([key - target * N, target])
+
+
+def _pairs_within_by_differences(
+    points: Tensor, reach: float, max_neighbors: int | None, self_loops: bool
+) -> list[Tensor]:
+    """The same from the distances of all pairs, a tile of rows at a time."""
     N, pieces = len(points), []
     rows = max(1, TILE // max(N, 1))
     for start in range(0, N, rows):
@@ -163,7 +198,7 @@ def _pairs_within(
         near = rounded_distances(tile, points) <= with_rounding(reach, points)
         row, source = near.nonzero().T
         squared = exact_squared_distances(tile, points, row, source)
-        squared.masked_fill_(squared > reach**2, torch.inf)
+        squared.masked_fill_(squared > reach * reach, torch.inf)
         place_self(squared, row + start == source, self_loops)
         if max_neighbors is None:
             inside = squared < torch.inf
