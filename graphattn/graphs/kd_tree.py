@@ -147,7 +147,7 @@ class _Search(NamedTuple):
             if not self.self_loops:
                 source, squared = source[:, 1:], squared[:, 1:]
         k = min(self.k, source.shape[1])
-        limit = squared[:, k - 1]
+        limit = np.maximum(squared[:, k - 1], 0)
         if self.radius < np.inf:
             limit = np.minimum(limit, self.radius * self.radius)
             source = np.where(np.isinf(squared), -1, source)

@@ -192,6 +192,9 @@ def _pairs_within_by_differences(
 ) -> list[Tensor]:
     """The same from the distances of all pairs, a tile of rows at a time."""
     N, pieces = len(points), []
+    largest = points.nan_to_num(nan=0, posinf=0, neginf=0).abs().sum(dim=1).max() if N else 0
+    if largest > torch.finfo(points.dtype).max ** 0.5 / 2:  # rounded distances would overflow
+        points = points.double()
     rows = max(1, TILE // max(N, 1))
     for start in range(0, N, rows):
         tile = points[start : start + rows]

@@ -1,0 +1,309 @@
+"""Neighbours found by a tree: those of all pairs, bit for bit, whatever the points do to a tree."""
+
+import math
+import multiprocessing
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import graphattn as ga
+from graphattn.graphs import kd_tree, nearest_neighbors, neighbors
+from graphattn.graphs.all_pairs import nearest_by_pairs
+from graphattn.graphs.kd_tree import FEWEST, PointTree, is_for_trees, nearest_by_tree
+from graphattn.graphs.nearest_neighbors import nearest_index
+
+N = 400
+
+
+def generator(seed):
+    return torch.Generator().manual_seed(seed)
+
+
+def cloud(width, seed=0, *, count=N, dtype=torch.float32):
+    return torch.randn(count, width, generator=generator(seed), dtype=dtype)
+
+
+def holed(x):
+    x = x.clone()
+    x[5, 0], x[17, -1], x[18] = math.nan, math.inf, -math.inf
+    return x
+
+
+def with_outlier(x):
+    return torch.cat([x, torch.full_like(x[:1], 1e30)])
+
+
+def lattice(width):
+    """Shuffled, so that places and indices have nothing to do with each other."""
+    side = math.ceil(500 ** (1 / width))
+    points = torch.cartesian_prod(*[torch.arange(float(side))] * width).reshape(-1, width)
+    return points[torch.randperm(len(points), generator=generator(1))]
+
+
+POINTS = {
+    "random": cloud,
+    "float64": lambda width: cloud(width, dtype=torch.float64),
+    "half": lambda width: cloud(width).half(),
+    "bfloat16": lambda width: cloud(width).bfloat16(),
+    "lattice": lattice,
+    "thirds": lambda width: lattice(width) / 3,
+    "on a line": lambda width: torch.linspace(-1, 1, N)[:, None].repeat(1, width),
+    "on an axis": lambda width: cloud(width) * torch.eye(width)[0],
+    "all equal": lambda width: torch.ones(N, width),
+    "four places": lambda width: cloud(width, count=4)[torch.arange(N) % 4],
+    "pairs": lambda width: cloud(width, count=N // 2).repeat(2, 1),
+    "outlier": lambda width: with_outlier(cloud(width)),
+    "offset": lambda width: cloud(width) + 1e6,
+    "holed": lambda width: holed(cloud(width)),
+    "holed copies": lambda width: holed(torch.ones(N, width)),
+    "hardly any": lambda width: torch.where(torch.arange(N)[:, None] < 3, cloud(width), math.nan),
+    "denormal": lambda width: cloud(width) * 1e-43,
+    "vanishing squares": lambda width: cloud(width, dtype=torch.float64) * 1e-162,
+    "vanished squares": lambda width: cloud(width, dtype=torch.float64) * 1e-200,
+    "overflowing squares": lambda width: cloud(width, dtype=torch.float64) * 1e160,
+    "large": lambda width: cloud(width) * 1e37,
+    "halving": lambda width: 0.5 ** torch.arange(N, dtype=torch.float64)[:, None].repeat(1, width),
+    "signed zeros": lambda width: cloud(width).round() * 0.0,
+}
+
+
+def nearest_by_numpy(x, k, source=None, self_loops=False):
+    """All differences in float64, sorted by distance, then index."""
+    a = x.double().numpy()
+    b = a if source is None else source.double().numpy()
+    with np.errstate(all="ignore"):
+        squared = np.nan_to_num(np.square(a[:, None] - b[None]).sum(-1), nan=np.inf, posinf=np.inf)
+    if source is None:
+        own = np.where(np.isfinite(a).all(1) & self_loops, -1.0, np.inf)
+        np.fill_diagonal(squared, own)
+    order = np.argsort(squared, axis=1, kind="stable")[:, :k]
+    found = np.take_along_axis(squared, order, axis=1) < np.inf
+    return torch.from_numpy(np.where(found, order, -1))
+
+
+def wide(x):
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+@pytest.mark.parametrize("width", [1, 3])
+@pytest.mark.parametrize("name", POINTS)
+def test_neighbours_are_those_of_float64(name, width):
+    x = POINTS[name](width)
+    assert is_for_trees(x, x, 10)
+    for k, self_loops in ((1, False), (1, True), (6, False), (10, True)):
+        expected = nearest_by_numpy(x, k, self_loops=self_loops)
+        assert torch.equal(nearest_index(x, k, self_loops=self_loops), expected)
+
+
+@pytest.mark.parametrize("width", [2, 6])
+@pytest.mark.parametrize("name", POINTS)
+def test_neighbours_are_those_of_all_pairs_bit_for_bit(name, width):
+    x = wide(POINTS[name](width))
+    for self_loops in (False, True):
+        expected = nearest_by_pairs(x, x, 7, True, self_loops)
+        assert torch.equal(nearest_index(x, 7, self_loops=self_loops), expected)
+    targets = torch.cat([x[::3], wide(cloud(width, 9)).to(x)])
+    expected = nearest_by_pairs(targets, x, 7, False, False)
+    assert torch.equal(nearest_index(targets, 7, x), expected)
+
+
+@settings(deadline=None, max_examples=40)
+@given(data=st.data())
+def test_clusters_scales_and_offsets_exchange_nobody(data):
+    width = data.draw(st.integers(1, 6))
+    seed = data.draw(st.integers(0, 10**6))
+    dtype = data.draw(st.sampled_from([torch.float32, torch.float64]))
+    centers = cloud(width, seed, count=data.draw(st.sampled_from([1, 3, 50])), dtype=dtype)
+    spread = data.draw(st.sampled_from([0.0, 1e-7, 1e-4, 1.0]))
+    offset = data.draw(st.sampled_from([0.0, 100.0, 1e6]))
+    scale = data.draw(st.sampled_from([1e-30, 1.0, 1e12, 1e30]))
+    own = torch.randint(len(centers), (N,), generator=generator(seed))
+    x = (centers[own] + spread * cloud(width, seed + 1, dtype=dtype) + offset) * scale
+    k = data.draw(st.integers(1, FEWEST // 16))
+    self_loops = data.draw(st.booleans())
+    expected = nearest_by_pairs(x, x, k, True, self_loops)
+    assert torch.equal(nearest_index(x, k, self_loops=self_loops), expected)
+
+
+def spied(monkeypatch):
+    """(rows, candidates of each, rows not proven) of every question to a tree."""
+    asked = []
+    original = kd_tree._Search.answer
+
+    def answer(self, rows, many, index):
+        unsure = original(self, rows, many, index)
+        asked.append((len(rows), many, len(unsure)))
+        return unsure
+
+    monkeypatch.setattr(kd_tree._Search, "answer", answer)
+    return asked
+
+
+def test_of_random_points_two_candidates_more_than_neighbours_are_proof(monkeypatch):
+    asked = spied(monkeypatch)
+    nearest_index(cloud(3, count=3000), 8)
+    assert sum(rows for rows, _, _ in asked) == 3000
+    assert {(many, unsure) for _, many, unsure in asked} == {(10, 0)}
+
+
+def test_ties_beyond_the_candidates_are_seen_and_looked_for(monkeypatch):
+    """The certificate: inside a lattice six sources are equally far, and any of them may come."""
+    x = lattice(3)
+    asked = spied(monkeypatch)
+    assert torch.equal(nearest_index(x, 2), nearest_by_numpy(x, 2))
+    assert any(unsure for _, many, unsure in asked if many == 4)
+    monkeypatch.setattr(kd_tree, "_widened", lambda distance, _: distance * 0.5)
+    trusted, left = nearest_by_tree(x, x, 2, True, False)
+    assert not len(left)
+    assert not torch.equal(trusted, nearest_by_numpy(x, 2)), "without it the tree's choice stands"
+
+
+def on_a_sphere():
+    """Hundreds of whole numbers x^2 + y^2 + z^2 = 1001, all exactly as far from the origin."""
+    whole = torch.cartesian_prod(*[torch.arange(-31.0, 32.0)] * 3)
+    sphere = whole[whole.square().sum(1) == 1001]
+    assert len(sphere) > 300
+    return sphere[torch.randperm(len(sphere), generator=generator(2))]
+
+
+def test_a_row_with_hundreds_of_equal_distances_looks_at_all_pairs(monkeypatch):
+    source = torch.cat([on_a_sphere(), cloud(3) + 100])
+    x = torch.cat([torch.zeros(1, 3), cloud(3) + 100, torch.zeros(1, 3)])
+    _, left = nearest_by_tree(x, source, 3, False, False)
+    assert left.tolist() == [0, len(x) - 1]
+    index = nearest_index(x, 3, source)
+    assert torch.equal(index, nearest_by_numpy(x, 3, source))
+    assert index[0].tolist() == index[-1].tolist() == [0, 1, 2]
+
+
+def test_oneself_amid_a_sphere_looks_at_all_pairs_too():
+    x = torch.cat([cloud(3) + 100, on_a_sphere(), torch.zeros(1, 3)])
+    assert len(nearest_by_tree(x, x, 3, True, False)[1])
+    for self_loops in (False, True):
+        expected = nearest_by_numpy(x, 3, self_loops=self_loops)
+        assert torch.equal(nearest_index(x, 3, self_loops=self_loops), expected)
+
+
+def test_where_most_rows_have_hundreds_of_equal_distances_a_tree_gives_up():
+    x = torch.zeros(1500, 3)
+    assert nearest_by_tree(x, on_a_sphere(), 3, False, False) is None
+    assert torch.equal(nearest_index(x, 3, on_a_sphere()), torch.arange(3).expand(1500, 3))
+
+
+def test_of_equal_points_a_tree_holds_the_first_few():
+    x = cloud(3, count=2)[torch.arange(1000) % 2]
+    tree = PointTree(x.double().numpy(), copies=5)
+    assert tree.source.tolist() == [*range(10), -1]
+    assert PointTree(x.double().numpy(), copies=500).is_whole
+
+
+def test_thousands_of_equal_points_among_others_see_those_of_smallest_index():
+    x = cloud(3, count=30_000)
+    x[7::3] = x[7]
+    first = (x == x[7]).all(1).nonzero()[:, 0]
+    assert len(first) > 9_000
+    index = nearest_index(x, 4)[first]
+    assert torch.equal(index[5:], first[:4].expand(len(first) - 5, 4))
+    assert index[0].tolist() == first[1:5].tolist()
+    loops = nearest_index(x, 4, self_loops=True)[first]
+    assert torch.equal(loops[:, 0], first)
+    assert torch.equal(loops[5:, 1:], first[:3].expand(len(first) - 5, 3))
+
+
+def test_items_of_a_batch_are_searched_each_by_itself():
+    x = torch.stack([cloud(3), lattice(3)[:N], cloud(3) + 1e6])
+    graph = ga.knn_graph(x, 5)
+    own = [ga.knn_graph(item, 5) for item in x]
+    assert graph == ga.batch(own)
+    assert ga.radius_graph(x, 1.0) == ga.batch([ga.radius_graph(item, 1.0) for item in x])
+
+
+# Radius graphs.
+
+
+@pytest.mark.parametrize("name", POINTS)
+def test_radius_graphs_are_those_of_all_pairs_bit_for_bit(name):
+    x = wide(POINTS[name](3))
+    known = x[x.isfinite().all(1)].double()
+    gap = min(float((known[0] - known[1 % len(known)]).square().sum().sqrt()), 1e150)
+    just_less = float(torch.nextafter(x.new_tensor(gap), x.new_tensor(0.0)))
+    for radius in (gap / 4, just_less, gap):
+        reach = float(x.new_tensor(radius))
+        for most, self_loops in ((None, False), (None, True), (1, True), (6, False)):
+            pieces = neighbors._pairs_within_by_differences(x, reach, most, self_loops)
+            graph = ga.radius_graph(x, radius, max_neighbors=most, self_loops=self_loops)
+            assert torch.equal(graph.edge_index, torch.cat(pieces, dim=1))
+
+
+def test_points_whose_distances_float32_cannot_square_are_measured_all_the_same():
+    for count in (20, N):  # all pairs; a tree
+        x = cloud(3, count=count) * 1e25
+        assert ga.radius_graph(x, 0.5e25) == ga.radius_graph(x.double(), 0.5e25)
+        assert ga.radius_graph(x, 0.5e25).num_edges > 0
+
+
+def test_a_radius_that_float64_cannot_square_holds_everyone():
+    x = cloud(3, dtype=torch.float64)
+    assert ga.radius_graph(x, 1e200).num_edges == N * (N - 1)
+    assert ga.radius_graph(x, 1e200, max_neighbors=3) == ga.knn_graph(x, 3)
+
+
+def test_only_sparse_radius_graphs_are_looked_for_in_a_tree():
+    x = cloud(3)
+    assert kd_tree.pairs_by_tree(x, 0.1) is not None
+    assert kd_tree.pairs_by_tree(x, 10.0) is None
+
+
+# Where it runs.
+
+
+@pytest.fixture
+def two_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_threads_change_nothing(two_threads):
+    x = cloud(3, count=3000)
+    found = nearest_index(x, 5)
+    torch.set_num_threads(1)
+    assert torch.equal(found, nearest_index(x, 5))
+
+
+def neighbours_of_a_cloud(seed):
+    return nearest_index(cloud(3, seed, count=1000), 5).tolist()
+
+
+def test_a_forked_worker_finds_the_same():
+    here = neighbours_of_a_cloud(3)
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        assert pool.map(neighbours_of_a_cloud, [3]) == [here]
+
+
+@pytest.mark.long
+def test_a_compiled_function_finds_the_same():
+    x = cloud(3)
+    compiled = torch.compile(lambda p: ga.knn(p + 1, 4)[1].sum(dim=1), backend="eager")
+    assert torch.equal(compiled(x), ga.knn(x + 1, 4)[1].sum(dim=1))
+
+
+def test_points_that_torch_follows_are_not_given_to_a_tree(monkeypatch):
+    x = cloud(3, dtype=torch.float64)
+    leaf = x.clone().requires_grad_()
+    ga.knn(leaf, 2)[1].sum().backward()
+    monkeypatch.setattr(nearest_neighbors, "nearest_by_tree", None)
+    assert torch.allclose(torch.func.grad(lambda p: ga.knn(p, 2)[1].sum())(x), leaf.grad)
+
+
+def test_other_points_are_left_to_products():
+    x = cloud(3)
+    assert is_for_trees(x, x)
+    assert not is_for_trees(x[: FEWEST - 1], x[: FEWEST - 1])
+    assert not is_for_trees(cloud(16), cloud(16))
+    assert not is_for_trees(x, x, N // 10)
+    assert not is_for_trees(x.to("meta"), x.to("meta"))
