@@ -214,6 +214,20 @@ MUTATIONS = [
         ("tests/graphs/test_graphs_knn.py::test_products_exchange_no_neighbours",),
     ),
     Mutation(
+        "nearest neighbours trust a tree to have left nobody out",
+        "graphattn/graphs/kd_tree.py",
+        "return rows[last <= ",
+        "return rows[last < 0 * ",
+        ("tests/graphs/test_graphs_kd_tree.py::test_neighbours_are_those_of_float64[lattice-3]",),
+    ),
+    Mutation(
+        "a tree forgets the first of many equal points",
+        "graphattn/graphs/kd_tree.py",
+        "everyone - first < copies",
+        "everyone - first >= copies",
+        ("tests/graphs/test_graphs_kd_tree.py::test_of_equal_points_a_tree_holds_the_first_few",),
+    ),
+    Mutation(
         "row pointers count the edges of sources",
         "graphattn/graphs/token_graph.py",
         "torch.bincount(self.edge_index[1], minlength",

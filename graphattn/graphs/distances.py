@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from graphattn.kernels.launch import is_looked_into
 
 TILE = 1 << 21  # distances held at a time
 PAIRS = 1 << 19  # coordinates of pairs held at a time
@@ -43,10 +46,12 @@ class DistanceProducts:
     """
 
     BLOCK = 32  # sources whose smallest s is found first
+    COLUMNS = 2048  # sources multiplied at a time, so that minima are taken in cache
     MOST = 8  # candidates per neighbour, beyond which differences are better
 
     def __init__(self, rows: Tensor, columns: Tensor, rounding: Tensor) -> None:
         self.rows, self.columns, self.rounding = rows, columns, rounding
+        self.products = rows.new_empty(0)  # written again for every tile
 
     @classmethod
     def of(
@@ -80,23 +85,38 @@ class DistanceProducts:
         """Rows and sources that may be among the k nearest, sorted; None if they are too many."""
         M = len(self.columns)
         blocks = -(-M // self.BLOCK)
-        s = self.rows.new_full((count, blocks * self.BLOCK), torch.inf)
-        torch.mm(self.rows[start : start + count], self.columns.T, out=s[:, :M])
-        if own is not None:
-            s.diagonal(start).fill_(own)
+        if self.products.shape != (count, blocks * self.BLOCK):
+            self.products = self.rows.new_full((count, blocks * self.BLOCK), torch.inf)
+        s, least = self.products, self.rows.new_empty((count, blocks))
+        for j in range(0, M, self.COLUMNS):
+            part, columns = s[:, j : j + self.COLUMNS], self.columns[j : j + self.COLUMNS]
+            torch.mm(self.rows[start : start + count], columns.T, out=part[:, : len(columns)])
+            if own is not None:
+                part.diagonal(start - j).fill_(own)
+            some = slice(j // self.BLOCK, j // self.BLOCK + part.shape[1] // self.BLOCK)
+            least[:, some] = part.unflatten(1, (-1, self.BLOCK)).amin(dim=2)
         # The k-th smallest of the blocks' minima: at least k sources are no farther, and few more
         # than k, where there are many blocks for each neighbour. (It is finite: at most one block,
         # of oneself alone, is not.)
-        s = s.view(count, blocks, self.BLOCK)
-        least = s.amin(dim=2)
-        kth = (least if blocks >= 4 * k else s.flatten(1)).topk(k, dim=1, largest=False).values
-        limit = kth.amax(dim=1, keepdim=True) + 2 * self.rounding[start : start + count]
-        row, block = (least <= limit).nonzero().T
-        within = s[row, block] <= limit[row]
-        if int(within.sum()) > self.MOST * k * count:
+        kth = kth_smallest(least if blocks >= 4 * k else s, k)
+        limit = kth + 2 * self.rounding[start : start + count]
+        near = (least <= limit).flatten().nonzero()[:, 0]
+        row = near.div(blocks, rounding_mode="floor")
+        within = s.view(-1, self.BLOCK).index_select(0, near) <= limit.index_select(0, row)
+        places = within.flatten().nonzero()[:, 0]
+        if len(places) > self.MOST * k * count:
             return None
-        place, offset = within.nonzero().T
-        return row[place], block[place] * self.BLOCK + offset
+        near = near.repeat_interleave(within.sum(dim=1))
+        row = near.div(blocks, rounding_mode="floor")
+        return row, (near - row * blocks) * self.BLOCK + places % self.BLOCK
+
+
+@torch.compiler.disable
+def kth_smallest(values: Tensor, k: int) -> Tensor:
+    """The k-th smallest of every row, [N, 1]."""
+    if values.device.type != "cpu" or is_looked_into():
+        return values.topk(k, dim=1, largest=False).values.amax(dim=1, keepdim=True)
+    return torch.from_numpy(np.partition(values.numpy(), k - 1, axis=1)[:, k - 1 : k])
 
 
 def with_rounding(limit: Tensor | float, points: Tensor) -> Tensor | float:
@@ -120,7 +140,8 @@ def exact_squared_distances(
     step = max(1, PAIRS // max(points.shape[1], 1))
     for e in range(0, len(row), step):
         pairs = slice(e, e + step)
-        gap = points[row[pairs]].double() - candidates[source[pairs]].double()
+        gap = points.index_select(0, row[pairs]).double()
+        gap -= candidates.index_select(0, source[pairs])
         squared[pairs] = gap.square_().sum(dim=1)
     return squared.nan_to_num_(nan=torch.inf, posinf=torch.inf)
 
