@@ -219,8 +219,10 @@ def _squared_distances(x: Tensor, sources: Tensor, index: Tensor) -> Tensor:
     found, place = index >= 0, index.clamp(min=0)
     differentiated = torch.is_grad_enabled() and (x.requires_grad or sources.requires_grad)
     if x.shape[1] <= IN_ORDER and not differentiated and not is_looked_into():
-        row = torch.arange(N, device=x.device).repeat_interleave(k)
-        squared = exact_squared_distances(x, sources, row, place.flatten()).view(N, k)
+        squared = torch.zeros((N, k), dtype=torch.float64, device=x.device)
+        for c in range(x.shape[1]):
+            gap = sources[:, c].double().take(place)
+            squared += gap.sub_(x[:, c, None]).square_()
         return squared.where(found, torch.inf)
     step = max(1, PAIRS // max(k * x.shape[1], 1))
     pieces = [x.new_empty((0, k), dtype=torch.float64)]
