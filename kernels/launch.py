@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+
+Run = TypeVar("Run", bound=Callable[..., Any])
 
 
 def is_interpreted() -> bool:
@@ -45,6 +47,17 @@ def why_not_heads(x: Tensor, *widths: int) -> str | None:
     if x.shape[-2] == 0:
         return "its kernels take one head or more, not none"
     return None
+
+
+def untraced(run: Run) -> Run:
+    """`run` as a compiled function calls it without following it.
+
+    A decorator would do the same, and import the whole compiler with the library.
+    """
+    if not torch.compiler.is_compiling():
+        return run
+    disabled: Run = torch.compiler.disable(run)
+    return disabled
 
 
 def is_looked_into() -> bool:

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from graphattn.kernels.launch import is_looked_into
+from graphattn.kernels.launch import is_looked_into, untraced
 
 TILE = 1 << 21  # distances held at a time
 PAIRS = 1 << 19  # coordinates of pairs held at a time
@@ -98,7 +98,7 @@ class DistanceProducts:
         # The k-th smallest of the blocks' minima: at least k sources are no farther, and few more
         # than k, where there are many blocks for each neighbour. (It is finite: at most one block,
         # of oneself alone, is not.)
-        kth = kth_smallest(least if blocks >= 4 * k else s, k)
+        kth = untraced(kth_smallest)(least if blocks >= 4 * k else s, k)
         limit = kth + 2 * self.rounding[start : start + count]
         near = (least <= limit).flatten().nonzero()[:, 0]
         row = near.div(blocks, rounding_mode="floor")
@@ -111,7 +111,6 @@ class DistanceProducts:
         return row, (near - row * blocks) * self.BLOCK + places % self.BLOCK
 
 
-@torch.compiler.disable
 def kth_smallest(values: Tensor, k: int) -> Tensor:
     """The k-th smallest of every row, [N, 1]."""
     if values.device.type != "cpu" or is_looked_into():

@@ -82,7 +82,6 @@ class PointTree:
         return self.source.take(found), _squared(points, self.places, found)
 
 
-@torch.compiler.disable
 def nearest_by_tree(
     points: Tensor,
     candidates: Tensor,

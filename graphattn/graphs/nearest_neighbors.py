@@ -22,7 +22,7 @@ from graphattn.graphs.distances import (
 from graphattn.graphs.kd_tree import is_for_trees, nearest_by_tree
 from graphattn.graphs.structure import Complete, Structure
 from graphattn.graphs.token_graph import TokenGraph, as_token_graph
-from graphattn.kernels.launch import is_looked_into, why_not_on
+from graphattn.kernels.launch import is_looked_into, untraced, why_not_on
 
 BACKENDS = ("auto", "reference", "triton")
 # What the kernels take.
@@ -96,10 +96,7 @@ def nearest_index(
     if backend == "triton" or (backend == "auto" and x.device.type == "cuda"):
         reason = _why_no_kernels(search)
         if reason is None:
-            run = _nearest_by_kernels
-            if torch.compiler.is_compiling():  # it would trace how Triton starts a kernel
-                run = torch.compiler.disable(run)
-            return run(search)
+            return untraced(_nearest_by_kernels)(search)
         if backend == "triton":
             raise ValueError(f"backend 'triton' cannot run this case: {reason}")
     if search.within is None:
@@ -289,7 +286,7 @@ def nearest_of_all(
     """
     found = None
     if is_for_trees(points, candidates, k):
-        found = nearest_by_tree(points, candidates, k, to_self, self_loops)
+        found = untraced(nearest_by_tree)(points, candidates, k, to_self, self_loops)
     if found is None:
         return nearest_by_pairs(points, candidates, k, to_self, self_loops)
     index, left = found

@@ -20,7 +20,7 @@ from graphattn.graphs.edge_lists import edges_of_rows
 from graphattn.graphs.kd_tree import is_for_trees, nearest_by_tree, pairs_by_tree
 from graphattn.graphs.nearest_neighbors import nearest_in_items, nearest_index
 from graphattn.graphs.token_graph import TokenGraph
-from graphattn.kernels.launch import is_looked_into
+from graphattn.kernels.launch import is_looked_into, untraced
 
 
 def knn_graph(
@@ -168,7 +168,7 @@ def _pairs_within(
     reach = float(points.new_tensor(radius))  # 0.1 means the 0.1 of the coordinates' own dtype
     N = len(points)
     if max_neighbors is None and is_for_trees(points, points):
-        pairs = pairs_by_tree(points, reach)
+        pairs = untraced(pairs_by_tree)(points, reach)
         if pairs is not None:
             squared = exact_squared_distances(points, points, *pairs)
             inside = pairs[:, squared <= reach * reach]
@@ -176,7 +176,7 @@ def _pairs_within(
     elif max_neighbors is not None:
         k = min(max_neighbors, N - (not self_loops))
         if is_for_trees(points, points, k):
-            found = nearest_by_tree(points, points, k, True, self_loops, reach)
+            found = untraced(nearest_by_tree)(points, points, k, True, self_loops, reach)
             if found is not None and not len(found[1]):
                 return [edges_of_rows(found[0])]
     return _pairs_within_by_differences(points, reach, max_neighbors, self_loops)

@@ -2,6 +2,8 @@
 
 import math
 import multiprocessing
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -307,3 +309,27 @@ def test_other_points_are_left_to_products():
     assert not is_for_trees(cloud(16), cloud(16))
     assert not is_for_trees(x, x, N // 10)
     assert not is_for_trees(x.to("meta"), x.to("meta"))
+
+
+PEAK = """
+import resource, sys
+import torch
+import graphattn as ga
+
+N, C, k = map(int, sys.argv[1:])
+ga.knn_graph(torch.randn(2000, C), 4)
+x = torch.randn(N, C)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+ga.knn_graph(x, k)
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("count, width", [(65_536, 3), (16_384, 64)])
+def test_neighbours_take_the_memory_of_points_and_neighbours(count, width):
+    """Distances of all pairs would be 17 GB and 1 GB."""
+    pytest.importorskip("resource")
+    command = [sys.executable, "-c", PEAK, str(count), str(width), "16"]
+    run = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert int(run.stdout) < 8 * (4 * count * (16 + width)) + 2**25
