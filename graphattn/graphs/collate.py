@@ -186,7 +186,23 @@ def _rows_of(graphs: list[TokenGraph], num_targets: int, num_sources: int) -> To
         is_causal=all(graph.is_causal for graph in graphs),
         has_causal_part=any(graph.has_causal_part for graph in graphs),
         device=packed.device,
+        positions=packed.own_positions and _positions_of_rows(graphs, num_targets, num_sources),
     )
+
+
+def _positions_of_rows(
+    graphs: list[TokenGraph], num_targets: int, num_sources: int
+) -> tuple[Tensor, Tensor]:
+    """Those of every item, then of its padding, which counts on."""
+    sides: list[list[Tensor]] = [[], []]
+    for graph in graphs:
+        for side, rows in enumerate((num_targets, num_sources)):
+            own = graph.source_positions if side else graph.positions
+            first = graph.starts[0][side] + len(own) if len(graph.sizes) == 1 else 0
+            padding = torch.arange(first, first + rows - len(own), device=own.device)
+            sides[side] += [own, padding]
+    of_targets, of_sources = map(torch.cat, sides)
+    return of_targets, of_targets if torch.equal(of_targets, of_sources) else of_sources
 
 
 def _nothing(graphs: list[TokenGraph], num_targets: int, num_sources: int) -> TokenGraph:

@@ -46,6 +46,15 @@ def union(a: TokenGraph, b: TokenGraph) -> TokenGraph:
             "a and b must number their tokens alike: their (target, source) positions begin at "
             f"{a.starts} and {b.starts}"
         )
+    placed = a.own_positions or b.own_positions
+    if placed is not None and not (
+        torch.equal(a.positions, b.positions)
+        and torch.equal(a.source_positions, b.source_positions)
+    ):
+        raise ValueError(
+            "a and b must number their tokens alike: their positions differ, as after "
+            "TokenGraph.permute of one of them"
+        )
     if a.structure is not None and b.structure is not None:
         parts: list[Structure] = []
         for own in (a.structure, b.structure):
@@ -69,6 +78,7 @@ def union(a: TokenGraph, b: TokenGraph) -> TokenGraph:
         is_causal=a.is_causal and b.is_causal,
         has_causal_part=a.has_causal_part and b.has_causal_part,
         device=a.device,
+        positions=placed,
     )
 
 
@@ -128,6 +138,7 @@ def batch(graphs: Iterable[TokenGraph]) -> TokenGraph:
         is_causal=all(graph.is_causal for graph in graphs),
         has_causal_part=any(graph.has_causal_part for graph in graphs),
         device=graphs[0].device,
+        positions=_positions_side_by_side(graphs),
     )
 
 
@@ -140,3 +151,13 @@ def _tables_side_by_side(graphs: list[TokenGraph]) -> Tensor:
         shifted.append(torch.nn.functional.pad(table, (most - table.shape[1], 0), value=-1))
         start += graph.num_sources
     return torch.cat(shifted)
+
+
+def _positions_side_by_side(graphs: list[TokenGraph]) -> tuple[Tensor, Tensor] | None:
+    """None where they only count up, graph by graph."""
+    if all(graph.own_positions is None for graph in graphs):
+        return None
+    of_targets = torch.cat([graph.positions for graph in graphs])
+    if all(graph.source_positions is graph.positions for graph in graphs):
+        return of_targets, of_targets
+    return of_targets, torch.cat([graph.source_positions for graph in graphs])

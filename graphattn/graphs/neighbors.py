@@ -98,6 +98,7 @@ def knn_graph(
         num_sources=len(x if source is None else source),
         sizes=None if base is None else base.sizes,
         starts=None if base is None else base.starts,
+        positions=None if base is None else base.own_positions,
         is_causal=base is not None and base.is_causal,
         has_causal_part=base is not None and base.has_causal_part,
     )

@@ -56,6 +56,7 @@ def targets_of(graph: TokenGraph, start: Any, stop: Any) -> tuple[TokenGraph, ra
         is_causal=graph.is_causal,
         has_causal_part=graph.has_causal_part,
         device=graph.device,
+        positions=_cut_positions(graph, (start, stop), (first, last)),
     )
     return part, range(first, last)
 
@@ -73,6 +74,16 @@ def _hull(sources: Tensor) -> Run:
     if not sources.numel():
         return 0, 0
     return int(sources.min()), int(sources.max()) + 1
+
+
+def _cut_positions(graph: TokenGraph, targets: Run, sources: Run) -> tuple[Tensor, Tensor] | None:
+    if graph.own_positions is None:
+        return None
+    of_targets, of_sources = graph.own_positions
+    own = of_targets[slice(*targets)]
+    if of_sources is of_targets and sources == targets:
+        return own, own
+    return own, of_sources[slice(*sources)]
 
 
 def _cut_sequences(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, cast, overload
+from typing import TYPE_CHECKING, Any, Literal, cast, overload
 
 import torch
 from torch import Tensor
@@ -59,6 +59,7 @@ class TokenGraph:
         has_causal_part: bool | None = None,
         device: Device = None,
         starts: tuple[tuple[int, int], ...] | None = None,
+        positions: tuple[Tensor, Tensor] | None = None,
     ) -> None:
         listed = edge_index if neighbors is None else neighbors
         if structure is not None:
@@ -83,6 +84,11 @@ class TokenGraph:
         with kept_for_training():
             self._neighbors = usable_for_training(neighbors)
             self._edge_index = usable_for_training(edge_index)
+            # Of targets and of sources where they do not count up, as after `permute`; the second
+            # is None where both are one.
+            self._own_positions, self._own_source_positions = map(
+                usable_for_training, _own_positions(positions)
+            )
         self._forget()
         with kept_for_training():
             self._code = encode(self)
@@ -94,8 +100,8 @@ class TokenGraph:
         self._rowptr: Tensor | None = None
         self._points_backward: bool | None = None
         self.warned_backward = False  # whether its user was told what that may mean
-        self._positions: Tensor | None = None
-        self._source_positions: Tensor | None = None
+        self._positions = self._own_positions
+        self._source_positions = self._own_source_positions
         self._transposed: TokenGraph | None = None
         self._transpose_permutation: Tensor | None = None
 
@@ -175,7 +181,11 @@ class TokenGraph:
 
     @property
     def has_causal_part(self) -> bool:
-        """Whether the graph, or some graph of a batch, is causal by construction."""
+        """Whether the graph, or some graph of a batch, is causal by construction.
+
+        So it stays when tokens get other numbers (:meth:`permute`): who saw the past alone still
+        does.
+        """
         return self._has_causal_part
 
     @property
@@ -293,6 +303,7 @@ class TokenGraph:
                 num_sources=self._num_targets,
                 sizes=tuple((sources, targets) for targets, sources in self._sizes),
                 starts=tuple((source, target) for target, source in self._starts),
+                positions=self.own_positions and self.own_positions[::-1],
                 device=self._device,
             )
             self._transposed._transposed = self
@@ -351,11 +362,124 @@ class TokenGraph:
 
         return targets_of(self, start, stop)
 
+    # Other orders of tokens.
+
+    @overload
+    def permute(
+        self,
+        permutation: Tensor | tuple[Tensor, Tensor],
+        *,
+        return_edge_permutation: Literal[False] = False,
+    ) -> TokenGraph: ...
+
+    @overload
+    def permute(
+        self,
+        permutation: Tensor | tuple[Tensor, Tensor],
+        *,
+        return_edge_permutation: Literal[True],
+    ) -> tuple[TokenGraph, Tensor]: ...
+
+    def permute(
+        self,
+        permutation: Tensor | tuple[Tensor, Tensor],
+        *,
+        return_edge_permutation: bool = False,
+    ) -> TokenGraph | tuple[TokenGraph, Tensor]:
+        """The same edges between the same tokens, which are numbered in another order.
+
+        Token ``permutation[i]`` of this graph is token i of the new one, so ``x[...,
+        permutation, :]`` are the tokens in the new order, and ``graph.permute(p).permute(
+        p.argsort())`` is this graph again. Positions travel with their tokens: the new
+        :attr:`positions` are ``graph.positions[permutation]``, and layers with ``rope=True`` or an
+        :class:`~graphattn.nn.OffsetBias` give what they gave. A layer that keeps the ``top_k`` of
+        what a token sees prefers the smaller index among equals, which is then another token.
+
+        A table of neighbours stays one; any other graph becomes a list of edges, also one whose
+        structure was known. It is not :attr:`is_causal`, since a token's number no longer says when
+        it came; but :attr:`has_causal_part` stays, and ``update="energy"`` is refused as before.
+
+        Args:
+            permutation: integers [N], every token once and within its own part of a
+                :func:`~graphattn.batch`; a pair for targets [N] and sources [M] where these are
+                different tokens.
+            return_edge_permutation: also return a LongTensor [E]: edge e of the new graph is edge
+                ``edges[e]`` of this one. Values of edges follow as ``edge_weight[edges]`` or
+                ``edge_bias[..., edges, :]``.
+
+        Raises:
+            ValueError: if it is not a permutation, or moves a token to another part of a batch.
+
+        Example:
+            >>> import torch, graphattn as ga
+            >>> graph = ga.from_edge_index(torch.tensor([[2, 0, 1], [0, 1, 2]]), num_targets=3)
+            >>> moved, edges = graph.permute(torch.tensor([2, 0, 1]), return_edge_permutation=True)
+            >>> moved.edge_index
+            tensor([[2, 0, 1],
+                    [0, 1, 2]])
+            >>> edges, moved.positions
+            (tensor([2, 0, 1]), tensor([2, 0, 1]))
+        """
+        from graphattn.graphs.permutations import order_of_edges, permuted
+
+        moved, edges = permuted(self, permutation)
+        if not return_edge_permutation:
+            return moved
+        return moved, order_of_edges(self, permutation) if edges is None else edges
+
+    def reorder(self, points: Tensor | None = None) -> tuple[TokenGraph, Tensor]:
+        """The graph with its tokens in an order in which neighbours lie near in memory.
+
+        Attention over a list of edges or a table of neighbours reads tokens where they lie, and is
+        faster when those that are read together lie together. What it computes does not change:
+        see :meth:`permute`, also for the values of edges.
+
+        Without points it is the reverse Cuthill-McKee order of the edges, taken in both
+        directions, found on the host by scipy. A graph whose structure is known
+        (:attr:`structure`) is in good order already and comes back as it is. With points it is the
+        order in which a Hilbert curve meets them, faster to find and on the device of the points;
+        a structured graph becomes a list of edges then. Tokens stay in their own part of a
+        :func:`~graphattn.batch`, and their order depends on that part alone.
+
+        Args:
+            points: where the tokens are, floating-point [N, C] with C >= 1, all coordinates in one
+                unit. The first 8 coordinates count. Points in one place keep their order; those
+                holding NaN or infinity come last in their part.
+
+        Returns:
+            The permuted graph, and the permutation, a LongTensor [N]: token ``order[i]`` of this
+            graph is token i of the new one.
+
+        Raises:
+            ValueError: if targets and sources are different tokens (use :meth:`permute` with a pair
+                of orders); if there is not one point for every token.
+
+        References:
+            A. George, J. W. H. Liu (1981), Computer Solution of Large Sparse Positive Definite
+            Systems, chapter 4; D. Hilbert (1891), Mathematische Annalen 38, 459-460.
+
+        Example:
+            >>> import torch, graphattn as ga
+            >>> points, x = torch.rand(500, 3), torch.randn(2, 500, 16)
+            >>> graph = ga.knn_graph(points, k=8)
+            >>> near, order = graph.reorder(points)
+            >>> layer = ga.nn.GaussianKernelAttention(16, heads=2, rope=True)
+            >>> y = layer(x[:, order], near)[:, order.argsort()]
+            >>> torch.allclose(y, layer(x, graph), atol=1e-5)
+            True
+        """
+        from graphattn.graphs.orders import reordered
+
+        return reordered(self, points)
+
     # Positions.
 
     @property
     def positions(self) -> Tensor:
-        """LongTensor [N]: the place of every target in its own sequence; rotary layers read it."""
+        """LongTensor [N]: the place of every target in its own sequence; rotary layers read it.
+
+        After :meth:`permute` it is the place that the token had before.
+        """
         if self._positions is None:
             with kept_for_training():
                 self._positions = self._counted(0)
@@ -364,12 +488,17 @@ class TokenGraph:
     @property
     def source_positions(self) -> Tensor:
         """LongTensor [M]: the same for the sources; `positions` unless the graph is bipartite."""
-        if all(a == b for pairs in (self._sizes, self._starts) for a, b in pairs):
-            return self.positions
         if self._source_positions is None:
+            if self._own_positions is not None or self.has_same_tokens:
+                return self.positions
             with kept_for_training():
                 self._source_positions = self._counted(1)
         return self._source_positions
+
+    @property
+    def own_positions(self) -> tuple[Tensor, Tensor] | None:
+        """Of targets and of sources after :meth:`permute`; None where both just count up."""
+        return None if self._own_positions is None else (self.positions, self.source_positions)
 
     def _counted(self, side: int) -> Tensor:
         """Up from the start of every sequence, on the side of targets (0) or of sources."""
@@ -436,6 +565,7 @@ class TokenGraph:
             num_sources=num_sources,
             sizes=state["_sizes"],
             starts=state.get("_starts"),
+            positions=_saved_positions(state),
             is_causal=state["_is_causal"],
             has_causal_part=state["_has_causal_part"],
             device=device.device if isinstance(device, Tensor) else device,
@@ -454,6 +584,11 @@ class TokenGraph:
         ) or self.num_edges != other.num_edges:
             return False
         other = other.to(self._device)
+        if (self._own_positions is not None or other._own_positions is not None) and not (
+            torch.equal(self.positions, other.positions)
+            and torch.equal(self.source_positions, other.source_positions)
+        ):
+            return False
         if self._structure is not None and self._structure == other._structure:
             return True
         return torch.equal(self.edge_index, other.edge_index)
@@ -612,6 +747,33 @@ def _starts_of(
         (target if n else 0, source if m else 0)
         for (target, source), (n, m) in zip(starts, sizes, strict=True)
     )
+
+
+def _own_positions(
+    positions: tuple[Tensor, Tensor] | None,
+) -> tuple[Tensor, Tensor | None] | tuple[None, None]:
+    """None for those of sources where they are those of targets."""
+    if positions is None:
+        return None, None
+    of_targets, of_sources = positions
+    return of_targets, None if of_sources is of_targets else of_sources
+
+
+def _saved_positions(state: dict[str, Any]) -> tuple[Tensor, Tensor] | None:
+    """Of a file that may be anybody's, or of a version that knew none."""
+    of_targets = state.get("_own_positions")
+    if of_targets is None:
+        return None
+    of_sources = state.get("_own_source_positions")
+    of_sources = of_targets if of_sources is None else of_sources
+    for places, name in ((of_targets, "targets"), (of_sources, "sources")):
+        count = state[f"_num_{name}"]
+        if places.dtype != torch.int64 or places.shape != (count,):
+            raise ValueError(
+                f"positions of {name} must be an int64 tensor [{count}], got {places.dtype} of "
+                f"shape {list(places.shape)}"
+            )
+    return of_targets, of_sources
 
 
 def _structure_name(structure: Structure) -> str:

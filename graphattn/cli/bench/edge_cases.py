@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from functools import cache
 
-import numpy
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
@@ -53,24 +52,9 @@ def points_in_a_cube(size: Size) -> Tensor:
 
 
 def near_in_memory(size: Size, device: torch.device, dtype: torch.dtype) -> AttentionInputs:
-    """The same graph, its tokens renumbered so that neighbours have near numbers."""
-    graph = reordered(ga.knn_graph(points_in_a_cube(size), size["k"]))
+    """The same graph, its tokens in reverse Cuthill-McKee order: neighbours have near numbers."""
+    graph, _ = ga.knn_graph(points_in_a_cube(size), size["k"]).reorder()
     return attention_inputs(graph, size["heads"], size["features"], device, dtype)
-
-
-def reordered(graph: ga.TokenGraph) -> ga.TokenGraph:
-    """The graph with its tokens in reverse Cuthill-McKee order."""
-    from scipy import sparse
-
-    N = graph.num_tokens
-    source, target = graph.edge_index.numpy()
-    ones = numpy.ones(2 * len(source), dtype=bool)
-    both = (numpy.concatenate([target, source]), numpy.concatenate([source, target]))
-    symmetric = sparse.coo_array((ones, both), shape=(N, N)).tocsr()
-    order = sparse.csgraph.reverse_cuthill_mckee(symmetric, symmetric_mode=True)
-    number = torch.empty(N, dtype=torch.int64)
-    number[torch.from_numpy(order.astype("int64"))] = torch.arange(N)
-    return ga.from_edge_index(number[graph.edge_index], N)
 
 
 def within_a_radius(size: Size) -> ga.TokenGraph:

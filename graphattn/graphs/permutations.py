@@ -1,0 +1,137 @@
+"""A graph whose tokens are numbered in another order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphattn.graphs.token_graph import TokenGraph
+
+Permutations = Tensor | tuple[Tensor, Tensor]
+
+
+def permuted(graph: TokenGraph, permutation: Permutations) -> tuple[TokenGraph, Tensor | None]:
+    """:meth:`graphattn.TokenGraph.permute`, which has the description.
+
+    The second result is the permutation of edges where it was needed anyway, for lists.
+    """
+    of_targets, of_sources = checked_pair(graph, permutation)
+    same = of_targets is of_sources
+    target_number = inverse(of_targets)
+    source_number = target_number if same else inverse(of_sources)
+    neighbors = edge_index = edges = None
+    if graph.neighbors is not None:
+        neighbors = _renumbered_table(graph.neighbors[of_targets], source_number)
+    else:
+        edges = _order_of_edges(graph, target_number, source_number)
+        source, target = graph.edge_index[:, edges]
+        edge_index = torch.stack([source_number[source], target_number[target]])
+    positions = graph.positions[of_targets]
+    if same and graph.source_positions is graph.positions:
+        source_positions = positions
+    else:
+        source_positions = graph.source_positions[of_sources]
+    moved = TokenGraph(
+        edge_index=edge_index,
+        neighbors=neighbors,
+        num_targets=graph.num_targets,
+        num_sources=graph.num_sources,
+        sizes=graph.sizes,
+        starts=graph.starts,
+        # Who saw only the past still does, so what would leak the future still would.
+        has_causal_part=graph.has_causal_part,
+        positions=(positions, source_positions),
+    )
+    return moved, edges
+
+
+def order_of_edges(graph: TokenGraph, permutation: Permutations) -> Tensor:
+    """LongTensor [E]: edge e of the permuted graph is edge ``order[e]`` of this one."""
+    of_targets, of_sources = checked_pair(graph, permutation)
+    return _order_of_edges(graph, inverse(of_targets), inverse(of_sources))
+
+
+def inverse(permutation: Tensor) -> Tensor:
+    """The new number of every token, from the token at every new number."""
+    number = torch.empty_like(permutation)
+    number[permutation] = torch.arange(len(permutation), device=permutation.device)
+    return number
+
+
+def _order_of_edges(graph: TokenGraph, target_number: Tensor, source_number: Tensor) -> Tensor:
+    source, target = graph.edge_index
+    return (target_number[target] * graph.num_sources + source_number[source]).argsort()
+
+
+def _renumbered_table(rows: Tensor, number: Tensor) -> Tensor:
+    """Ascending again; -1 stays none, and first."""
+    if not len(number):
+        return rows
+    return number[rows.clamp(min=0)].where(rows >= 0, -1).sort(dim=1).values
+
+
+def checked_pair(graph: TokenGraph, permutation: Any) -> tuple[Tensor, Tensor]:
+    """Permutations of targets and of sources: one tensor where one was given for both."""
+    if isinstance(permutation, tuple):
+        if len(permutation) != 2:
+            raise ValueError(
+                f"permutation must be a tensor or a pair (targets, sources) of them, got "
+                f"{len(permutation)} of them"
+            )
+        of_targets, of_sources = (
+            _checked(f"permutation[{side}]", own, graph, side)
+            for side, own in enumerate(permutation)
+        )
+        return of_targets, of_sources
+    if isinstance(permutation, Tensor) and not graph.has_same_tokens:
+        raise ValueError(
+            "permutation must be a pair (targets, sources) where these are different tokens, got "
+            f"one tensor for a graph of {graph.num_targets} targets and {graph.num_sources} "
+            "sources"
+        )
+    permutation = _checked("permutation", permutation, graph, 0)
+    return permutation, permutation
+
+
+def _checked(name: str, permutation: Any, graph: TokenGraph, side: int) -> Tensor:
+    """On the graph's device, int64; every token once, and within its part of a batch."""
+    count = graph.num_sources if side else graph.num_targets
+    allowed = f"must hold every token 0 .. {count - 1} once" if count else "must be empty"
+    if not isinstance(permutation, Tensor):
+        raise ValueError(f"{name} {allowed}, as a tensor, got {type(permutation).__name__}")
+    dtype = permutation.dtype
+    if dtype.is_floating_point or dtype.is_complex or dtype == torch.bool:
+        raise ValueError(f"{name} {allowed}, as integers, got {dtype}")
+    if permutation.shape != (count,):
+        raise ValueError(f"{name} {allowed}, got the shape {list(permutation.shape)}")
+    permutation = permutation.to(graph.device, torch.int64)
+    outside = ((permutation < 0) | (permutation >= count)).nonzero()
+    if len(outside):
+        i = int(outside[0])
+        raise ValueError(f"{name} {allowed}, got {name}[{i}] = {int(permutation[i])}")
+    first = inverse(permutation)[permutation]  # where every token stands, one place if in two
+    twice = (first != torch.arange(count, device=graph.device)).nonzero()
+    if len(twice):
+        i = int(twice[0])
+        raise ValueError(
+            f"{name} {allowed}, got {int(permutation[i])} at both {name}[{i}] and "
+            f"{name}[{int(first[i])}]"
+        )
+    item = items_of(graph, side)
+    crossing = (item[permutation] != item).nonzero()
+    if len(crossing):
+        i = int(crossing[0])
+        raise ValueError(
+            f"{name} must leave every token in its own part of the batch, got {name}[{i}] = "
+            f"{int(permutation[i])}: place {i} is of part {int(item[i])}, token "
+            f"{int(permutation[i])} of part {int(item[permutation[i]])}"
+        )
+    return permutation
+
+
+def items_of(graph: TokenGraph, side: int = 0) -> Tensor:
+    """The part of a batch that every target (0) or source (1) belongs to."""
+    sizes = torch.tensor([size[side] for size in graph.sizes], device=graph.device)
+    return torch.arange(len(sizes), device=graph.device).repeat_interleave(sizes)
