@@ -255,7 +255,9 @@ def test_what_is_no_permutation_is_refused_by_name_and_value(permutation, messag
 
 
 def test_one_permutation_for_two_sets_of_tokens_is_refused():
-    with pytest.raises(ValueError, match=re.escape("permutation must be a pair (targets, sources)")):
+    with pytest.raises(
+        ValueError, match=re.escape("permutation must be a pair (targets, sources)")
+    ):
         ga.from_mask(some_mask(3, 4)).permute(torch.arange(3))
 
 
