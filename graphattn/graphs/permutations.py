@@ -111,13 +111,13 @@ def _checked(name: str, permutation: Any, graph: TokenGraph, side: int) -> Tenso
     if len(outside):
         i = int(outside[0])
         raise ValueError(f"{name} {allowed}, got {name}[{i}] = {int(permutation[i])}")
-    first = inverse(permutation)[permutation]  # where every token stands, one place if in two
-    twice = (first != torch.arange(count, device=graph.device)).nonzero()
+    ascending, place = permutation.sort(stable=True)
+    twice = (ascending[1:] == ascending[:-1]).nonzero()
     if len(twice):
         i = int(twice[0])
         raise ValueError(
-            f"{name} {allowed}, got {int(permutation[i])} at both {name}[{i}] and "
-            f"{name}[{int(first[i])}]"
+            f"{name} {allowed}, got {int(ascending[i])} at both {name}[{int(place[i])}] and "
+            f"{name}[{int(place[i + 1])}]"
         )
     item = items_of(graph, side)
     crossing = (item[permutation] != item).nonzero()

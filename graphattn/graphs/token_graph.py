@@ -462,9 +462,9 @@ class TokenGraph:
             >>> import torch, graphattn as ga
             >>> points, x = torch.rand(500, 3), torch.randn(2, 500, 16)
             >>> graph = ga.knn_graph(points, k=8)
-            >>> near, order = graph.reorder(points)
+            >>> ordered, order = graph.reorder(points)
             >>> layer = ga.nn.GaussianKernelAttention(16, heads=2, rope=True)
-            >>> y = layer(x[:, order], near)[:, order.argsort()]
+            >>> y = layer(x[:, order], ordered)[:, order.argsort()]
             >>> torch.allclose(y, layer(x, graph), atol=1e-5)
             True
         """
