@@ -43,6 +43,8 @@ PER_SEQUENCE = 4  # targets, sources, and the positions of the first of each
 def encode(graph: TokenGraph) -> Tensor:
     """Everything about a graph but its list of edges or table of neighbours, int64 on the CPU.
 
+    (And but the positions of a permuted graph: layers read them, operators do not.)
+
     Tensors are not read, wherever they lie: only which of the two there is.
 
     Example:

@@ -402,7 +402,7 @@ class TokenGraph:
         Args:
             permutation: integers [N], every token once and within its own part of a
                 :func:`~graphattn.batch`; a pair for targets [N] and sources [M] where these are
-                different tokens.
+                different tokens. (Layers then take both, as `x` and as `context`.)
             return_edge_permutation: also return a LongTensor [E]: edge e of the new graph is edge
                 ``edges[e]`` of this one. Values of edges follow as ``edge_weight[edges]`` or
                 ``edge_bias[..., edges, :]``.

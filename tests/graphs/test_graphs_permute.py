@@ -197,6 +197,15 @@ def test_a_saved_graph_with_positions_that_fit_nothing_is_refused():
         object.__new__(ga.TokenGraph).__setstate__(state)
 
 
+def test_a_graph_saved_by_a_version_that_knew_no_permutations_is_read():
+    state = ga.knn_graph(points(8), 2).__getstate__()
+    del state["_own_positions"], state["_own_source_positions"]
+    read = object.__new__(ga.TokenGraph)
+    read.__setstate__(state)
+    assert read == ga.knn_graph(points(8), 2)
+    assert read.positions.tolist() == list(range(8))
+
+
 # Causality.
 
 

@@ -32,6 +32,7 @@ GRAPHS = {
     "edge list": lambda: ga.from_edge_index(torch.tensor([[4, 0, 3], [0, 2, 2]]), 3, 5),
     "no tokens": lambda: ga.causal_graph(0),
     "past": lambda: ga.causal_window_graph(4, 3, past=5),
+    "permuted table": lambda: ga.knn_graph(torch.rand(6, 2), 2).permute(torch.arange(6).flip(0)),
     "rows of a list": lambda: ga.from_mask(torch.eye(9).bool()).targets(2, 5)[0],
 }
 

@@ -9,6 +9,8 @@ LINEAR = "tests/nn/test_nn_linear_attention.py"
 GRID_BLOCKS = "tests/graphs/test_graphs_grid_blocks.py"
 STEPS_RECORDED = "tests/diagnostics/test_diagnostics_record_steps.py"
 DROP_PATH = "tests/nn/test_nn_drop_path.py"
+PERMUTE = "tests/graphs/test_graphs_permute.py"
+REORDER = "tests/graphs/test_graphs_reorder.py"
 
 MUTATIONS = [
     Mutation(
@@ -157,5 +159,36 @@ MUTATIONS = [
         "min(window or num_tokens, num_tokens)",
         "(window or num_tokens)",
         (f"{LANGUAGE}::test_operations_of_texts_shorter_than_a_window",),
+    ),
+    Mutation(
+        "tokens of a permuted graph forget where they stood",
+        "graphattn/graphs/permutations.py",
+        "positions=(positions, source_positions),",
+        "positions=None,",
+        (f"{PERMUTE}::test_positions_travel_with_their_tokens[causal window]",),
+    ),
+    Mutation(
+        "a causal graph may leak the future once it is permuted",
+        "graphattn/graphs/permutations.py",
+        "has_causal_part=graph.has_causal_part,",
+        "has_causal_part=False,",
+        (
+            f"{PERMUTE}::test_a_permuted_causal_graph_claims_no_order_and_still_refuses_to_leak_"
+            "the_future[graph0]",
+        ),
+    ),
+    Mutation(
+        "a Hilbert curve does not turn",
+        "graphattn/graphs/orders.py",
+        "axes[a] = axes[a] ^ swap",
+        "axes[a] = axes[a]",
+        (f"{REORDER}::test_consecutive_cells_of_the_curve_are_neighbours_on_a_full_grid[16-2]",),
+    ),
+    Mutation(
+        "points of a batch share one curve",
+        "graphattn/graphs/orders.py",
+        "return order[item[order].argsort(stable=True)].to(graph.device)",
+        "return order.to(graph.device)",
+        (f"{REORDER}::test_points_nowhere_come_last_in_their_own_part",),
     ),
 ]
