@@ -86,9 +86,9 @@ class TokenGraph:
             self._edge_index = usable_for_training(edge_index)
             # Of targets and of sources where they do not count up, as after `permute`; the second
             # is None where both are one.
-            self._own_positions, self._own_source_positions = map(
-                usable_for_training, _own_positions(positions)
-            )
+            of_targets, of_sources = _own_positions(positions)
+            self._own_positions = usable_for_training(of_targets)
+            self._own_source_positions = usable_for_training(of_sources)
         self._forget()
         with kept_for_training():
             self._code = encode(self)
