@@ -117,9 +117,9 @@ def of_edges(
 def _sinks(weights: Tensor, graph: TokenGraph, token: int, valid: Tensor | None) -> Tensor:
     """`sink_share` of a token that is counted from the first real one of every sequence, [B, H]."""
     in_one = len(graph.sizes) == 1 and graph.num_sources > 0 and graph.source_positions[0] == 0
-    in_one = in_one and graph.own_positions is None  # the first token is the first in memory
     fits = valid is not None and valid.shape[-1] == graph.num_sources > token
-    if valid is None or not fits or not in_one:
+    permuted = graph.own_positions is not None  # its first token may lie anywhere
+    if valid is None or not fits or not in_one or permuted:
         return sink_share(weights, graph, token)
     return _shares(weights, graph, _places(valid, len(weights), token), itself=True)
 
