@@ -8,6 +8,7 @@ import pytest
 import torch
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+STRUCTURES = EXAMPLES.parents[1] / "shared" / "data" / "structure"
 
 
 def load(name: str) -> ModuleType:
@@ -70,3 +71,30 @@ def test_the_graph_is_rebuilt_every_few_layers_from_features_without_gradient(dy
         assert len(seen) == times
         assert not any(x.requires_grad for x in seen)
         assert model.embedding.weight.grad.abs().sum() > 0
+
+
+def test_orders_of_tokens_give_the_same_and_reordering_brings_neighbours_near(capsys):
+    order = load("token_order")
+    generator = torch.Generator().manual_seed(0)
+    for tokens in (order.random_points(400, generator), order.shuffled_image(20, generator)):
+        names = order.measure(tokens, rounds=1).keys()  # which compares outputs and gradients
+        printed = capsys.readouterr().out
+        assert all(name in printed for name in ("as it came", *names))
+        _, shuffled, by_edges, by_points = order.orders_of(tokens, generator)
+        far = order.distance_apart(shuffled.graph)
+        assert far > 4 * order.distance_apart(by_points.graph)
+        assert far > 1.5 * order.distance_apart(by_edges.graph)
+
+
+def test_orders_of_tokens_are_measured_over_copies_of_a_structure():
+    path = STRUCTURES / "pdb" / "1l2y.pdb"
+    if not path.exists():
+        pytest.skip("real data not there: structure/pdb/1l2y.pdb")
+    pytest.importorskip("biotite")
+    tokens = load("token_order").atoms_of(str(path), 2)
+    source, target = tokens.graph.edge_index
+    assert tokens.graph.num_tokens == 2 * 304
+    # Far enough apart that they see themselves alone, and alike.
+    assert (source // 304 == target // 304).all()
+    own = target < 304
+    assert torch.equal(source[own] + 304, source[~own])

@@ -655,7 +655,8 @@ class TokenGraph:
 
         The EdgeIndex has ``sort_order="col"``; any PyG layer takes it as `edge_index`. It holds
         edges and sizes only: the borders of a :func:`~graphattn.batch`, and with them positions
-        that restart, are in :attr:`sizes` alone. With values of edges comes a Data; with an edge
+        that restart, are in :attr:`sizes` alone, and positions after :meth:`permute` in
+        :attr:`positions`. With values of edges comes a Data; with an edge
         type a HeteroData of two kinds of nodes. Those of a batch are a PyG ``Batch`` of them, with
         its borders and ``to_data_list()``. :func:`~graphattn.from_pyg` leads back to the same
         edges and values, and from a ``Batch`` to the same borders; what is known of their structure

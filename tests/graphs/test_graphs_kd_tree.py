@@ -326,7 +326,7 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("count, width", [(65_536, 3), (16_384, 64)])
+@pytest.mark.parametrize(("count", "width"), [(65_536, 3), (16_384, 64)])
 def test_neighbours_take_the_memory_of_points_and_neighbours(count, width):
     """Distances of all pairs would be 17 GB and 1 GB."""
     pytest.importorskip("resource")
