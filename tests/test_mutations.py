@@ -211,7 +211,14 @@ MUTATIONS = [
         "graphattn/graphs/distances.py",
         "+ 2 * self.rounding[",
         "+ 0 * self.rounding[",
-        ("tests/graphs/test_graphs_knn.py::test_products_exchange_no_neighbours",),
+        ("tests/graphs/test_graphs_knn.py::test_products_exchange_no_neighbours[torch]",),
+    ),
+    Mutation(
+        "a compiled search for neighbours trusts the rounding of products",
+        "graphattn/graphs/distances.py",
+        "slack = 2 * self.rounding[",
+        "slack = 0 * self.rounding[",
+        ("tests/graphs/test_graphs_knn.py::test_products_exchange_no_neighbours[compiled]",),
     ),
     Mutation(
         "nearest neighbours trust a tree to have left nobody out",

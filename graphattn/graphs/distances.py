@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from graphattn.kernels.cpu.neighbors import SmallestOfRows, has_neighbors, squared_distances
 from graphattn.kernels.launch import is_looked_into, untraced
 
 TILE = 1 << 21  # distances held at a time
@@ -48,6 +49,10 @@ class DistanceProducts:
     BLOCK = 32  # sources whose smallest s is found first
     COLUMNS = 2048  # sources multiplied at a time, so that minima are taken in cache
     MOST = 8  # candidates per neighbour, beyond which differences are better
+    # The same where compiled code looks through products: a piece is two megabytes of float32.
+    SCANNED_ROWS, SCANNED_COLUMNS = 1024, 512
+    SCANNED_MOST = 4
+    SCANNED = 1 << 18  # candidates at a time
 
     def __init__(self, rows: Tensor, columns: Tensor, rounding: Tensor) -> None:
         self.rows, self.columns, self.rounding = rows, columns, rounding
@@ -82,7 +87,10 @@ class DistanceProducts:
     def nearest(
         self, start: int, count: int, k: int, own: float | None
     ) -> tuple[Tensor, Tensor] | None:
-        """Rows and sources that may be among the k nearest, sorted; None if they are too many."""
+        """Rows and sources that may be among the k nearest, sorted; None if they are too many.
+
+        Of each of `count` rows, with `own` in place of the product of a token with itself.
+        """
         M = len(self.columns)
         blocks = -(-M // self.BLOCK)
         if self.products.shape != (count, blocks * self.BLOCK):
@@ -110,6 +118,28 @@ class DistanceProducts:
         row = near.div(blocks, rounding_mode="floor")
         return row, (near - row * blocks) * self.BLOCK + places % self.BLOCK
 
+    def scan(self, start: int, count: int, k: int, own: float | None) -> SmallestOfRows:
+        """Candidates by looking through pieces of the products while they are in the cache."""
+        rows, M = self.rows[start : start + count], len(self.columns)
+        slack = 2 * self.rounding[start : start + count, 0]
+        smallest = SmallestOfRows(slack, k, self._room(k))
+        products = rows.new_empty((count, min(self.SCANNED_COLUMNS, M)))
+        for j in range(0, M, self.SCANNED_COLUMNS):
+            columns = self.columns[j : j + self.SCANNED_COLUMNS]
+            piece = products[:, : len(columns)]
+            torch.mm(rows, columns.T, out=piece)
+            if own is not None and start - j < len(columns) and j - start < count:
+                piece.diagonal(start - j).fill_(own)
+            smallest.take(piece, j, is_last=j + len(columns) == M)
+        return smallest
+
+    def scanned_rows(self, k: int) -> int:
+        """Rows of a scan, so that neither products nor candidates take much memory."""
+        return max(1, min(self.SCANNED_ROWS, self.SCANNED // self._room(k)))
+
+    def _room(self, k: int) -> int:
+        return self.SCANNED_MOST * k + self.BLOCK
+
 
 def kth_smallest(values: Tensor, k: int) -> Tensor:
     """The k-th smallest of every row, [N, 1]."""
@@ -131,6 +161,9 @@ def exact_squared_distances(
     points: Tensor, candidates: Tensor, row: Tensor, source: Tensor
 ) -> Tensor:
     """Squared distances of pairs, [E], in float64; infinite where a coordinate is not finite."""
+    if has_neighbors(points) and not is_looked_into():
+        squared = untraced(squared_distances)(points, candidates, row, source)
+        return squared.nan_to_num_(nan=torch.inf, posinf=torch.inf)
     squared = torch.zeros(len(row), dtype=torch.float64, device=points.device)
     if points.shape[1] <= IN_ORDER:
         for a, b in zip(points.double().T, candidates.double().T, strict=True):

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from graphattn.graphs.distances import IN_ORDER
+from graphattn.kernels.cpu.neighbors import has_neighbors, squared_distances
 from graphattn.kernels.launch import is_looked_into
 
 Floats = NDArray[np.float64]
@@ -219,6 +220,11 @@ def _widened(distance: Any, coordinates: int) -> Any:
 def _squared(points: Floats, places: Floats, found: Integers) -> Floats:
     """Squared distances from candidates, rounded as `exact_squared_distances` rounds them."""
     if points.shape[1] > IN_ORDER:
+        tensors = torch.from_numpy(points), torch.from_numpy(places)
+        if has_neighbors(tensors[0]):
+            row = torch.arange(len(points)).repeat_interleave(found.shape[1])
+            exact = squared_distances(*tensors, row, torch.from_numpy(found).flatten())
+            return exact.view(found.shape).numpy()
         gap = points[:, None] - places[found]
         return torch.from_numpy(np.square(gap, out=gap)).sum(dim=-1).numpy()
     squared = np.square(points[:, :1] - places[:, 0].take(found))

@@ -22,6 +22,7 @@ from graphattn.graphs.distances import (
 from graphattn.graphs.kd_tree import is_for_trees, nearest_by_tree
 from graphattn.graphs.structure import Complete, Structure
 from graphattn.graphs.token_graph import TokenGraph, as_token_graph
+from graphattn.kernels.cpu.neighbors import has_neighbors
 from graphattn.kernels.launch import is_looked_into, untraced, why_not_on
 
 BACKENDS = ("auto", "reference", "triton")
@@ -215,12 +216,10 @@ def _squared_distances(x: Tensor, sources: Tensor, index: Tensor) -> Tensor:
     N, k = index.shape
     found, place = index >= 0, index.clamp(min=0)
     differentiated = torch.is_grad_enabled() and (x.requires_grad or sources.requires_grad)
-    if x.shape[1] <= IN_ORDER and not differentiated and not is_looked_into():
-        squared = torch.zeros((N, k), dtype=torch.float64, device=x.device)
-        for c in range(x.shape[1]):
-            gap = sources[:, c].double().take(place)
-            squared += gap.sub_(x[:, c, None]).square_()
-        return squared.where(found, torch.inf)
+    if not differentiated and not is_looked_into() and (has_neighbors(x) or x.shape[1] <= IN_ORDER):
+        row = torch.arange(N, device=x.device).repeat_interleave(k)
+        squared = exact_squared_distances(x, sources, row, place.flatten())
+        return squared.view(N, k).where(found, torch.inf)
     step = max(1, PAIRS // max(k * x.shape[1], 1))
     pieces = [x.new_empty((0, k), dtype=torch.float64)]
     for i in range(0, N, step):

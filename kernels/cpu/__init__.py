@@ -26,6 +26,10 @@ Attention over bands, which are windows, blocks and whole sequences:
 - `band_rows.h`: one row in double precision, for the few of which tiles would lose something.
 - `band_forward.h`, `bands.cpp`: forward, and backward.
 
+Nearest neighbours:
+
+- `neighbors.cpp`, `neighbors`: rounded distances propose, exact ones decide.
+
 `setup.py` builds the same sources once per instruction set (`_native_base`, `_native_v3` for AVX2,
 `_native_v4` for AVX-512). Every `.cpp` and `.h` file of this folder belongs to the build. There is
 no Python and no torch in it, so one build serves every version of both.

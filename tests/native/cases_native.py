@@ -73,6 +73,15 @@ def attention_rows(tokens: int, width: int, dtype: torch.dtype, threads: int) ->
             (out.sum() + lse[lse.isfinite()].sum()).backward()
 
 
+def neighbors(tokens: int, width: int, dtype: torch.dtype, threads: int) -> None:
+    torch.set_num_threads(threads)
+    x, source = torch.randn(tokens, width, dtype=dtype), torch.randn(65, width, dtype=dtype)
+    if tokens > 5:
+        ga.knn(x, 5)
+    ga.knn(x, 20, source=source)
+    ga.knn(torch.ones_like(x), 3, source=torch.ones_like(source).repeat(9, 1))  # no room for all
+
+
 def order_of_visits(tokens: int, neighbors: int) -> None:
     """Points in random order: less than a cluster of them, one, and more."""
     rows.edges_of(ga.knn_graph(torch.rand(tokens, 2), min(neighbors, tokens - 1))).visits  # noqa: B018
@@ -163,6 +172,7 @@ CASES = [
         attention_rows,
         itertools.product((1, 2, 17, 600), (0, 1, 16, 19), DTYPES, THREADS),
     ),
+    Cases("neighbors", neighbors, itertools.product((1, 17, 600), (1, 8, 9, 70), DTYPES, THREADS)),
     Cases("order_of_visits", order_of_visits, itertools.product((2, 127, 128, 1500), (1, 8, 63))),
     Cases(
         "attention_bands",
