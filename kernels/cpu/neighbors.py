@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from graphattn.kernels.cpu import library
+from graphattn.kernels.launch import untraced
 
 DTYPES = {torch.float32: "float", torch.float64: "double"}
 VECTOR = 16  # numbers of the widest vector
@@ -16,7 +17,7 @@ VECTOR = 16  # numbers of the widest vector
 
 def has_neighbors(x: Tensor) -> bool:
     """Whether there is compiled code for points like these."""
-    return x.device.type == "cpu" and x.dtype in DTYPES and library.library() is not None
+    return x.device.type == "cpu" and x.dtype in DTYPES and untraced(library.library)() is not None
 
 
 class SmallestOfRows:
