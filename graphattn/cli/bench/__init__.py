@@ -89,12 +89,13 @@ def measure_all(cases: list[Case], runner: Runner, json: Path | None) -> None:
 def chosen(names: list[str]) -> list[Case]:
     """The cases of these names, all for none.
 
-    "irregular", "models", "transformers" and "scaling" are several.
+    "irregular", "models", "mixers", "transformers" and "scaling" are several.
     """
     known = {case.name: [case] for case in CASES}
     irregular = {"knn", *(case.name for case in OVER_EDGES)}
     known["irregular"] = [case for case in CASES if case.name in irregular]
     known["models"] = [case for case in CASES if case.name.startswith("gka-")]
+    known["mixers"] = [case for case in CASES if "-model-" in case.name]
     known["transformers"] = [case for case in CASES if case.name.startswith("llama-")]
     known["scaling"] = [case for case in CASES if case.lengths]
     for name in names:

@@ -41,6 +41,7 @@ from graphattn.cli.bench.language import (
     LanguageRun,
     language_inputs,
 )
+from graphattn.cli.bench.mixer_cases import WHOLE_MODELS
 from graphattn.cli.bench.record import OURS
 from graphattn.cli.bench.targets import Target
 from graphattn.cli.bench.vision import VisionRun, vision_inputs
@@ -155,6 +156,7 @@ CASES = [
     vision_case("gka-small", "GKA-S and DeiT-S", 384, 6, 256),
     vision_case("gka-base", "GKA-B and DeiT-B", 768, 12, 128),
     *(language_case(tokens) for tokens in (2048, 4096, 8192, 16384)),
+    *WHOLE_MODELS,
     *CONSENSUS,
     Case(
         "knn",

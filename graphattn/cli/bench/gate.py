@@ -30,6 +30,7 @@ from graphattn.cli.bench.inputs import (
 )
 from graphattn.cli.bench.language import LanguageInputs, LanguageRun
 from graphattn.cli.bench.language import in_float64 as language_in_float64
+from graphattn.cli.bench.mixers import MixerInputs, MixerTruth
 from graphattn.cli.bench.vision import VisionInputs, VisionRun
 
 SAMPLED_ROWS = 16
@@ -60,6 +61,8 @@ def truth_of(inputs: Any, *, backward: bool, dot_product: bool = False) -> Truth
             return LanguageTruth(inputs)
         case GenerationInputs():
             return GenerationTruth(inputs)
+        case MixerInputs():
+            return MixerTruth(inputs)
         case ConsensusLayerInputs():
             return LayerTruth(inputs, backward=backward)
     return OperationTruth(inputs, backward=backward, dot_product=dot_product)

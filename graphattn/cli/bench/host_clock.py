@@ -73,6 +73,17 @@ class HostClock:
             return (time.perf_counter() - start) / self.repeats
 
 
+class LongClock(HostClock):
+    """Samples of one pass each, with all threads.
+
+    For whole models: what came before is nothing beside them, and one thread is never faster.
+    """
+
+    def __init__(self, work: Callable[[], object]) -> None:
+        self.work, self.threads, self.repeats = work, torch.get_num_threads(), 1
+        self.first, self.seconds = None, math.inf
+
+
 def num_compiled() -> int:
     """How many graphs torch has compiled so far: a pass that adds to them says nothing of time."""
     dynamo = sys.modules.get("torch._dynamo.utils")  # slow to import, and there once it is used

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from graphattn.cli.bench.contenders import Run
 from graphattn.cli.bench.gpu_clock import GpuClock
-from graphattn.cli.bench.host_clock import HostClock, fastest
+from graphattn.cli.bench.host_clock import HostClock, LongClock, fastest
 from graphattn.cli.bench.vision import VisionRun
 
 GIGABYTE = 2**30
@@ -88,14 +88,16 @@ def leaves(out: Tensor) -> list[Tensor]:
 Clock = HostClock | GpuClock
 
 
-def clock(run: Run, inputs: Any, *, backward: bool, device: torch.device) -> Clock:
+def clock(
+    run: Run, inputs: Any, *, backward: bool, device: torch.device, long_passes: bool = False
+) -> Clock:
     """What times a pass of this run, after some that warm up (and compile, if anything does)."""
 
     def work() -> None:
         one_pass(run, inputs, backward=backward)
 
     if device.type == "cpu":
-        return fastest(work)
+        return LongClock(work) if long_passes else fastest(work)
     work()
     return GpuClock(work)
 

@@ -70,7 +70,8 @@ class Runner:
                 def note_failure(name: str, failure: Exception, passes: str = passes) -> None:
                     self.note(f"{case.name}, {name}, {passes}: {reason_of(failure)}")
 
-                timings = time_interleaved(clocks, seconds=self.seconds, failed=note_failure)
+                seconds = 0.0 if case.long_passes else self.seconds  # three rounds
+                timings = time_interleaved(clocks, seconds=seconds, failed=note_failure)
                 if self.watch is not None:
                     speeds.append(self.watch.speed())
                 rows = {
@@ -170,7 +171,13 @@ class Runner:
                     peak = cuda_peak(entry.run, own, backward=backward)
                 elif case.memory and self.peak is not None:
                     peak = self.peak.of(case.name, entry.contender, entry.size, backward=backward)
-                clocks[name] = clock(entry.run, own, backward=backward, device=self.device)
+                clocks[name] = clock(
+                    entry.run,
+                    own,
+                    backward=backward,
+                    device=self.device,
+                    long_passes=case.long_passes,
+                )
                 peaks[name] = peak
             except Exception as failure:
                 self.note(f"{case.name}, {name}, {passes}: {reason_of(failure)}")

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from rich.table import Table
 
 from graphattn.cli.bench.case import FORWARD, Case, degree_label
+from graphattn.cli.bench.mixer_cases import parts_notes
 from graphattn.cli.bench.record import Quantity, Record, Row, Slope, Verdict
 from graphattn.cli.tables import plain_table, short
 
@@ -52,6 +53,7 @@ def notes(rows: list[Row]) -> Iterable[str]:
             for row in written
         )
         yield f"tokens/s, the prompts' reading included: {', '.join(speeds)}"
+    yield from parts_notes(rows)
     yield from crossings(rows)
     yield from threads_and_speed(rows)
     if slow := dict.fromkeys(row.contender for row in rows if row.captured is False):

@@ -1,0 +1,124 @@
+"""Cases of whole models, one per mixer and number of tokens, and their tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from graphattn.cli.bench.case import BOTH, FORWARD, Case
+from graphattn.cli.bench.contenders import Run
+from graphattn.cli.bench.mixers import (
+    DOT,
+    MIXERS,
+    PEER,
+    OperationsRun,
+    RestRun,
+    WholeRun,
+    mixer_inputs,
+)
+from graphattn.cli.bench.record import OURS, Row
+
+STRUCTURED = f"{OURS}, structured"
+OPERATIONS, REST = "its operations", "all else"
+STRUCTURED_OPERATIONS = "structured, its operations"
+LENGTHS = (2048, 8192)
+# Linear attention and consensus are products of matrices in torch: no backend but that one.
+NOT_COMPILED = ("linear", "consensus")
+HEADER = ("ms per block", "in operations", "structured", "in operations", "SDPA", "parts")
+
+
+def mixer_case(mixer: str, tokens: int) -> Case:
+    """A model of that mixer over so many tokens: whole, in parts, and as it was before."""
+    contenders: dict[str, Run] = {OURS: WholeRun()}
+    yardsticks: dict[str, Run] = {OPERATIONS: OperationsRun(), REST: RestRun()}
+    if mixer not in NOT_COMPILED:
+        contenders[STRUCTURED] = WholeRun(backend="structured")
+        yardsticks[STRUCTURED_OPERATIONS] = OperationsRun("structured")
+    if mixer == DOT:
+        contenders[PEER] = WholeRun(PEER)
+    seen = {"small": {}, "paper": {}}
+    if mixer == "consensus":
+        seen = {"small": {"window": 2, "edge_hidden": 16}, "paper": {"window": 2, "edge_hidden": 256}}
+    elif "window" in MIXERS[mixer]:
+        seen = {"small": {"window": 16}, "paper": {"window": 256}}
+    if mixer == "krause":
+        seen = {"small": {"window": 16, "top_k": 12}, "paper": {"window": 256, "top_k": 192}}
+    small, paper = {"dim": 48, "heads": 6, "blocks": 2}, {"dim": 384, "heads": 6, "blocks": 6}
+    return Case(
+        f"{mixer}-model-{tokens}",
+        f"A model of the mixer {mixer}",
+        {
+            "small": {"tokens": tokens // 16, **small, **seen["small"]},
+            "paper": {"tokens": tokens, **paper, **seen["paper"]},
+            "long": {"tokens": 2 * tokens, **paper, **seen["paper"]},
+        },
+        mixer_inputs(mixer),
+        contenders,
+        yardsticks=yardsticks,
+        memory=False,
+        long_passes=True,
+        devices=("cpu",),
+    )
+
+
+WHOLE_MODELS = [mixer_case(mixer, tokens) for tokens in LENGTHS for mixer in MIXERS]
+
+
+def is_whole(row: Row) -> bool:
+    """Whether a row is of one of these cases."""
+    return "blocks" in row.size
+
+
+def parts_notes(rows: list[Row]) -> Iterable[str]:
+    """Times per block and shares of operations of one case, and what the parts add up to."""
+    for _, passes, cells in lines_of(rows):
+        named = ", ".join(f"{name} {cell}" for name, cell in zip(HEADER, cells, strict=True) if cell)
+        yield f"{passes}: {named}"
+
+
+def lines_of(rows: list[Row]) -> Iterable[tuple[str, str, list[str]]]:
+    """(case, pass, cells under HEADER), one per case and pass of whole models."""
+    groups: dict[tuple[str, str], dict[str, Row]] = {}
+    for row in rows:
+        if is_whole(row):
+            groups.setdefault((row.case, row.passes), {})[row.contender] = row
+    for (case, passes), own in groups.items():
+        yield (
+            case,
+            passes,
+            [
+                per_block(own.get(OURS)),
+                share(own, OPERATIONS, OURS),
+                per_block(own.get(STRUCTURED)),
+                share(own, STRUCTURED_OPERATIONS, STRUCTURED),
+                per_block(own.get(PEER)),
+                parts(own),
+            ],
+        )
+
+
+def per_block(row: Row | None) -> str:
+    """Milliseconds of one of the blocks."""
+    return "" if row is None else f"{1000 * row.median / row.size['blocks']:,.3g}"
+
+
+def share(own: dict[str, Row], part: str, whole: str) -> str:
+    """Of its time that a model spends in its operations, by the ratios of single rounds."""
+    if part not in own or whole not in own:
+        return ""
+    of_part, of_whole = own[part].ratio, own[whole].ratio
+    return f"{of_part / of_whole:.0%}" if of_part and of_whole else ""
+
+
+def parts(own: dict[str, Row]) -> str:
+    """What operations and all else take together, of what the model takes."""
+    ratios = [own[name].ratio for name in (OPERATIONS, REST) if name in own]
+    known = [ratio for ratio in ratios if ratio is not None]
+    return f"{sum(known):.0%}" if len(known) == 2 else ""
+
+
+def by_pass(rows: list[Row]) -> Iterable[tuple[str, list[list[str]]]]:
+    """(pass, lines of a table of all models), forward first."""
+    for passes in (FORWARD, BOTH):
+        lines = [[case, *cells] for case, own, cells in lines_of(rows) if own == passes]
+        if lines:
+            yield passes, lines
