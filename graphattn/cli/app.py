@@ -86,9 +86,9 @@ def bench(
             "models of Hugging Face in a window: llama-2048, llama-4096, llama-8192, "
             "llama-16384, or transformers for all four. Texts written token by token: "
             "generation. Other operations: consensus, consensus-layer, knn, edges, fiedler, "
-            "streaming, streaming-krause. Whole models of ours, one mixer each, in parts: "
-            "dot-model-2048 and others, or mixers for all. Growth with the number of tokens: scaling. Default: "
-            "all of them.",
+            "streaming, streaming-krause. Whole models of ours, one mixer each, and their "
+            "operations alone: mixer-dot-2048 and others, or mixers for all. Growth with the "
+            "number of tokens: scaling. Default: all of them.",
             show_default=False,
         ),
     ] = None,

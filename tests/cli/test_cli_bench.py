@@ -29,6 +29,7 @@ from graphattn.cli.bench import (
     inputs,
     measure,
     memory,
+    mixer_cases,
     record,
     runner,
     tables,
@@ -75,6 +76,10 @@ TINY = {
         f"llama-{tokens}": {"tokens": 24, "window": 4, "top_k": 2, "dim": 16, "layers": 2}
         for tokens in (2048, 4096, 8192, 16384)
     },
+    **{
+        case.name: {"tokens": 24, "dim": 12, "window": 4, "top_k": 2}
+        for case in mixer_cases.WHOLE_MODELS
+    },
     "generation": {"prompt": 5, "new_tokens": 6, "dim": 16, "window": 4},
     "scaling-window": {"window": 4, "features": 4},
     "scaling-consensus": {"dim": 8, "edge_hidden": 4},
@@ -111,10 +116,12 @@ def tiny(case: Case) -> Case:
 CASES = {case.name: tiny(case) for case in cases.CASES}
 LANGUAGE = [name for name in CASES if name.startswith("llama-")]
 MODELS = ["gka-tiny", "gka-small", "gka-base"]
+MIXERS = [case.name for case in mixer_cases.WHOLE_MODELS]
+NO_OPERATIONS = (*MODELS, *LANGUAGE, *MIXERS, "consensus-layer")
 OPERATIONS = [
     name
     for name, case in CASES.items()
-    if case.backward and not case.lengths and name not in (*MODELS, *LANGUAGE, "consensus-layer")
+    if case.backward and not case.lengths and name not in NO_OPERATIONS
 ]
 
 
@@ -156,7 +163,7 @@ def test_every_contender_of_a_case_is_right(name):
                 continue
             assert max(errors) < 1e-5
             checked += 1
-    assert checked >= (1 if case.lengths else 2)
+    assert checked >= (1 if case.lengths or name in MIXERS else 2)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -363,8 +370,8 @@ def test_a_file_that_is_no_record_is_refused(tmp_path):
 def test_help_names_every_case():
     text = run("--help").output
     for case in CASES.values():
-        kind = {"scaling": "scaling", "llama": "transformers"}.get(case.name.split("-")[0])
-        assert (kind or case.name) in text
+        groups = {"scaling": "scaling", "llama": "transformers", "mixer": "mixers"}
+        assert groups.get(case.name.split("-")[0], case.name) in text
 
 
 # Targets.
@@ -418,6 +425,7 @@ def test_every_row_of_the_page_of_targets_has_one():
         "crossover",
         "generation",
         *LANGUAGE,
+        *MIXERS,
     }
     assert {case.name for case in cases.CASES if case.targets} == set(CASES) - without
     for case in cases.CASES:

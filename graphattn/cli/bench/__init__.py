@@ -95,7 +95,7 @@ def chosen(names: list[str]) -> list[Case]:
     irregular = {"knn", *(case.name for case in OVER_EDGES)}
     known["irregular"] = [case for case in CASES if case.name in irregular]
     known["models"] = [case for case in CASES if case.name.startswith("gka-")]
-    known["mixers"] = [case for case in CASES if "-model-" in case.name]
+    known["mixers"] = [case for case in CASES if case.name.startswith("mixer-")]
     known["transformers"] = [case for case in CASES if case.name.startswith("llama-")]
     known["scaling"] = [case for case in CASES if case.lengths]
     for name in names:
