@@ -270,10 +270,14 @@ def top_k_weights() -> Figure:
 
 
 def benchmark_ratios() -> Figure:
-    """benchmarks.md: all recorded cases but those by length."""
+    """benchmarks.md: all recorded cases but those by length, and models in parts."""
     from matplotlib.figure import Figure
 
-    rows = [row for row in recorded_rows() if row["ratio"] is not None]
+    rows = [
+        row
+        for row in recorded_rows()
+        if row["ratio"] is not None and not row["case"].startswith("mixer-")
+    ]
     lines = len({(row["case"], row["contender"]) for row in rows})
     figure = Figure(figsize=(8, 0.8 + 0.2 * lines), layout="constrained")
     ga.plot.benchmark_ratios(rows, ax=figure.subplots())

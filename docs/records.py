@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from itertools import groupby
 from pathlib import Path
 
-from graphattn.cli.bench import tables
+from graphattn.cli.bench import mixer_cases, tables
 from graphattn.cli.bench.record import Record, Row, read
 
 FOLDER = Path(__file__).resolve().parent / "benchmarks"
@@ -51,6 +51,9 @@ def section(name: str, record: Record) -> Iterable[str]:
             ["case", "", *tables.TARGET_HEADER],
             [[t.case, tables.target_text(t), *tables.target_cells(t)] for t in record.targets],
         )
+    for passes, lines in mixer_cases.by_pass(record.rows):
+        yield f"Whole models, {passes}:\n"
+        yield from table(["mixer", "tokens", *mixer_cases.HEADER], lines)
     for case, group in groupby(record.rows, key=lambda row: row.case):
         rows = list(group)
         yield f"**{case}**: {size_of(rows)}\n"

@@ -48,7 +48,7 @@ class Case:
     degrees: dict[str, tuple[int, ...]] = field(default_factory=dict)
     twice: bool = False
     backward: bool = True
-    long_passes: bool = False  # whole models: three passes each will do, with all threads
+    long_passes: bool = False  # three each will do, with all threads, but at the small size
     memory: bool = True  # whether the peak is measured, from inputs made anew
     work: work.Count = work.unknown
     cuda: dict[str, Size] = field(default_factory=dict)  # sizes on a GPU, where they are others

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from graphattn.cli.bench.attention_cases import STRUCTURED
 from graphattn.cli.bench.case import BOTH, FORWARD, Case
 from graphattn.cli.bench.contenders import Run
 from graphattn.cli.bench.mixers import (
@@ -17,7 +18,6 @@ from graphattn.cli.bench.mixers import (
 )
 from graphattn.cli.bench.record import OURS, Row
 
-STRUCTURED = f"{OURS}, structured"
 OPERATIONS, REST = "its operations", "all else"
 STRUCTURED_OPERATIONS = "structured, its operations"
 LENGTHS = (2048, 8192)
@@ -68,11 +68,6 @@ def mixer_case(mixer: str, tokens: int) -> Case:
 WHOLE_MODELS = [mixer_case(mixer, tokens) for tokens in LENGTHS for mixer in MIXERS]
 
 
-def is_whole(row: Row) -> bool:
-    """Whether a row is of one of these cases."""
-    return "blocks" in row.size
-
-
 def parts_notes(rows: list[Row]) -> Iterable[str]:
     """Times per block and shares of operations of one case, and what the parts add up to."""
     for _, passes, cells in lines_of(rows):
@@ -80,25 +75,22 @@ def parts_notes(rows: list[Row]) -> Iterable[str]:
         yield f"{passes}: {', '.join(f'{name} {cell}' for name, cell in named if cell)}"
 
 
-def lines_of(rows: list[Row]) -> Iterable[tuple[str, str, list[str]]]:
-    """(case, pass, cells under HEADER), one per case and pass of whole models."""
+def lines_of(rows: list[Row]) -> Iterable[tuple[Row, str, list[str]]]:
+    """(a row, pass, cells under HEADER), one per case and pass of whole models."""
     groups: dict[tuple[str, str], dict[str, Row]] = {}
     for row in rows:
-        if is_whole(row):
+        if "blocks" in row.size:
             groups.setdefault((row.case, row.passes), {})[row.contender] = row
-    for (case, passes), own in groups.items():
-        yield (
-            case,
-            passes,
-            [
-                per_block(own.get(OURS)),
-                share(own, OPERATIONS, OURS),
-                per_block(own.get(STRUCTURED)),
-                share(own, STRUCTURED_OPERATIONS, STRUCTURED),
-                per_block(own.get(PEER)),
-                parts(own),
-            ],
-        )
+    for (_, passes), own in groups.items():
+        cells = [
+            per_block(own.get(OURS)),
+            share(own, OPERATIONS, OURS),
+            per_block(own.get(STRUCTURED)),
+            share(own, STRUCTURED_OPERATIONS, STRUCTURED),
+            per_block(own.get(PEER)),
+            parts(own),
+        ]
+        yield next(iter(own.values())), passes, cells
 
 
 def per_block(row: Row | None) -> str:
@@ -122,8 +114,17 @@ def parts(own: dict[str, Row]) -> str:
 
 
 def by_pass(rows: list[Row]) -> Iterable[tuple[str, list[list[str]]]]:
-    """(pass, lines of a table of all models), forward first."""
+    """(pass, lines under "mixer", "tokens" and HEADER), forward first."""
     for passes in (FORWARD, BOTH):
-        lines = [[case, *cells] for case, own, cells in lines_of(rows) if own == passes]
+        lines = [
+            [mixer_of(row.case), f"{row.size['tokens']:,}", *cells]
+            for row, own, cells in lines_of(rows)
+            if own == passes
+        ]
         if lines:
             yield passes, lines
+
+
+def mixer_of(case: str) -> str:
+    """``"gka"`` of ``"mixer-gka-2048"``."""
+    return case.removeprefix("mixer-").rpartition("-")[0]

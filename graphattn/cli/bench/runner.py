@@ -70,7 +70,7 @@ class Runner:
                 def note_failure(name: str, failure: Exception, passes: str = passes) -> None:
                     self.note(f"{case.name}, {name}, {passes}: {reason_of(failure)}")
 
-                seconds = 0.0 if case.long_passes else self.seconds  # three rounds
+                seconds = 0.0 if self.is_long(case) else self.seconds  # three rounds
                 timings = time_interleaved(clocks, seconds=seconds, failed=note_failure)
                 if self.watch is not None:
                     speeds.append(self.watch.speed())
@@ -92,6 +92,10 @@ class Runner:
             del clocks  # captured passes hold their memory
             self.release()
         return self.record.rows[first:]
+
+    def is_long(self, case: Case) -> bool:
+        """Whether a pass takes so long that three will do."""
+        return case.long_passes and self.size != "small"
 
     def release(self) -> None:
         """Hand back what a GPU has lent to passes that are over."""
@@ -176,7 +180,7 @@ class Runner:
                     own,
                     backward=backward,
                     device=self.device,
-                    long_passes=case.long_passes,
+                    long_passes=self.is_long(case),
                 )
                 peaks[name] = peak
             except Exception as failure:
