@@ -59,6 +59,7 @@ def test_every_mixer_of_the_models_has_a_case_at_both_lengths():
     assert [case.name for case in chosen(["mixers"])] == [
         f"mixer-{mixer}-{tokens}" for tokens in (2048, 8192) for mixer in MIXERS
     ]
+    assert chosen(["mixers-2048"]) + chosen(["mixers-8192"]) == chosen(["mixers"])
     for case in chosen(["mixers"]):
         size = case.size("paper", "cpu")
         assert (size["dim"], size["heads"], size["blocks"]) == (384, 6, 6)

@@ -11,6 +11,8 @@ from graphattn.cli.bench import record, tables
 from graphattn.cli.bench.case import Case
 from graphattn.cli.bench.cases import CASES
 from graphattn.cli.bench.edge_cases import OVER_EDGES
+from graphattn.cli.bench.mixer_cases import LENGTHS
+from graphattn.cli.bench.mixers import MIXERS
 from graphattn.cli.bench.record import Record
 from graphattn.cli.bench.runner import SECONDS, Runner, reason_of
 from graphattn.graphs.arguments import as_choice
@@ -89,13 +91,17 @@ def measure_all(cases: list[Case], runner: Runner, json: Path | None) -> None:
 def chosen(names: list[str]) -> list[Case]:
     """The cases of these names, all for none.
 
-    "irregular", "models", "mixers", "transformers" and "scaling" are several.
+    "irregular", "models", "mixers" (or those of one length, "mixers-2048"), "transformers" and
+    "scaling" are several.
     """
     known = {case.name: [case] for case in CASES}
     irregular = {"knn", *(case.name for case in OVER_EDGES)}
     known["irregular"] = [case for case in CASES if case.name in irregular]
     known["models"] = [case for case in CASES if case.name.startswith("gka-")]
-    known["mixers"] = [case for case in CASES if case.name.startswith("mixer-")]
+    for tokens in LENGTHS:
+        own = [f"mixer-{mixer}-{tokens}" for mixer in MIXERS]
+        known[f"mixers-{tokens}"] = [case for case in CASES if case.name in own]
+    known["mixers"] = [case for tokens in LENGTHS for case in known[f"mixers-{tokens}"]]
     known["transformers"] = [case for case in CASES if case.name.startswith("llama-")]
     known["scaling"] = [case for case in CASES if case.lengths]
     for name in names:
