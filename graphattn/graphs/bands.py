@@ -32,11 +32,13 @@ class Bands:
     negative.
 
     Attributes:
+        shifts: [S], how many steps the first target of a sequence stands after its first source.
         origin: the row of a table of offsets that target i reads for source i; None: no such table,
             or sequences that differ in it.
     """
 
     sequences: Tensor
+    shifts: Tensor
     origin: int | None
 
     @cached_property
@@ -86,7 +88,7 @@ def bands_of(structure: Structure) -> Bands | None:
     match structure.offset_table:
         case ("sequence", first, _, _) if len(shifts) == 1:
             origin = -first - shifts.pop()
-    return Bands(sequences, origin)
+    return Bands(sequences, found[:, 8], origin)
 
 
 @lru_cache(maxsize=64)

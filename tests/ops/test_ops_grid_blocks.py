@@ -4,9 +4,8 @@ import pytest
 import torch
 
 import graphattn as ga
-from graphattn.graphs.structure import Complete
-from graphattn.ops.attention.structured.parts import ReorderedPlan
-from graphattn.ops.attention.structured.plans import OPERATIONS, _plan
+from graphattn.ops.attention.structured import plan_call
+from graphattn.ops.attention.structured.chunked import TilePlan
 
 CASES = [
     (8, 8, 4, 0),
@@ -45,11 +44,12 @@ def attend(kind, q, k, v, graph, **options):
 
 
 def test_they_are_taken_block_by_block():
-    structure = ga.grid_block_graph(8, 8, 4, shift=2).structure
-    assert isinstance(
-        _plan(structure, torch.zeros(1), "dot", None, (None, None), OPERATIONS), ReorderedPlan
-    )
-    assert not isinstance(structure, Complete)
+    graph = ga.grid_block_graph(8, 8, 4, shift=2)
+    given = (*inputs(64, batch=()), torch.ones(H), None)
+    options = {"score": "dot", "per_offset": False, "top_k": None, "valid": (None, None)}
+    flat, plan = plan_call(given, graph, **options)
+    assert isinstance(plan, TilePlan)
+    assert max(chunk.sources.shape[1] for chunk in plan.chunks(flat)) == 16
 
 
 @EVERY_CASE

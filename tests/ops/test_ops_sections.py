@@ -203,7 +203,7 @@ def test_attention_lists_no_edge_of_rows_of_a_window(name):
     part = ga.TokenGraph(structure=part.structure)
     attend(cut(qkv(graph), start, stop, seen), part, {"sigma": 1.0}, "structured")
     assert part._edge_index is None
-    assert tiles_of(part.structure) is not None
+    assert tiles_of(part.structure, torch.device("cpu")) is not None
 
 
 def test_windows_of_rows_go_through_consensus_without_a_list_of_edges():

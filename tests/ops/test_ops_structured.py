@@ -11,8 +11,7 @@ import graphattn as ga
 from graphattn.graphs.composites import Union
 from graphattn.graphs.structure import Band, Blocks, Complete, GlobalTokens
 from graphattn.ops.attention import api
-from graphattn.ops.attention.structured import contiguous, rows
-from graphattn.ops.attention.structured.group import Group
+from graphattn.ops.attention.structured import chunked, softmax
 
 EACH = pytest.mark.parametrize("backend", FAST)
 CASES = int(os.environ.get("GRAPHATTN_SWEEP", "500"))
@@ -76,10 +75,9 @@ def run(backend: str, graph, tensors, options, *, loss_seed: int = 0):
 @pytest.fixture
 def short_chunks(monkeypatch):
     """So few numbers at a time that most cases take several rounds."""
-    monkeypatch.setattr(contiguous, "OPERANDS", 1)
-    monkeypatch.setattr(contiguous, "LOGITS", 64)
-    monkeypatch.setattr(contiguous, "ROWS", 16)
-    monkeypatch.setattr(rows, "CHUNK", 64)
+    monkeypatch.setattr(chunked, "PAIRS", 256)
+    monkeypatch.setattr(chunked, "FEATURES", 256)
+    monkeypatch.setattr(softmax, "EXACT", 1)
 
 
 @EACH
@@ -145,20 +143,17 @@ def test_tokens_far_from_each_other_cost_no_digits(backend, name, distance):
         assert (got.double() - truth).norm() <= 1e-5 * truth.norm()
 
 
-@pytest.mark.parametrize("graph", [ga.causal_window_graph(300, 70), ga.complete_graph(300)])
-def test_what_float32_products_can_do_is_left_to_them(graph, monkeypatch):
-    """A common offset is taken off first, so it sends nobody the slow way."""
-
-    def careful(_):
-        raise AssertionError("float64 for nothing")
-
-    monkeypatch.setattr(Group, "carefully", careful)
+@EACH
+@pytest.mark.parametrize("graph", [ga.causal_window_graph(90, 70), ga.complete_graph(90)])
+def test_a_common_offset_beyond_products_costs_no_digits(backend, graph):
+    """Numbers of ten million: their squares have no digits left for neighbours, even in float64."""
     torch.manual_seed(0)
-    x = torch.randn(300, 2, 64) + 100
-    value = torch.randn(300, 2, 4)
-    out = ga.rbf_attention(x, x, value, graph, 8.0).double()
-    exact = ga.rbf_attention(*(t.double() for t in (x, x, value)), graph, 8.0, backend="reference")
-    assert (out - exact).norm() <= 1e-5 * exact.norm()
+    x, value = torch.randint(-4, 5, (90, 2, 4)) + 1e7, torch.randn(90, 2, 4)
+    options = {"sigma": torch.tensor([2.0, 4.0])}
+    exact = run("reference", graph, [t.double() for t in (x, x, value)],
+                {"sigma": options["sigma"].double()})  # fmt: skip
+    for got, truth in zip(run(backend, graph, [x, x, value], options)[:5], exact, strict=False):
+        assert (got.double() - truth).norm() <= 1e-5 * truth.norm()
 
 
 BAD = {"nan": torch.nan, "inf": torch.inf}

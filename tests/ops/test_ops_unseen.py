@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from fractions import Fraction
 
 import pytest
 import torch
-from cases_ops import random
+from cases_ops import FAST, random
 from torch import Tensor
 
 import graphattn as ga
 
 UNSEEN = [torch.nan, torch.inf, 1e20, 300.0]
 FLOATS = [torch.float32, torch.float64]
+
+
+@pytest.fixture(autouse=True, params=FAST)
+def backend(request: pytest.FixtureRequest) -> Iterator[None]:
+    """What "auto" takes."""
+    with ga.use_backend(request.param):
+        yield
 
 
 def with_content(x: Tensor, place: int, content: float) -> Tensor:

@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 import oracle_ops as oracle
 import pytest
 import torch
-from cases_ops import consensus_inputs
+from cases_ops import FAST, consensus_inputs
 from random_ops import draws, random_graph
 from torch import Tensor
 
 import graphattn as ga
-from graphattn.ops.attention.structured import contiguous, rows
+from graphattn.ops.attention.structured import chunked
 
 CASES = int(os.environ.get("GRAPHATTN_CASES", "100"))
 MANY = max(CASES, 1000)
@@ -110,15 +110,14 @@ def attention_case(seed: int) -> Case:
     return Case(graph, tensors, options, draw(*LAYOUTS), draw, generator)
 
 
-@pytest.fixture(params=["as it is", "short chunks"])
-def chunks(request, monkeypatch):
-    """Also so few numbers at a time that most cases take several rounds."""
-    if request.param == "short chunks":
-        monkeypatch.setattr(contiguous, "OPERANDS", 1)
-        monkeypatch.setattr(contiguous, "LOGITS", 512)
-        monkeypatch.setattr(contiguous, "ROWS", 16)
-        monkeypatch.setattr(rows, "CHUNK", 512)
-    return request.param
+@pytest.fixture(params=FAST)
+def backend(request):
+    """What "auto" takes; the fallback so few numbers at a time that most cases take rounds."""
+    with ga.use_backend(request.param), pytest.MonkeyPatch.context() as patch:
+        if request.param == "structured":
+            patch.setattr(chunked, "PAIRS", 512)
+            patch.setattr(chunked, "FEATURES", 512)
+        yield request.param
 
 
 def spoilt(case: Case, marked: Tensor) -> tuple[list[Tensor], bool]:
@@ -135,10 +134,10 @@ def spoilt(case: Case, marked: Tensor) -> tuple[list[Tensor], bool]:
 
 
 @how_many
-@pytest.mark.usefixtures("chunks")
-def test_what_a_row_does_not_see_changes_no_bit_of_it_or_its_gradients(seeds, chunks):
+@pytest.mark.usefixtures("backend")
+def test_what_a_row_does_not_see_changes_no_bit_of_it_or_its_gradients(seeds):
     """Whatever a few tokens hold: missing edges, the causal future, other sequences."""
-    for seed in list(seeds)[chunks == "short chunks" :: 2]:
+    for seed in seeds:
         case = attention_case(seed)
         M = case.graph.num_sources
         places = torch.randint(M, (case.draw(1, 2),), generator=case.generator)
@@ -157,6 +156,7 @@ def test_what_a_row_does_not_see_changes_no_bit_of_it_or_its_gradients(seeds, ch
 
 
 @how_many
+@pytest.mark.usefixtures("backend")
 def test_what_valid_marks_as_padding_reaches_no_bit_and_no_gradient(seeds):
     for seed in seeds:
         case = attention_case(seed)
@@ -182,6 +182,7 @@ def test_what_valid_marks_as_padding_reaches_no_bit_and_no_gradient(seeds):
 
 
 @how_many
+@pytest.mark.usefixtures("backend")
 def test_without_edges_the_weighted_sum_is_exactly_zero(seeds):
     for seed in seeds:
         case = attention_case(seed)
@@ -198,6 +199,7 @@ def test_without_edges_the_weighted_sum_is_exactly_zero(seeds):
 
 
 @how_many
+@pytest.mark.usefixtures("backend")
 def test_rbf_attention_neither_underflows_nor_loses_digits_to_a_common_offset(seeds):
     """Against plain loops in float64; far from all keys, the weights still sum to 1."""
     for seed in seeds:
@@ -229,6 +231,7 @@ def test_rbf_attention_neither_underflows_nor_loses_digits_to_a_common_offset(se
 
 
 @how_many
+@pytest.mark.usefixtures("backend")
 def test_top_k_keeps_exactly_k_and_of_equal_ones_the_smaller_index(seeds):
     """Small whole numbers, whose scores are exact: a third of all cases tie. One-hot values show
     which sources a row keeps."""

@@ -13,14 +13,15 @@ from torch import Tensor
 
 from graphattn.graphs.bands import Bands, bands_of
 from graphattn.graphs.composites import Parts
-from graphattn.graphs.structure import Band, Complete, Structure
+from graphattn.graphs.grid_blocks import GridBlocks, block_order
+from graphattn.graphs.structure import Blocks, Structure
 from graphattn.kernels.cpu import library
 from graphattn.ops.attention.native.rows import TokenView, _address, _featurewise, _view
-from graphattn.ops.attention.structured.contiguous import TilePlan
-from graphattn.ops.attention.structured.modifiers import Modifiers
+from graphattn.ops.attention.structured.chunked import TilePlan
+from graphattn.ops.attention.structured.options import Options
+from graphattn.ops.attention.structured.parts import ReorderedPlan
+from graphattn.ops.attention.structured.plans import tile_plan
 from graphattn.ops.attention.structured.recompute import Gradients, Inputs, Plan
-from graphattn.ops.attention.structured.tiles import Tiles
-from graphattn.ops.inputs import ValidPair
 
 
 class BandsCall(ctypes.Structure):
@@ -60,50 +61,30 @@ class BandsGradients(ctypes.Structure):
     )
 
 
-# Looked up once: torch.compile cannot look into how a library is loaded.
-_IS_AVX512 = library.instruction_set() == library.NAMES["v4"]
-
-
-def native_tiles(
-    structure: Structure,
-    tiles: tuple[Tiles, ...],
-    score: str,
-    top_k: int | None,
-    valid: ValidPair,
-    modifiers: Modifiers,
-    *,
-    table: bool,
-    pairs: bool,
-) -> Plan:
-    """A plan of bands for the planner of `structured`, or its own where that is as fast."""
-    slow = TilePlan(tiles, score, top_k, valid, modifiers)
-    stored = top_k is not None or table or modifiers.any
-    if pairs or modifiers.dropout is not None:
+def native_tiles(structure: Structure, options: Options, *, table: bool, pairs: bool) -> Plan:
+    """A plan of bands for the planner of `structured`, or its own where there are no bands."""
+    slow = tile_plan(structure, options, table=table, pairs=pairs)
+    if pairs or options.dropout is not None:
         return slow
-    # With AVX-512 the compiled bands take 0.5 to 0.95 of the time of torch's own attention.
-    if not _IS_AVX512 and not stored and _is_for_fused(structure):
-        return slow
+    if isinstance(structure, GridBlocks):  # a table is of hops down and right: bands know none
+        return slow if table else _plan_of_blocks(structure, options)
     bands = bands_of(structure)
     if bands is None or (table and bands.origin is None):
         return slow
     return NativeBandPlan(bands, slow)
 
 
+def _plan_of_blocks(grid: GridBlocks, options: Options) -> Plan:
+    """Tokens block by block, which makes every block a sequence."""
+    blocks, tokens, places = block_order(grid, torch.device("cpu"))
+    runs = tuple(Blocks(b.count * b.height * b.width, b.height * b.width) for b in blocks)
+    plan = native_tiles(Parts(runs), options.some(tokens, tokens), table=False, pairs=False)
+    return ReorderedPlan(tokens, places, plan)
+
+
 def most_saved_per_head(top_k: int | None) -> int:
     """How many numbers of every row and head a plan of compiled code saves, at most."""
     return 2 if top_k is None else 4
-
-
-def _is_for_fused(structure: Structure) -> bool:
-    """Whole sequences, complete or causal, which torch's own attention does best."""
-    match structure:
-        case Parts(parts):
-            return all(_is_for_fused(part) for part in parts)
-        case Complete():
-            return True
-        case Band(N, before, after, 1, True):
-            return before >= N - 1 and (after == 0 or after >= N - 1)
-    return False
 
 
 @dataclass
@@ -125,7 +106,7 @@ class NativeBandPlan:
     @property
     def saved_per_head(self) -> int:
         """The largest logit and 1 / sum; with top-k, also the least logit kept and its place."""
-        return most_saved_per_head(self.slow.top_k) + self.keeps_outputs
+        return most_saved_per_head(self.slow.options.top_k) + self.keeps_outputs
 
     def forward(self, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
         """Output, log-sums, and the numbers by which the backward finds the weights again."""
@@ -195,7 +176,7 @@ class _Call:
     ) -> None:
         query, key, value, scale, table = inputs
         query, key, value = (_featurewise(x) for x in (query, key, value))
-        options, sequences = plan.slow, plan.bands.sequences
+        options, sequences = plan.slow.options, plan.bands.sequences
         B, N, H, D = query.shape
         scale = scale.contiguous()
         table = None if table is None else table.contiguous()
@@ -218,7 +199,7 @@ class _Call:
             is_rbf=options.score == "rbf",
             scale=scale.data_ptr(),
             top_k=options.top_k or 0,
-            softcap=options.modifiers.softcap or 0.0,
+            softcap=options.softcap or 0.0,
             table=_address(table),
             offsets=0 if table is None else len(table),
             origin=plan.bands.origin or 0,

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from graphattn.graphs.token_graph import TokenGraph
 from graphattn.kernels.cpu import library
-from graphattn.ops.attention.structured.modifiers import Modifiers
+from graphattn.ops.attention.structured.chunked import RowPlan
+from graphattn.ops.attention.structured.options import Options
+from graphattn.ops.attention.structured.plans import gathered_rows
 from graphattn.ops.attention.structured.recompute import Gradients, Inputs, Plan
-from graphattn.ops.attention.structured.rows import RowPlan, TablePlan
-from graphattn.ops.inputs import ValidPair
 from graphattn.ops.kept import kept
 
 HASHES = 1 << 32  # of dropout: 32 bits
@@ -137,30 +137,20 @@ def _edges(graph: TokenGraph, _: Tensor) -> Edges:
     return Edges(rowptr.contiguous(), source.contiguous(), graph.num_sources)
 
 
-def native_rows(
-    graph: TokenGraph,
-    score: str,
-    top_k: int | None,
-    valid: ValidPair,
-    modifiers: Modifiers,
-    index: Tensor | None,
-) -> Plan:
+def native_rows(graph: TokenGraph, options: Options, index: Tensor | None) -> Plan:
     """A plan of rows for the planner of `structured`."""
-    slow = RowPlan(*graph.csr(), score, top_k, valid, modifiers)
-    return NativeRowPlan(edges_of(graph), slow, index)
+    return NativeRowPlan(edges_of(graph), gathered_rows(graph, options, index))
 
 
 @dataclass
 class NativeRowPlan:
     """Attention over the edges of every target; see :class:`~..structured.recompute.Plan`.
 
-    `slow` does the same in operations that can be differentiated again. `index` [E], where the bias
-    is a table of offsets, says which row of it an edge reads.
+    `slow` does the same in operations that can be differentiated again.
     """
 
     edges: Edges
     slow: RowPlan
-    index: Tensor | None = None
 
     def forward(self, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
         """Output, log-sums, and the log-sums again."""
@@ -200,15 +190,14 @@ class NativeRowPlan:
             _per_sample(d_bias),
         )
         call.run(wanted)
-        if d_bias is not None and self.index is not None:
+        if d_bias is not None and self.slow.index is not None:
             assert bias is not None
-            d_bias = torch.zeros_like(bias).index_add_(0, self.index, d_bias)
+            d_bias = torch.zeros_like(bias).index_add_(0, self.slow.index, d_bias)
         return d_query, d_key, d_value, d_scale.to(scale.dtype), d_bias
 
     def plainly(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
         """Output and log-sums in operations that can be differentiated any number of times."""
-        slow: Plan = self.slow if self.index is None else TablePlan(self.slow, self.index)
-        return slow.plainly(inputs)
+        return self.slow.plainly(inputs)
 
 
 class _Call:
@@ -216,13 +205,13 @@ class _Call:
 
     def __init__(self, plan: NativeRowPlan, inputs: Inputs, *, backward: bool = False) -> None:
         query, key, value, scale, bias = inputs
-        rows, edges = plan.slow, plan.edges
+        options, edges = plan.slow.options, plan.edges
         query, key, value = (_featurewise(x) for x in (query, key, value))
         B, N, H, D = query.shape
         scale = scale.contiguous()
         bias = None if bias is None else bias.contiguous()
-        valid = tuple(None if x is None else x.contiguous() for x in rows.valid)
-        softcap, dropout = rows.modifiers
+        valid = tuple(None if x is None else x.contiguous() for x in options.valid)
+        softcap, dropout = options.softcap, options.dropout
         hashes: tuple[Tensor, ...] = ()
         if dropout is not None:
             hashes = dropout.rows.contiguous(), dropout.columns.contiguous()
@@ -251,13 +240,13 @@ class _Call:
             query=_view(query),
             key=_view(key),
             value=_view(value),
-            is_rbf=rows.score == "rbf",
+            is_rbf=options.score == "rbf",
             scale=scale.data_ptr(),
-            top_k=rows.top_k or 0,
+            top_k=options.top_k or 0,
             softcap=softcap or 0.0,
             bias=_address(bias),
             bias_batch=_per_sample(bias),
-            bias_row=_address(plan.index),
+            bias_row=_address(plan.slow.index),
             valid_targets=_address(valid[0]),
             valid_sources=_address(valid[1]),
             threads=torch.get_num_threads(),

@@ -103,49 +103,6 @@ class ReorderedPlan:
 
 
 @dataclass
-class LaterRowsPlan:
-    """The rows of a sequence but its first few, by a plan of the whole, which leaves those out.
-
-    A whole causal sequence needs no mask in fused attention, and its later rows alone would.
-    """
-
-    whole: Plan
-    skipped: int
-
-    @property
-    def saved_per_head(self) -> int:
-        return saved_per_head(self.whole)
-
-    def forward(self, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
-        out, lse, saved = self.whole.forward(self._of_whole(inputs))
-        return self._later(out), self._later(lse), self._later(saved)
-
-    def backward(
-        self, inputs: Inputs, out: Tensor, saved: Tensor, d_out: Tensor, d_lse: Tensor | None
-    ) -> Gradients:
-        d_lse = None if d_lse is None else self._padded(d_lse)
-        of_rows = self._padded(out), self._padded(saved), self._padded(d_out), d_lse
-        found = self.whole.backward(self._of_whole(inputs), *of_rows)
-        d_query, d_key, d_value, d_scale, d_bias = found
-        return self._later(d_query), d_key, d_value, d_scale, d_bias
-
-    def plainly(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
-        out, lse = self.whole.plainly(self._of_whole(inputs))
-        return self._later(out), self._later(lse)
-
-    def _of_whole(self, inputs: Inputs) -> Inputs:
-        query, key, value, scale, bias = inputs
-        return self._padded(query), key, value, scale, bias
-
-    def _padded(self, x: Tensor) -> Tensor:
-        """x [B, n, ...] with zeros where rows are left out."""
-        return torch.cat([x.new_zeros((len(x), self.skipped, *x.shape[2:])), x], dim=1)
-
-    def _later(self, x: Tensor) -> Tensor:
-        return x[:, self.skipped :].contiguous()
-
-
-@dataclass
 class GlobalTokensPlan:
     """Tokens that see everyone and are seen by everyone, beside what the others see.
 

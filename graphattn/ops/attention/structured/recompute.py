@@ -9,7 +9,6 @@ from torch import Tensor
 
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]
-CACHE_LINE = 64  # bytes
 
 
 class Plan(Protocol):
@@ -20,7 +19,7 @@ class Plan(Protocol):
     """
 
     def forward(self, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
-        """Output [B, N, H, Dv], log-sums [B, N, H], and log-sums for the backward to see again."""
+        """Output [B, N, H, Dv], log-sums [B, N, H], and what the backward wants to see again."""
         ...
 
     def backward(
@@ -88,63 +87,25 @@ def _plain_gradients(
     return tuple(next(found) if n else None for n in needed)
 
 
-def zeros_like(inputs: Inputs, covered: bool = False) -> Gradients:
-    """Where the gradients of the inputs are summed up; `covered`: every query's will be written."""
-    query, key, value, scale, bias = inputs
-    return (
-        torch.empty_like(query) if covered else torch.zeros_like(query),
-        torch.zeros_like(key),
-        torch.zeros_like(value),
-        torch.zeros_like(scale),
-        None if bias is None else torch.zeros_like(bias),
-    )
+def zeros_like(inputs: Inputs) -> Gradients:
+    """Where the gradients of the inputs are summed up."""
+    query, key, value, scale = (torch.zeros_like(x) for x in inputs[:4])
+    return query, key, value, scale, None if inputs[4] is None else torch.zeros_like(inputs[4])
 
 
-def laid_out(x: Tensor) -> Tensor:
-    """x contiguous and aligned, copied where it is not: products round by how numbers lie.
+def all_sound(inputs: Inputs, *upstream: Tensor | None) -> bool:
+    """Whether all are numbers, and so small that no product of two overflows.
 
-    So whoever puts zeros in place of some numbers, which is a copy, changes no bit elsewhere.
+    A bias of -inf takes an edge away, no more. Elsewhere than on a CPU nobody waits to know: False.
     """
-    x = x.contiguous()
-    return x.clone() if x.data_ptr() % CACHE_LINE else x
-
-
-def largest(scale: Tensor) -> Tensor:
-    """Up to which size numbers are sound: products of two of them, scaled, cannot overflow."""
-    if scale.numel() == 0:
-        return scale.new_ones(())
-    room = torch.finfo(scale.dtype).max / scale.detach().abs().amax().clamp(min=1)
-    return room.sqrt() / 1e3
-
-
-def sound(x: Tensor, largest: Tensor) -> Tensor:
-    """Bool: numbers, and no larger than that."""
-    return x.detach().abs() <= largest
-
-
-def sound_entries(bias: Tensor, largest: Tensor) -> Tensor:
-    """Bool: those of a table that are sound; -inf, which says that nobody is seen there, is."""
-    return sound(bias, largest) | (bias == -torch.inf)
-
-
-def extent(x: Tensor | None) -> Tensor | float:
-    """The largest size of its numbers, NaN if one is; infinite where looking would mean waiting."""
-    if x is None or x.numel() == 0:
-        return 0.0
-    if x.device.type != "cpu":
-        return torch.inf
-    x = x.detach()
-    return torch.maximum(x.amax(), -x.amin())
-
-
-def all_sound(largest: Tensor, *tensors: Tensor | None) -> bool:
-    """Whether all numbers are; elsewhere than on a CPU nobody waits to know: False."""
-    return all(bool(extent(x) <= largest) for x in tensors)
-
-
-def cleaned(x: Tensor, largest: Tensor) -> Tensor:
-    """x with zeros in place of what is not sound."""
-    return x.masked_fill(~sound(x, largest), 0)
+    *tensors, scale, bias = inputs
+    if scale.device.type != "cpu":
+        return False
+    limit = torch.finfo(scale.dtype).max ** 0.5 / 1e3
+    if bias is not None and bias.numel() and not bool(bias.detach().amax() <= limit):
+        return False
+    found = [x.detach().aminmax() for x in (*tensors, *upstream) if x is not None and x.numel()]
+    return all(bool(-limit <= low) and bool(high <= limit) for low, high in found)
 
 
 def silent(d_out: Tensor, d_lse: Tensor | None) -> Tensor:

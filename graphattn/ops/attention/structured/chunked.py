@@ -1,0 +1,153 @@
+"""Attention over one graph, a chunk at a time: of tiles, or of listed edges.
+
+Memory beside inputs and outputs is that of a chunk, or of one row where a single row is larger.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from graphattn.graphs.structure import Structure
+from graphattn.ops.attention.structured.chunks import Attention, Chunk, put
+from graphattn.ops.attention.structured.options import Options
+from graphattn.ops.attention.structured.recompute import (
+    Gradients,
+    Inputs,
+    all_sound,
+    silent,
+    zeros_like,
+)
+from graphattn.ops.attention.structured.tiles import tiles_of
+
+PAIRS = 1 << 20  # logits of a chunk: four megabytes of float32
+FEATURES = 1 << 20  # and numbers of its keys
+
+
+@dataclass
+class _Chunked:
+    """See :class:`~.recompute.Plan`."""
+
+    options: Options
+
+    def chunks(self, inputs: Inputs) -> Iterator[Chunk]:
+        """Chunks that hold every edge once, and every target that has one, once."""
+        raise NotImplementedError
+
+    def forward(self, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
+        """Output, log-sums, and the log-sums again."""
+        query, _, value, _, _ = inputs
+        out = query.new_zeros((*query.shape[:-1], value.shape[-1]))
+        lse = query.new_full(query.shape[:-1], -torch.inf)
+        finite = all_sound(inputs)
+        for chunk in self.chunks(inputs):
+            own_out, own_lse = Attention(self.options, chunk, _flat(inputs), finite).attend()
+            put(out, chunk.targets, own_out)
+            put(lse[..., None], chunk.targets, own_lse[..., None])
+        return out, lse, lse
+
+    def backward(
+        self, inputs: Inputs, out: Tensor, saved: Tensor, d_out: Tensor, d_lse: Tensor | None
+    ) -> Gradients:
+        """Gradients of the five inputs; every chunk is computed again."""
+        sums = zeros_like(inputs)
+        finite = all_sound(inputs, d_out, d_lse)
+        quiet = None if finite else silent(d_out, d_lse)
+        for chunk in self.chunks(inputs):
+            attention = Attention(self.options, chunk, _flat(inputs), finite, quiet)
+            attention.add_gradients(_flat(sums), d_out, d_lse)
+        return sums
+
+    def plainly(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
+        """Output and log-sums in operations that can be differentiated any number of times."""
+        query, _, value, _, _ = inputs
+        out = query.new_zeros((*query.shape[:-1], value.shape[-1]))
+        lse = query.new_full((*query.shape[:-1], 1), -torch.inf)
+        finite = all_sound(inputs)
+        places, outs, sums = [], [], []
+        for chunk in self.chunks(inputs):
+            own_out, own_lse = Attention(self.options, chunk, _flat(inputs), finite).attend()
+            places.append(chunk.targets.flatten())
+            outs.append(own_out.flatten(2, 3).transpose(1, 2))
+            sums.append(own_lse.flatten(2).transpose(1, 2)[..., None])
+        if places:
+            where = torch.cat(places)
+            out = out.index_copy(1, where, torch.cat(outs, dim=1))
+            lse = lse.index_copy(1, where, torch.cat(sums, dim=1))
+        return out, lse[..., 0]
+
+
+@dataclass
+class TilePlan(_Chunked):
+    """Attention over tiles.
+
+    A bias is a table of offsets, or over a complete graph that of every pair, [1 or B, N, M, H].
+    """
+
+    structure: Structure
+
+    def chunks(self, inputs: Inputs) -> Iterator[Chunk]:
+        (B, _, H, D), (_, M, _, Dv), bias = inputs[0].shape, inputs[2].shape, inputs[4]
+        tiles = tiles_of(self.structure, inputs[0].device)
+        assert tiles is not None
+        for targets, sources, edges, offsets in tiles:
+            (n, m), width = (targets.shape[1], sources.shape[1]), max(B * H, 1)
+            height = min(max(PAIRS // (width * m), 1), n)
+            most = min(PAIRS // (width * m * height), FEATURES // (width * m * max(D, Dv, 1)))
+            few = zip(targets.split(max(most, 1)), sources.split(max(most, 1)), strict=True)
+            for i, j in few:
+                for start in range(0, n, height):
+                    own = slice(start, start + height)
+                    entries = None if bias is None or offsets is None else offsets[:, own]
+                    if bias is not None and bias.dim() == 4:
+                        entries = i[:, own, None] * M + j[:, None]
+                    yield Chunk(i[:, own], j, None if edges is None else edges[:, own], entries)
+
+
+@dataclass
+class RowPlan(_Chunked):
+    """Attention over listed edges: the sources of every target are gathered.
+
+    Targets of like degree stand together, so little is padded and a hub is a chunk of its own. A
+    bias is [E, H] or [B, E, H], or with `index` [E] a table of which every edge reads a row.
+    """
+
+    rowptr: Tensor  # [N + 1]
+    source: Tensor  # [E]
+    index: Tensor | None = None
+
+    @cached_property
+    def degree(self) -> Tensor:
+        """Sources of every target, [N]."""
+        return self.rowptr.diff()
+
+    @cached_property
+    def order(self) -> Tensor:
+        """Targets with the most sources first."""
+        return self.degree.argsort(descending=True, stable=True)
+
+    def chunks(self, inputs: Inputs) -> Iterator[Chunk]:
+        (B, _, H, D), Dv = inputs[0].shape, inputs[2].shape[-1]
+        width = max(B * H * max(D, Dv), 1)
+        ordered = self.degree[self.order].tolist()
+        start = 0
+        while start < len(ordered) and ordered[start]:
+            longest = ordered[start]
+            stop = min(start + max(FEATURES // (width * longest), 1), len(ordered))
+            targets = self.order[start:stop, None]
+            slot = torch.arange(longest, device=targets.device)
+            present = slot < self.degree[targets]
+            edges = torch.where(present, self.rowptr[targets] + slot, 0)  # any edge as padding
+            entries = edges if self.index is None else self.index[edges]
+            yield Chunk(targets, self.source[edges], present[:, None], entries[:, None])
+            start = stop
+
+
+def _flat(inputs: Inputs) -> Inputs:
+    """The same with biases of all pairs in one dimension: a view."""
+    bias = inputs[4]
+    return *inputs[:4], bias.flatten(1, 2) if bias is not None and bias.dim() == 4 else bias

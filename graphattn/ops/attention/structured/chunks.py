@@ -1,0 +1,252 @@
+"""Attention of a few targets at a time, forward and backward.
+
+A chunk is a number of equal tiles: a block of targets and all the sources that some of them see. A
+tile of neighbouring tokens is a product of matrices; in a graph of listed edges every target is a
+tile of its own.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from graphattn.ops.attention.softcap import capped, slope
+from graphattn.ops.attention.structured.options import Options
+from graphattn.ops.attention.structured.recompute import Gradients, Inputs
+from graphattn.ops.attention.structured.scores import (
+    HalfSquares,
+    cleaned,
+    drawn,
+    half_squares,
+    product,
+    spoilt,
+)
+from graphattn.ops.attention.structured.softmax import keep_best, softmax
+from graphattn.ops.dropout import Kept, keeps
+
+
+class Chunk(NamedTuple):
+    """T tiles of n targets and m sources: their numbers, [T, n] and [T, m].
+
+    `edges`, bool [T or 1, n, m], are the pairs that count, all of them if None; `entries`, of the
+    same shape, say which row of a bias a pair reads.
+    """
+
+    targets: Tensor
+    sources: Tensor
+    edges: Tensor | None
+    entries: Tensor | None
+
+
+class Attention:
+    """A chunk's tensors: query [B, H, T, n, D], key [B, H, T, m, D] and value [B, H, T, m, Dv].
+
+    Unless all is `finite`, NaN and infinity must not spread: a product touches every pair, edges
+    or not, and 0 * NaN is NaN. `quiet` rows [B, N, H] take no part.
+    """
+
+    def __init__(
+        self,
+        options: Options,
+        chunk: Chunk,
+        inputs: Inputs,
+        finite: bool,
+        quiet: Tensor | None = None,
+    ) -> None:
+        self.options, self.chunk, self.finite = options, chunk, finite
+        query, key, value, scale, self.bias = inputs
+        self.scale = scale[:, None, None, None]
+        self.repeats = query.shape[2] // key.shape[2]
+        self.query = taken(query, chunk.targets)
+        self.key, self.value = (
+            taken(x, chunk.sources).repeat_interleave(self.repeats, dim=1) for x in (key, value)
+        )
+        self.quiet = None if quiet is None else taken(quiet[..., None], chunk.targets)
+        if self.quiet is not None:
+            self.query = self.query.masked_fill(self.quiet, 0)
+
+    @cached_property
+    def allowed(self) -> Tensor | None:
+        """Bool, broadcastable to [B, H, T, n, m]: edges between valid tokens; None: all pairs."""
+        of_target, of_source = self.options.valid
+        found = self.chunk.edges
+        masks = [None if self.quiet is None else ~self.quiet]
+        if of_target is not None:
+            masks.append(of_target[:, None, self.chunk.targets, None])
+        if of_source is not None:
+            masks.append(of_source[:, None, self.chunk.sources].unsqueeze(-2))
+        for mask in masks:
+            if mask is not None:
+                found = mask if found is None else found & mask
+        return found
+
+    @cached_property
+    def kept(self) -> Kept | None:
+        """Which pairs dropout leaves, [B, H, T, n, m]; None: there is no dropout."""
+        dropout = self.options.dropout
+        if dropout is None:
+            return None
+        rows = taken(dropout.rows[..., None], self.chunk.targets)
+        columns = dropout.columns[self.chunk.sources].unsqueeze(-2)
+        return Kept(dropout.p, keeps(dropout.p, rows, columns))
+
+    @cached_property
+    def biases(self) -> Tensor | None:
+        """Of every pair, [1 or B, H, T or 1, n, m]."""
+        if self.bias is None:
+            return None
+        assert self.chunk.entries is not None
+        bias = self.bias if self.bias.dim() == 3 else self.bias[None]
+        found = taken(bias[..., None], self.chunk.entries.flatten(1))
+        return found.unflatten(3, self.chunk.entries.shape[1:])[..., 0]
+
+    @cached_property
+    def affinity(self) -> Tensor:
+        """-||q - k||^2 / 2 of every pair."""
+        function = HalfSquares.apply if torch.is_grad_enabled() else half_squares
+        return function(self.query, self.key, self.scale)
+
+    @cached_property
+    def scores(self) -> Tensor:
+        """Logits without the biases."""
+        if self.options.score == "rbf":
+            return self.scale * self.affinity
+        return capped((self.scale * self.query) @ self.key.mT, self.options.softcap)
+
+    @cached_property
+    def weighed(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Weights [B, H, T, n, m], log-sums [B, H, T, n], and the pairs kept (None: all)."""
+        logits, keep, top_k = self.scores, self.allowed, self.options.top_k
+        if self.biases is not None:
+            logits = logits + self.biases
+        if keep is not None:
+            logits = torch.where(keep, logits, -torch.inf)
+        if top_k is not None and top_k < logits.shape[-1]:
+            keep = keep_best(logits, top_k, self._rounding, self._exact)
+            logits = torch.where(keep, logits, -torch.inf)
+        return *softmax(logits), keep
+
+    def _rounding(self, least: Tensor) -> Tensor:
+        """How far logits near the `least` kept may be from those of :meth:`_exact`, [..., 1].
+
+        Many times what rounding does, so that rows beyond it keep the same either way: what is
+        not seen may only widen it.
+        """
+        if self.options.score == "rbf":
+            size = least.abs()
+        else:
+            of_query, of_key = (
+                torch.linalg.vector_norm(x.detach(), dim=-1, keepdim=True)
+                for x in (self.query, self.key)
+            )
+            size = self.scale.detach().abs() * of_query * of_key.amax(-2, keepdim=True)
+        if self.biases is not None:
+            biases = self.biases.detach().abs()
+            biases = biases.masked_fill(biases.isinf(), 0)
+            size = size + 2 * biases.amax((-1, -2), keepdim=True)
+        return 4 * (self.query.shape[-1] ** 0.5 + 4) * torch.finfo(size.dtype).eps * size
+
+    def _exact(self, place: tuple[Tensor, ...]) -> Tensor:
+        """Logits of rows (b, h, t, i) as the reference has them, [rows, m]."""
+        b, h, t, i = place
+        query, key = self.query[b, h, t, i, None].detach(), self.key[b, h, t].detach()
+        scale = self.scale.detach()[h, 0, 0]
+        if self.options.score == "rbf":
+            logits = -scale / 2 * (query - key).square().sum(-1)
+        else:
+            logits = capped(scale * (query * key).sum(-1), self.options.softcap)
+        if self.biases is None:
+            return logits
+        shape = len(self.query), -1, self.query.shape[2], -1, -1
+        return logits + self.biases.detach().expand(shape)[b, h, t, i]
+
+    def attend(self) -> tuple[Tensor, Tensor]:
+        """Output [B, H, T, n, Dv] and log-sums [B, H, T, n]; dropout is of the output alone."""
+        weights, lse, keep = self.weighed
+        if self.kept is not None:
+            weights, keep = self.kept.weights(weights), self.kept.among(keep)
+        return product(weights, self.value, keep, self.finite), lse
+
+    def add_gradients(self, sums: Gradients, d_out: Tensor, d_lse: Tensor | None) -> None:
+        """Adds to the gradients of the inputs what this chunk gives: of d_out [B, N, H, Dv]."""
+        d_out = taken(d_out, self.chunk.targets)
+        d_lse = None if d_lse is None else taken(d_lse[..., None], self.chunk.targets)
+        weights, _, keep = self.weighed
+        if self.quiet is not None:
+            d_out = d_out.masked_fill(self.quiet, 0)
+            d_lse = None if d_lse is None else d_lse.masked_fill(self.quiet, 0)
+        weights = self._hidden(weights, keep)
+        averaged, read = weights, keep
+        if self.kept is not None:
+            averaged, read = self.kept.weights(weights), self.kept.among(keep)
+        d_value = product(averaged.mT, d_out, _turned(read), self.finite)
+        d_weights = d_out @ self.value.mT
+        if self.kept is not None:
+            d_weights = self.kept.weights(d_weights)
+        d_weights = self._hidden(d_weights, keep)
+        mean = (weights * d_weights).sum(-1, keepdim=True)
+        d_logits = (d_weights - (mean if d_lse is None else mean - d_lse)).mul_(weights)
+        d_logits = self._hidden(d_logits, keep)
+        d_query, d_key, d_scale = self._pulled(d_logits, keep)
+        into_query, into_key, into_value, into_scale, into_bias = sums
+        put(into_query, self.chunk.targets, d_query)
+        for into, found in ((into_key, d_key), (into_value, d_value)):
+            if self.repeats > 1:
+                found = found.unflatten(1, (-1, self.repeats)).sum(2)
+            index = self.chunk.sources.flatten()
+            into.transpose(1, 2).index_add_(2, index, found.flatten(2, 3))
+        into_scale += d_scale
+        if into_bias is not None:
+            self._add_to_bias(into_bias, d_logits)
+
+    def _pulled(self, d_logits: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of query, key and scale from those of the logits."""
+        back = _turned(keep)
+        if self.options.score == "rbf":
+            pull, query, key = self.scale * d_logits, self.query, self.key
+            if not self.finite:
+                query, key = cleaned(query), cleaned(key)
+            d_query, d_key = drawn(pull, query, key), drawn(pull.mT, key, query)
+            if not self.finite:
+                d_query = spoilt(d_query, self.key, pull, keep)
+                d_key = spoilt(d_key, self.query, pull.mT, back)
+            d_scale = self._hidden(d_logits * self.affinity, keep)
+            return d_query, d_key, d_scale.sum((0, 2, 3, 4))
+        softcap = self.options.softcap
+        if softcap is not None:
+            d_logits = self._hidden(d_logits * slope(self.scores, softcap), keep)
+        d_query = product(d_logits, self.key, keep, self.finite)
+        d_key = product(d_logits.mT, self.scale * self.query, back, self.finite)
+        return d_query * self.scale, d_key, (d_query * self.query).sum((0, 2, 3, 4))
+
+    def _hidden(self, x: Tensor, keep: Tensor | None) -> Tensor:
+        """0 where pairs are not kept and may hold NaN."""
+        return x if self.finite or keep is None else torch.where(keep, x, 0)
+
+    def _add_to_bias(self, into: Tensor, d_logits: Tensor) -> None:
+        """into [R, H] or [1 or B, R, H] += what the pairs give that read its rows."""
+        entries = self.chunk.entries
+        assert entries is not None
+        if len(entries) < d_logits.shape[2]:
+            d_logits = d_logits.sum(2, keepdim=True)
+        if into.dim() == 2 or len(into) < len(d_logits):
+            d_logits = d_logits.sum(0, keepdim=True)
+        into = into if into.dim() == 3 else into[None]
+        into.transpose(1, 2).index_add_(2, entries.flatten(), d_logits.flatten(2))
+
+
+def taken(x: Tensor, index: Tensor) -> Tensor:
+    """[B, N, H, D] -> [B, H, T, n, D], contiguous, at index [T, n]."""
+    return x.transpose(1, 2).index_select(2, index.flatten()).unflatten(2, index.shape)
+
+
+def put(into: Tensor, index: Tensor, x: Tensor) -> None:
+    """Writes x [B, H, T, n, D] into [B, N, H, D] at index [T, n]."""
+    into.transpose(1, 2).index_copy_(2, index.flatten(), x.flatten(2, 3))
+
+
+def _turned(keep: Tensor | None) -> Tensor | None:
+    return None if keep is None else keep.mT

@@ -1,0 +1,46 @@
+"""What a call says about all its rows."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from graphattn.ops.dropout import Dropout
+from graphattn.ops.inputs import ValidPair
+
+
+class Options(NamedTuple):
+    """What a plan knows beside its graph.
+
+    Attributes:
+        score: "dot" or "rbf".
+        valid: bool [B, N] and [B, M], or None.
+        softcap: a bound of the logits of dot products.
+    """
+
+    score: str
+    top_k: int | None
+    valid: ValidPair
+    softcap: float | None = None
+    dropout: Dropout | None = None
+
+    def some(self, targets: Any, sources: Any) -> Options:
+        """For some targets and sources: slices, or tensors of their numbers."""
+        of_target, of_source = self.valid
+        valid = _at(of_target, targets), _at(of_source, sources)
+        dropout = None if self.dropout is None else self.dropout.some(targets, sources)
+        return self._replace(valid=valid, dropout=dropout)
+
+    def among(self, targets: Tensor, sources: Tensor | None) -> Options:
+        """The same where only the tokens of bool [B, N] and [B, M] may be valid; None: all."""
+        of_target, of_source = self.valid
+        return self._replace(valid=(_both(targets, of_target), _both(sources, of_source)))
+
+
+def _at(mask: Tensor | None, tokens: Any) -> Tensor | None:
+    return None if mask is None else mask[:, tokens]
+
+
+def _both(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    return a if b is None else b if a is None else a & b
