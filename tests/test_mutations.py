@@ -159,9 +159,9 @@ MUTATIONS = [
     Mutation(
         "gradients come from products, in which distances cancel",
         "graphattn/ops/attention/structured/scores.py",
-        "return -torch.ops.aten._cdist_backward(pull.contiguous(), query, key, 2.0, distance)",
-        "return pull @ key - pull.sum(-1)[..., None] * query",
-        (f"{STRUCTURED}::test_tokens_far_from_each_other_cost_no_digits",),
+        "    if sure is True:\n        return _drawn",
+        "    if True:\n        return _drawn",
+        (f"{STRUCTURED}::test_a_common_offset_beyond_products_costs_no_digits",),
     ),
     Mutation(
         "0 * NaN in the products of a tile",

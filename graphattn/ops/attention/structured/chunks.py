@@ -23,6 +23,7 @@ from graphattn.ops.attention.structured.scores import (
     half_squares,
     product,
     spoilt,
+    sure_pairs,
 )
 from graphattn.ops.attention.structured.softmax import keep_best, softmax
 from graphattn.ops.dropout import Kept, keeps
@@ -107,7 +108,12 @@ class Attention:
     def affinity(self) -> Tensor:
         """-||q - k||^2 / 2 of every pair."""
         function = HalfSquares.apply if torch.is_grad_enabled() else half_squares
-        return function(self.query, self.key, self.scale)
+        return function(self.query, self.key, self.sure)
+
+    @cached_property
+    def sure(self) -> Tensor | bool:
+        """Pairs whose distance is found by products."""
+        return sure_pairs(self.query, self.key, self.scale.detach())
 
     @cached_property
     def scores(self) -> Tensor:
@@ -209,7 +215,7 @@ class Attention:
             pull, query, key = self.scale * d_logits, self.query, self.key
             if not self.finite:
                 query, key = cleaned(query), cleaned(key)
-            d_query, d_key = drawn(pull, query, key), drawn(pull.mT, key, query)
+            d_query, d_key = drawn(pull, query, key, self.sure)
             if not self.finite:
                 d_query = spoilt(d_query, self.key, pull, keep)
                 d_key = spoilt(d_key, self.query, pull.mT, back)
