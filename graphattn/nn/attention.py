@@ -18,17 +18,19 @@ from graphattn.nn.layer_cache import LayerCache
 from graphattn.nn.overrides import (
     message_takes,
     names_of,
+    overridden_kernel,
     overridden_rows,
     overridden_weights,
     propagate_without,
 )
-from graphattn.nn.rotary import RotaryEmbedding
+from graphattn.nn.rotary import RotaryEmbedding, Rotation
 from graphattn.nn.streaming import StreamingLayer
 from graphattn.ops.attention.api import attention_weights, rbf_attention
 from graphattn.ops.attention.cached import Score, attend_cached, attend_logits, pair_logits
 from graphattn.ops.attention.edge_bias import check_edge_bias, per_edge
 from graphattn.ops.attention.softcap import as_softcap, capped
-from graphattn.ops.attention.streaming import has_step_kernel, step_by_kernel
+from graphattn.ops.attention.native.steps import CacheCall
+from graphattn.ops.attention.streaming import step_by_kernel, step_kernel
 from graphattn.ops.dropout import Kept, as_share, draw_seed, dropout_of_call
 from graphattn.ops.inputs import (
     Valid,
@@ -388,11 +390,14 @@ class GraphAttention(StreamingLayer):
         out = self.fused_row(by_head, key.to(dtype), value.to(dtype), keep)
         return out.to(query.dtype).reshape(query.shape)
 
-    def has_step_kernel(self, like: Tensor, cache_dtype: torch.dtype, window: int | None) -> bool:
+    def step_kernel(
+        self, like: Tensor, cache_dtype: torch.dtype, window: int | None
+    ) -> str | None:
         options = cache_dtype, window, self.top_k, self.softcap
-        if not has_step_kernel(self.backend, like, *options):
-            return False
-        return not (self.uses_propagate() or overridden_rows(self))
+        found = step_kernel(self.backend, like, *options)
+        if found is None or self.uses_propagate():
+            return None
+        return None if overridden_rows(self) or overridden_kernel(self) else found
 
     def kernel_row(
         self,
@@ -400,22 +405,44 @@ class GraphAttention(StreamingLayer):
         sources: dict[str, Tensor],
         valid: Tensor | None,
         cache: LayerCache,
+        turn: Rotation | None = None,
     ) -> Tensor:
-        (query,) = targets
+        (query,), key = targets, sources["key"]
         cache.advance(1, masked=valid is not None)
         held = cache.held(cache.window)
-        (first, _), *_ = cache.runs(held)
-        entries = math.prod(cache.batch)
-        key = sources["key"].reshape(entries, self.kv_heads, self.head_dim)
-        value, values = key, cache.buffers["key"]
-        if "value" in sources:
-            value, values = sources["value"].reshape(key.shape), cache.buffers["value"]
+        first = (cache.end - held) % cache.capacity
+        keys, value = cache.buffers["key"], sources.get("value")
+        values = keys if value is None else cache.buffers["value"]
         log_sigma, scale = self.step_scale()
+        valids = cache.buffers.get("valid")
+        if cache.device.type == "cpu":
+            call = cache.call
+            if call is None or not call.serves(keys, values, query.dtype):
+                call = CacheCall(keys, values, self.heads, self.kv_heads, query.dtype)
+                cache.call = call
+            return call.run(
+                query,
+                key,
+                value,
+                first=first,
+                held=held,
+                log_sigma=log_sigma,
+                scale=scale,
+                top_k=self.top_k,
+                softcap=self.softcap,
+                eps=self.eps,
+                sink=self.sink,
+                turn=turn,
+                valid=valid,
+                valids=valids,
+            )
+        entries = math.prod(cache.batch)
+        key = key.reshape(entries, self.kv_heads, self.head_dim)
         out = step_by_kernel(
             query.reshape(entries, self.heads, self.head_dim),
             key,
-            value,
-            keys=cache.buffers["key"],
+            key if value is None else value.reshape(key.shape),
+            keys=keys,
             values=values,
             first=first,
             held=held,
@@ -426,7 +453,7 @@ class GraphAttention(StreamingLayer):
             eps=self.eps,
             sink=self.sink,
             valid=None if valid is None else valid.reshape(entries),
-            valids=cache.buffers.get("valid"),
+            valids=valids,
         )
         return out.view(query.shape)
 

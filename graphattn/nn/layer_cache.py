@@ -85,6 +85,7 @@ class LayerCache:
         self.end = 0  # the newest token stands at end - 1 of every buffer
         self.masked_from = 0  # the position from which on the buffer "valid" was needed
         self.angles: tuple[int, Tensor, Tensor] | None = None  # first position, cos, sin
+        self.call: Any = None  # what a kernel's call needs to know of the buffers; made anew freely
         entries = math.prod(batch)
         with torch.inference_mode(False):  # a tensor made there could never be written outside
             self.buffers = {
@@ -284,6 +285,7 @@ class LayerCache:
     def clone(self) -> Self:
         """A copy that shares no memory with this cache: the text branches in two."""
         twin = copy.copy(self)
+        twin.call = None
         with torch.inference_mode(False), torch.no_grad():
             twin.buffers = {name: buffer.clone() for name, buffer in self.buffers.items()}
         return twin
@@ -291,6 +293,9 @@ class LayerCache:
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         memo[id(self)] = twin = self.clone()
         return twin
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "call": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)

@@ -23,6 +23,10 @@ WEIGHT_METHODS = ("message", "log_affinity", "propagate")  # what `edge_weights`
 # What a step of generation shortens to one row, by `step_row` or the methods that it calls.
 ROW_METHODS = (*EDGE_METHODS, "fused", "mix", "move", "sigma")
 ROW_TWINS = ("step_row", "fused_row", "row_logits", "row_score")
+# What a compiled step restates, beside them.
+KERNEL_METHODS = (*ROW_TWINS, "kernel_row", "step_scale", "sink_logits")
+# What it restates where it also turns queries and keys by their positions.
+TURN_METHODS = ("project_step", "project_rotated", "rotate")
 # What `forward` runs and steps of generation do not.
 FORWARD_METHODS = (
     "forward", "attend", "one_step", "project", "rotations", "resolve_positions",
@@ -45,6 +49,8 @@ class ClassOverrides(NamedTuple):
     in_rows: tuple[str, ...]  # nor is what does the same for one row
     in_forward: tuple[str, ...]  # nor is what does the same in steps
     weights_unknown: tuple[str, ...]  # nor is `edge_weights`
+    in_kernel: tuple[str, ...]  # what a compiled step restates, whatever is replaced with them
+    in_turns: tuple[str, ...]  # the same for its turns
     methods: dict[str, Any]  # all as they were then; somebody may patch the class later
 
 
@@ -69,12 +75,14 @@ def overrides_of_class(cls: type) -> ClassOverrides:
         last = min(depth(twin) for twin in twins)
         return tuple(name for name in names if depth(name) < last)
 
-    watched = {*ROW_METHODS, *ROW_TWINS, "edge_weights"} - {*MADE_BY_PYG}
+    watched = {*ROW_METHODS, *KERNEL_METHODS, *TURN_METHODS, "edge_weights"} - {*MADE_BY_PYG}
     return ClassOverrides(
         at_edges=replaced(EDGE_METHODS, "fused"),
         in_rows=replaced(ROW_METHODS, *ROW_TWINS),
         in_forward=replaced(FORWARD_METHODS, *STEP_TWINS),
         weights_unknown=replaced(WEIGHT_METHODS, "edge_weights"),
+        in_kernel=tuple(name for name in KERNEL_METHODS if depth(name) < NOWHERE),
+        in_turns=tuple(name for name in TURN_METHODS if depth(name) < NOWHERE),
         methods={name: getattr(cls, name) for name in sorted(watched) if hasattr(cls, name)},
     )
 
@@ -96,7 +104,7 @@ def own_methods(layer: Any, names: tuple[str, ...], *twins: str) -> tuple[str, .
     for name in names:  # plain and short: steps of generation come here
         if name in methods and (name in attributes or getattr(cls, name) is not methods[name]):
             found += (name,)
-    return () if found and own_methods(layer, twins) else found
+    return () if found and twins and own_methods(layer, twins) else found
 
 
 def overridden_edges(layer: Any) -> tuple[str, ...]:
@@ -114,6 +122,16 @@ def overridden_edges(layer: Any) -> tuple[str, ...]:
 def overridden_rows(layer: Any) -> tuple[str, ...]:
     """Why one row by itself would not give what the layer gives: what was replaced, by name."""
     return layer.class_overrides.in_rows + own_methods(layer, ROW_METHODS, *ROW_TWINS)
+
+
+def overridden_kernel(layer: Any) -> tuple[str, ...]:
+    """Why a compiled step would not give what `step_row` gives, beside :func:`overridden_rows`."""
+    return layer.class_overrides.in_kernel + own_methods(layer, KERNEL_METHODS)
+
+
+def overridden_turns(layer: Any) -> tuple[str, ...]:
+    """Why queries and keys cannot be turned after `project_step`: what was replaced, by name."""
+    return layer.class_overrides.in_turns + own_methods(layer, TURN_METHODS)
 
 
 def overridden_weights(layer: Any) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ from graphattn.graphs.windows import (
 from graphattn.nn.graph_layer import GraphLayer, Rotations
 from graphattn.nn.layer_cache import LayerCache
 from graphattn.nn.overrides import names_of
-from graphattn.nn.rotary import check_positions
+from graphattn.nn.rotary import Rotation, check_positions
 from graphattn.ops.inputs import ValidPair, full_precision
 
 
@@ -40,13 +40,17 @@ class StreamingLayer(GraphLayer):
         """The newest token of the cache as target of the last window, [*, 1, H, D]."""
         raise NotImplementedError
 
-    def has_step_kernel(self, like: Tensor, cache_dtype: torch.dtype, window: int | None) -> bool:
-        """Whether a kernel takes steps of targets [*, H, D] like this one; see `kernel_row`.
+    def step_kernel(
+        self, like: Tensor, cache_dtype: torch.dtype, window: int | None
+    ) -> str | None:
+        """The backend whose kernel takes steps of targets [*, H, D] like this one, if any.
+
+        See `kernel_row`.
 
         Raises:
-            ValueError: the backend "triton" was asked for by name and cannot.
+            ValueError: a backend with kernels was asked for by name and cannot.
         """
-        return False
+        return None
 
     def kernel_row(
         self,
@@ -54,8 +58,12 @@ class StreamingLayer(GraphLayer):
         sources: dict[str, Tensor],
         valid: Tensor | None,
         cache: LayerCache,
+        turn: Rotation | None = None,
     ) -> Tensor:
-        """`step_row` of a token that the cache does not hold yet: one launch does both."""
+        """`step_row` of a token that the cache does not hold yet: one launch does both.
+
+        With `turn` it also does the turns that `project_step` would do with that rotation.
+        """
         raise NotImplementedError
 
     def step_rows(
@@ -140,7 +148,7 @@ class StreamingLayer(GraphLayer):
             window,
             dtype=kept,
             device=target.device,
-            ring=self.has_step_kernel(target, kept, window),
+            ring=self.step_kernel(target, kept, window) is not None,
             rollback=rollback,
         )
 
@@ -299,7 +307,7 @@ class StreamingLayer(GraphLayer):
         cache: LayerCache,
     ) -> Tensor:
         """One new token as target, [*, 1, H, D]; the cache takes it in."""
-        if self.has_step_kernel(targets[0], cache.dtype, cache.window):
+        if self.step_kernel(targets[0], cache.dtype, cache.window) is not None:
             return self.kernel_row(targets, sources, mask, cache)
         cache.append(sources, mask)
         return self.step_row(targets, cache)

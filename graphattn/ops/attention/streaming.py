@@ -1,4 +1,4 @@
-"""Generation by kernel: which steps of a token it takes, and the step itself.
+"""Generation by kernel: which steps of a token one takes, and the step itself.
 
 (Elsewhere a step is a few operations of torch; the layers state them.)
 """
@@ -12,34 +12,51 @@ from torch import Tensor
 
 from graphattn.kernels.launch import why_not_heads, why_not_on
 from graphattn.kernels.tuning import HELD_TOKENS
+from graphattn.ops.attention.native import steps as native_steps
 from graphattn.ops.backends import choose_backend, wanted_backend
 
 
-def has_step_kernel(
+def step_kernel(
     backend: str,
     like: Tensor,
     cache_dtype: torch.dtype,
     window: int | None,
     top_k: int | None,
     softcap: float | None = None,
-) -> bool:
-    """Whether a kernel takes a step of targets like these, [*, H, D]: device, dtype and D count.
+) -> str | None:
+    """The backend whose kernel takes a step of targets like these, [*, H, D]; None where none does.
+
+    Device, dtypes and D count.
 
     Raises:
-        ValueError: the backend "triton" was asked for by name, and cannot.
+        ValueError: a backend with kernels was asked for by name, and cannot.
     """
     wanted = wanted_backend(backend)
-    on_device = like.device.type == "cuda" and not torch.compiler.is_compiling()
-    if wanted != "triton" and not (wanted == "auto" and on_device):
-        return False  # on a CPU every microsecond counts
-    reason = why_no_step(like, cache_dtype, window, top_k, softcap)
+    if wanted in ("reference", "structured"):
+        return None
+    compiling = torch.compiler.is_compiling()
+    if compiling and wanted != "triton":
+        return None  # what is traced are operations of torch
+    if like.device.type == "cpu" and wanted != "triton":
+        reason = native_steps.why_no_step(like, cache_dtype)
+        if reason is None:
+            return "native"
+        if wanted == "auto":
+            return None
+    elif wanted == "native":
+        reason = native_steps.why_no_step(like, cache_dtype)
+    if wanted == "native":
+        assert reason is not None
+        choose_backend(backend, {"native": reason}, like.device)
+    if wanted == "auto" and like.device.type != "cuda":
+        return None
     support = {
         "reference": None,
         "structured": None,
-        "native": "it has no code for single steps",
-        "triton": reason,
+        "native": "it runs on CPUs",
+        "triton": why_no_step(like, cache_dtype, window, top_k, softcap),
     }
-    return choose_backend(backend, support, like.device) == "triton"
+    return "triton" if choose_backend(backend, support, like.device) == "triton" else None
 
 
 def why_no_step(
@@ -49,7 +66,7 @@ def why_no_step(
     top_k: int | None,
     softcap: float | None = None,
 ) -> str | None:
-    """The reason why no kernel takes a step; None where one does."""
+    """The reason why no kernel of "triton" takes a step; None where one does."""
     if softcap is not None:
         return "its step kernel has no softcap"
     if window is None:

@@ -1,0 +1,177 @@
+"""Steps of generation by compiled code: the newest few tokens of texts attend to a cache.
+
+`kernels/cpu/steps.cpp` is the code. Steps of layers come here once a token, so what stays the same
+from one to the next is kept beside the cache.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphattn.kernels.cpu import library
+from graphattn.kernels.launch import is_looked_into
+from graphattn.ops.attention.native.rows import KINDS, TokenView, _address, _featurewise, _view
+
+# Queries and heads that share a key head from which a product of matrices is faster.
+MANY_ROWS = 32
+
+
+class StepsCall(ctypes.Structure):
+    """One call; the fields are those of ``kernels/cpu/steps.h``, in their order."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("texts", "queries", "heads", "kv_heads")),
+        *((name, ctypes.c_int64) for name in ("width", "value_width", "room", "first", "held")),
+        ("lengths", ctypes.c_void_p),
+        ("window", ctypes.c_int64),
+        *((name, TokenView) for name in ("query", "key", "value", "new_key", "new_value")),
+        ("is_rbf", ctypes.c_int64),
+        ("scale", ctypes.c_void_p),
+        ("scale_step", ctypes.c_int64),
+        ("is_log_sigma", ctypes.c_int64),
+        ("same_scale", ctypes.c_double),
+        ("top_k", ctypes.c_int64),
+        ("softcap", ctypes.c_double),
+        ("eps", ctypes.c_double),
+        *((name, ctypes.c_void_p) for name in ("sink", "cosines", "sines")),
+        ("turn_batch", ctypes.c_int64),
+        ("valid", ctypes.c_void_p),
+        ("new_valid", ctypes.c_void_p),
+        ("new_valid_step", ctypes.c_int64),
+        ("out", TokenView),
+        ("lse", ctypes.c_void_p),
+        ("threads", ctypes.c_int64),
+    )
+
+
+# Looked up once: torch.compile cannot look into how a library is loaded.
+_WHY_NOT_HERE = library.why_not()
+_FOUND = library.library()
+
+
+def why_no_step(like: Tensor, *others: torch.dtype) -> str | None:
+    """The reason why compiled code takes no step of queries like these; None where it does.
+
+    `others` are the dtypes of what is cached.
+    """
+    if like.device.type != "cpu":
+        return f"it runs on CPUs, not on {like.device.type}"
+    if _WHY_NOT_HERE is not None:
+        return _WHY_NOT_HERE
+    if type(like) is not Tensor and type(like) is not torch.nn.Parameter:
+        return f"it reads the memory of plain tensors, which a {type(like).__name__} is not"
+    for dtype in others:
+        if dtype is not like.dtype and torch.float64 in (dtype, like.dtype):
+            return f"it does not mix {like.dtype} and a cache of {dtype}"
+    if torch._C._len_torch_dispatch_stack() or is_looked_into():
+        return "the steps of an operation are looked into"
+    return None
+
+
+class CacheCall:
+    """The part of a call that stays the same while a layer's cache keeps its buffers.
+
+    Args:
+        key, value: buffers [texts * kv_heads, room, width]; one tensor where values are the keys.
+        heads, kv_heads: of the layer.
+        dtype: of its queries and new tokens.
+    """
+
+    def __init__(
+        self, key: Tensor, value: Tensor, heads: int, kv_heads: int, dtype: torch.dtype
+    ) -> None:
+        entries, room, width = key.shape
+        self.buffers = key, value
+        self.is_double = dtype == torch.float64
+        self.compute = torch.promote_types(dtype, torch.float32)
+        kind = KINDS.get(dtype, 0)
+        tokens = TokenView(None, heads * width, heads * width, width, kind)
+        new = TokenView(None, kv_heads * width, kv_heads * width, width, kind)
+        cached = (
+            TokenView(x.data_ptr(), kv_heads * room * width, width, room * width, KINDS.get(x.dtype, 0))
+            for x in (key, value)
+        )
+        self.call = StepsCall(
+            texts=entries // kv_heads,
+            queries=1,
+            heads=heads,
+            kv_heads=kv_heads,
+            width=width,
+            value_width=width,
+            room=room,
+            query=tokens,
+            out=tokens,
+            new_key=new,
+            new_value=new,
+            **dict(zip(("key", "value"), cached, strict=True)),
+        )
+        self.reference = ctypes.byref(self.call)
+        views = self.call.query, self.call.new_key, self.call.new_value, self.call.out
+        self.query, self.new_key, self.new_value, self.out = views
+
+    def serves(self, key: Tensor, value: Tensor, dtype: torch.dtype) -> bool:
+        """Whether it is a call of these buffers; layers that share a cache agree in the rest."""
+        buffers = self.buffers
+        return buffers[0] is key and buffers[1] is value and (dtype is torch.float64) == (
+            self.is_double
+        )
+
+    def run(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor | None,
+        *,
+        first: int,
+        held: int,
+        log_sigma: Tensor | None,
+        scale: float,
+        top_k: int | None,
+        softcap: float | None,
+        eps: float,
+        sink: Tensor | None,
+        turn: tuple[Tensor, Tensor] | None,
+        valid: Tensor | None,
+        valids: Tensor | None,
+    ) -> Tensor:
+        """The newest tokens [*, 1, H, D] of all texts, whose keys and values join the cache."""
+        call, compute = self.call, self.compute
+        query, key = query.contiguous(), key.contiguous()
+        out = torch.empty_like(query)
+        self.query.data, self.new_key.data = query.data_ptr(), key.data_ptr()
+        self.out.data = out.data_ptr()
+        if value is not None:
+            value = value.contiguous()
+            self.new_value.data = value.data_ptr()
+        call.first, call.held, call.threads = first, held, torch.get_num_threads()
+        call.top_k, call.eps = top_k or 0, eps
+        call.softcap = softcap or 0.0
+        if log_sigma is None:
+            call.is_rbf, call.scale, call.same_scale = 0, None, scale
+        else:
+            log_sigma = log_sigma.to(compute)
+            call.is_rbf = call.is_log_sigma = 1
+            call.scale, call.scale_step = log_sigma.data_ptr(), log_sigma.numel() > 1
+        if sink is not None:
+            sink = sink.to(compute)
+            call.sink = sink.data_ptr()
+        if turn is None:
+            call.cosines = None
+        else:
+            cosines, sines = (x.contiguous() for x in turn)
+            call.cosines, call.sines = cosines.data_ptr(), sines.data_ptr()
+            call.turn_batch = 0 if cosines.numel() <= cosines.shape[-1] else cosines.shape[-1]
+        if valids is None:
+            call.valid = None
+        else:
+            call.valid = valids.data_ptr()
+            valid = None if valid is None else valid.contiguous()
+            call.new_valid, call.new_valid_step = _address(valid), 1
+        assert _FOUND is not None
+        library.check(_FOUND.graphattn_attention_steps(self.reference, self.is_double))
+        return out
