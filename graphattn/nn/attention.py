@@ -16,6 +16,7 @@ from graphattn.graphs.token_graph import TokenGraph
 from graphattn.nn.graph_layer import Positions, Rotations, edge_mask, valid_for_propagate
 from graphattn.nn.layer_cache import LayerCache
 from graphattn.nn.overrides import (
+    is_as_shipped,
     message_takes,
     names_of,
     overridden_kernel,
@@ -23,13 +24,13 @@ from graphattn.nn.overrides import (
     overridden_weights,
     propagate_without,
 )
-from graphattn.nn.rotary import RotaryEmbedding, Rotation
+from graphattn.nn.rotary import RotaryEmbedding
 from graphattn.nn.streaming import StreamingLayer
 from graphattn.ops.attention.api import attention_weights, rbf_attention
 from graphattn.ops.attention.cached import Score, attend_cached, attend_logits, pair_logits
 from graphattn.ops.attention.edge_bias import check_edge_bias, per_edge
-from graphattn.ops.attention.softcap import as_softcap, capped
 from graphattn.ops.attention.native.steps import CacheCall
+from graphattn.ops.attention.softcap import as_softcap, capped
 from graphattn.ops.attention.streaming import step_by_kernel, step_kernel
 from graphattn.ops.dropout import Kept, as_share, draw_seed, dropout_of_call
 from graphattn.ops.inputs import (
@@ -390,9 +391,7 @@ class GraphAttention(StreamingLayer):
         out = self.fused_row(by_head, key.to(dtype), value.to(dtype), keep)
         return out.to(query.dtype).reshape(query.shape)
 
-    def step_kernel(
-        self, like: Tensor, cache_dtype: torch.dtype, window: int | None
-    ) -> str | None:
+    def step_kernel(self, like: Tensor, cache_dtype: torch.dtype, window: int | None) -> str | None:
         options = cache_dtype, window, self.top_k, self.softcap
         found = step_kernel(self.backend, like, *options)
         if found is None or self.uses_propagate():
@@ -405,37 +404,18 @@ class GraphAttention(StreamingLayer):
         sources: dict[str, Tensor],
         valid: Tensor | None,
         cache: LayerCache,
-        turn: Rotation | None = None,
     ) -> Tensor:
-        (query,), key = targets, sources["key"]
+        (query,), key, value = targets, sources["key"], sources.get("value")
+        if cache.device.type == "cpu":
+            given = query, key, value, valid
+            query, key, value, valid = (None if x is None else x.contiguous() for x in given)
+            return self.run_step(cache, query, key, value, valid)
         cache.advance(1, masked=valid is not None)
         held = cache.held(cache.window)
-        first = (cache.end - held) % cache.capacity
-        keys, value = cache.buffers["key"], sources.get("value")
+        (first, _), *_ = cache.runs(held)
+        keys = cache.buffers["key"]
         values = keys if value is None else cache.buffers["value"]
         log_sigma, scale = self.step_scale()
-        valids = cache.buffers.get("valid")
-        if cache.device.type == "cpu":
-            call = cache.call
-            if call is None or not call.serves(keys, values, query.dtype):
-                call = CacheCall(keys, values, self.heads, self.kv_heads, query.dtype)
-                cache.call = call
-            return call.run(
-                query,
-                key,
-                value,
-                first=first,
-                held=held,
-                log_sigma=log_sigma,
-                scale=scale,
-                top_k=self.top_k,
-                softcap=self.softcap,
-                eps=self.eps,
-                sink=self.sink,
-                turn=turn,
-                valid=valid,
-                valids=valids,
-            )
         entries = math.prod(cache.batch)
         key = key.reshape(entries, self.kv_heads, self.head_dim)
         out = step_by_kernel(
@@ -453,9 +433,78 @@ class GraphAttention(StreamingLayer):
             eps=self.eps,
             sink=self.sink,
             valid=None if valid is None else valid.reshape(entries),
-            valids=valids,
+            valids=cache.buffers.get("valid"),
         )
         return out.view(query.shape)
+
+    def run_step(
+        self,
+        cache: LayerCache,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor | None,
+        valid: Tensor | None,
+        angles: tuple[Tensor, Tensor, int] | None = None,
+    ) -> Tensor:
+        """The row of the newest token, in the form of `query`; the cache takes it in.
+
+        All are contiguous. `angles` are cosines and sines of some positions, and which of these it
+        has, where query and key are still to be turned.
+        """
+        cache.advance(1, masked=valid is not None)
+        held = cache.held(cache.window)
+        buffers, call = cache.buffers, cache.call
+        keys = buffers["key"]
+        values = buffers.get("value", keys)
+        if call is None or not call.serves(self, keys, values, query.dtype):
+            call = CacheCall(self, keys, values, self.heads, self.kv_heads, query.dtype)
+            cache.call = call
+        log_sigma, scale = self.step_scale()
+        return call.run(
+            query,
+            key,
+            value,
+            (cache.end - held) % cache.capacity,
+            held,
+            log_sigma,
+            scale,
+            self.top_k,
+            self.softcap,
+            self.eps,
+            self.sink,
+            angles,
+            valid,
+            buffers.get("valid"),
+        )
+
+    def compiled_step(self, x: Tensor, cache: LayerCache) -> Tensor | None:
+        if torch.compiler.is_compiling() or type(cache) is not LayerCache:
+            return None
+        call = cache.call  # the first step makes one, and checks what is checked here no more
+        if call is None or not call.fits(self, x, cache.buffers) or "valid" in cache.buffers:
+            return None
+        if torch.is_autocast_enabled("cpu") or x.shape[:-1] != cache.batch:
+            return None
+        if step_kernel(self.backend, x, cache.dtype, None, None) != "native":
+            return None
+        rotary = self.rotary
+        if not is_as_shipped(self) or (rotary is not None and not rotary.is_plain()):
+            return None
+        had_gradients = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)
+        try:
+            query, key, value = self.project_flat(x)
+            angles = None if rotary is None else cache.angles_ahead(rotary, x.dtype)
+            mixed = self.run_step(cache, query, key, value, None, angles)
+            out: Tensor = self.output_proj(mixed)
+        finally:
+            torch._C._set_grad_enabled(had_gradients)
+        return out
+
+    def project_flat(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """What :meth:`project_step` gives of tokens [*, dim], not turned; None: values are keys."""
+        value = x if self.value_proj is None else self.value_proj(x)
+        return self.query_proj(x), self.key_proj(x), value
 
     def step_scale(self) -> tuple[Tensor | None, float]:
         """For the kernel: log(sigma) [heads] or [1], or None where scores are scaled products."""

@@ -154,6 +154,12 @@ class GaussianKernelAttention(DistanceAttention):
         features, _, _ = self.project_rotated(x, x, rotations)
         return (features,), {"key": features}
 
+    def project_flat(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        if self.normalize:  # turning changes no norm
+            by_head = functional.rms_norm(self.split(x, self.heads), (self.head_dim,))
+            x = by_head.view(x.shape)
+        return x, x, None
+
     def __repr__(self) -> str:
         options = {
             "init_sigma": (self.init_sigma, math.sqrt(self.head_dim)),

@@ -211,6 +211,16 @@ class LayerCache:
         here = slice(first - start, first - start + n)
         return cos[here], sin[here]
 
+    def angles_ahead(
+        self, rotary: RotaryEmbedding, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor, int]:
+        """Cosines and sines of a few positions, and which of these is the next one's."""
+        if self.angles is None or not 0 <= self.position - self.angles[0] < ANGLES_AHEAD:
+            self.rotation(rotary, 1, dtype)
+        assert self.angles is not None
+        start, cos, sin = self.angles
+        return cos, sin, self.position - start
+
     # What a generation does with it.
 
     def truncate(self, length: int) -> None:

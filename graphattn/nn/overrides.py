@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
+import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -26,7 +28,7 @@ ROW_TWINS = ("step_row", "fused_row", "row_logits", "row_score")
 # What a compiled step restates, beside them.
 KERNEL_METHODS = (*ROW_TWINS, "kernel_row", "step_scale", "sink_logits")
 # What it restates where it also turns queries and keys by their positions.
-TURN_METHODS = ("project_step", "project_rotated", "rotate")
+TURN_METHODS = ("project_step", "project_rotated", "rotate", "split", "finish_step")
 # What `forward` runs and steps of generation do not.
 FORWARD_METHODS = (
     "forward", "attend", "one_step", "project", "rotations", "resolve_positions",
@@ -129,9 +131,21 @@ def overridden_kernel(layer: Any) -> tuple[str, ...]:
     return layer.class_overrides.in_kernel + own_methods(layer, KERNEL_METHODS)
 
 
-def overridden_turns(layer: Any) -> tuple[str, ...]:
-    """Why queries and keys cannot be turned after `project_step`: what was replaced, by name."""
-    return layer.class_overrides.in_turns + own_methods(layer, TURN_METHODS)
+def is_as_shipped(layer: Any) -> bool:
+    """Whether nothing that a step runs was replaced, by a class or since, and nobody looks on.
+
+    Then one that restates all of it gives the same. Asked once a token, so it is short.
+    """
+    cls, attributes = type(layer), vars(layer)
+    overrides = cls.class_overrides
+    if any(overrides[:3]) or overrides.in_kernel or overrides.in_turns or layer._explain:
+        return False
+    known = overrides.methods
+    return (
+        attributes.keys().isdisjoint(known)
+        and all(map(operator.is_, map(getattr, itertools.repeat(cls), known), known.values()))
+        and not any(map(attributes.__getitem__, HOOKS))
+    )
 
 
 def overridden_weights(layer: Any) -> tuple[str, ...]:

@@ -78,6 +78,11 @@ class RotaryEmbedding(Configured, nn.Module):
         turned = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
         return turned.to(x.dtype)
 
+    def is_plain(self) -> bool:
+        """Whether :meth:`turn` and :meth:`rotation` are what is written here."""
+        own = vars(self)
+        return type(self) is RotaryEmbedding and "turn" not in own and "rotation" not in own
+
     def __repr__(self) -> str:
         base = int(self.base) if self.base.is_integer() else self.base
         return f"RotaryEmbedding({self.dim}, base={base})"

@@ -17,7 +17,7 @@ from graphattn.graphs.windows import (
 from graphattn.nn.graph_layer import GraphLayer, Rotations
 from graphattn.nn.layer_cache import LayerCache
 from graphattn.nn.overrides import names_of
-from graphattn.nn.rotary import Rotation, check_positions
+from graphattn.nn.rotary import check_positions
 from graphattn.ops.inputs import ValidPair, full_precision
 
 
@@ -40,9 +40,7 @@ class StreamingLayer(GraphLayer):
         """The newest token of the cache as target of the last window, [*, 1, H, D]."""
         raise NotImplementedError
 
-    def step_kernel(
-        self, like: Tensor, cache_dtype: torch.dtype, window: int | None
-    ) -> str | None:
+    def step_kernel(self, like: Tensor, cache_dtype: torch.dtype, window: int | None) -> str | None:
         """The backend whose kernel takes steps of targets [*, H, D] like this one, if any.
 
         See `kernel_row`.
@@ -58,13 +56,16 @@ class StreamingLayer(GraphLayer):
         sources: dict[str, Tensor],
         valid: Tensor | None,
         cache: LayerCache,
-        turn: Rotation | None = None,
     ) -> Tensor:
-        """`step_row` of a token that the cache does not hold yet: one launch does both.
-
-        With `turn` it also does the turns that `project_step` would do with that rotation.
-        """
+        """`step_row` of a token that the cache does not hold yet: one launch does both."""
         raise NotImplementedError
+
+    def compiled_step(self, x: Tensor, cache: LayerCache) -> Tensor | None:
+        """A whole step of one token [*, dim] by compiled code; None where :meth:`step` must do.
+
+        Nothing of `x` and `cache` has been checked.
+        """
+        return None
 
     def step_rows(
         self,
@@ -148,11 +149,10 @@ class StreamingLayer(GraphLayer):
             window,
             dtype=kept,
             device=target.device,
-            ring=self.step_kernel(target, kept, window) is not None,
+            ring=self.step_kernel(target, kept, window) == "triton",
             rollback=rollback,
         )
 
-    @torch.no_grad()
     def step(
         self,
         x: Tensor,
@@ -196,6 +196,15 @@ class StreamingLayer(GraphLayer):
             >>> torch.allclose(torch.cat([prompt, torch.stack(rest, 1)], 1), y, atol=1e-5)
             True
         """
+        if valid is None and positions is None:
+            y = self.compiled_step(x, cache)
+            if y is not None:
+                return y
+        with torch.no_grad():
+            return self._step(x, cache, valid, positions)
+
+    def _step(self, x: Tensor, cache: LayerCache, valid: Any, positions: Any) -> Tensor:
+        """:meth:`step` of any tokens."""
         single = self._check_step(x, cache)
         if single:
             x = x.unsqueeze(-2)

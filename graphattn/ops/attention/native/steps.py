@@ -7,7 +7,7 @@ from one to the next is kept beside the cache.
 from __future__ import annotations
 
 import ctypes
-import math
+import weakref
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from graphattn.kernels.cpu import library
 from graphattn.kernels.launch import is_looked_into
-from graphattn.ops.attention.native.rows import KINDS, TokenView, _address, _featurewise, _view
+from graphattn.ops.attention.native.rows import KINDS, TokenView, _address
 
 # Queries and heads that share a key head from which a product of matrices is faster.
 MANY_ROWS = 32
@@ -77,24 +77,33 @@ class CacheCall:
     """The part of a call that stays the same while a layer's cache keeps its buffers.
 
     Args:
+        layer: whose steps they are.
         key, value: buffers [texts * kv_heads, room, width]; one tensor where values are the keys.
         heads, kv_heads: of the layer.
         dtype: of its queries and new tokens.
     """
 
     def __init__(
-        self, key: Tensor, value: Tensor, heads: int, kv_heads: int, dtype: torch.dtype
+        self,
+        layer: object,
+        key: Tensor,
+        value: Tensor,
+        heads: int,
+        kv_heads: int,
+        dtype: torch.dtype,
     ) -> None:
         entries, room, width = key.shape
-        self.buffers = key, value
+        self.layer = weakref.ref(layer)
+        self.key, self.value, self.dtype = key, value, dtype
+        self.features = heads * width
         self.is_double = dtype == torch.float64
         self.compute = torch.promote_types(dtype, torch.float32)
         kind = KINDS.get(dtype, 0)
         tokens = TokenView(None, heads * width, heads * width, width, kind)
         new = TokenView(None, kv_heads * width, kv_heads * width, width, kind)
-        cached = (
-            TokenView(x.data_ptr(), kv_heads * room * width, width, room * width, KINDS.get(x.dtype, 0))
-            for x in (key, value)
+        steps = kv_heads * room * width, width, room * width
+        keys, values = (
+            TokenView(x.data_ptr(), *steps, KINDS.get(x.dtype, 0)) for x in (key, value)
         )
         self.call = StepsCall(
             texts=entries // kv_heads,
@@ -105,20 +114,31 @@ class CacheCall:
             value_width=width,
             room=room,
             query=tokens,
-            out=tokens,
+            key=keys,
+            value=values,
             new_key=new,
             new_value=new,
-            **dict(zip(("key", "value"), cached, strict=True)),
+            out=tokens,
+            new_valid_step=1,
         )
         self.reference = ctypes.byref(self.call)
-        views = self.call.query, self.call.new_key, self.call.new_value, self.call.out
-        self.query, self.new_key, self.new_value, self.out = views
+        self.query, self.out = self.call.query, self.call.out
+        self.new_key, self.new_value = self.call.new_key, self.call.new_value
 
-    def serves(self, key: Tensor, value: Tensor, dtype: torch.dtype) -> bool:
-        """Whether it is a call of these buffers; layers that share a cache agree in the rest."""
-        buffers = self.buffers
-        return buffers[0] is key and buffers[1] is value and (dtype is torch.float64) == (
-            self.is_double
+    def serves(self, layer: object, key: Tensor, value: Tensor, dtype: torch.dtype) -> bool:
+        """Whether it is a call of these."""
+        same = self.key is key and self.value is value
+        return same and self.layer() is layer and self.dtype is dtype
+
+    def fits(self, layer: object, x: Any, buffers: dict[str, Tensor]) -> bool:
+        """Whether tokens and a cache like these were seen before; sizes of batches are not."""
+        return (
+            self.layer() is layer
+            and buffers["key"] is self.key
+            and type(x) is Tensor
+            and x.dtype is self.dtype
+            and x.shape[-1:] == (self.features,)
+            and x.is_contiguous()
         )
 
     def run(
@@ -126,7 +146,6 @@ class CacheCall:
         query: Tensor,
         key: Tensor,
         value: Tensor | None,
-        *,
         first: int,
         held: int,
         log_sigma: Tensor | None,
@@ -135,22 +154,21 @@ class CacheCall:
         softcap: float | None,
         eps: float,
         sink: Tensor | None,
-        turn: tuple[Tensor, Tensor] | None,
+        angles: tuple[Tensor, Tensor, int] | None,
         valid: Tensor | None,
         valids: Tensor | None,
     ) -> Tensor:
-        """The newest tokens [*, 1, H, D] of all texts, whose keys and values join the cache."""
+        """The rows of the newest tokens of all texts, whose keys and values join the cache.
+
+        Tokens are contiguous and features of heads their last numbers; so are those returned.
+        """
         call, compute = self.call, self.compute
-        query, key = query.contiguous(), key.contiguous()
         out = torch.empty_like(query)
-        self.query.data, self.new_key.data = query.data_ptr(), key.data_ptr()
-        self.out.data = out.data_ptr()
-        if value is not None:
-            value = value.contiguous()
-            self.new_value.data = value.data_ptr()
+        self.query.data, self.out.data = query.data_ptr(), out.data_ptr()
+        self.new_key.data = key.data_ptr()
+        self.new_value.data = None if value is None else value.data_ptr()
         call.first, call.held, call.threads = first, held, torch.get_num_threads()
-        call.top_k, call.eps = top_k or 0, eps
-        call.softcap = softcap or 0.0
+        call.top_k, call.softcap, call.eps = top_k or 0, softcap or 0.0, eps
         if log_sigma is None:
             call.is_rbf, call.scale, call.same_scale = 0, None, scale
         else:
@@ -159,19 +177,16 @@ class CacheCall:
             call.scale, call.scale_step = log_sigma.data_ptr(), log_sigma.numel() > 1
         if sink is not None:
             sink = sink.to(compute)
-            call.sink = sink.data_ptr()
-        if turn is None:
+        call.sink = _address(sink)
+        call.valid, call.new_valid = _address(valids), _address(valid)
+        if angles is None:
             call.cosines = None
         else:
-            cosines, sines = (x.contiguous() for x in turn)
-            call.cosines, call.sines = cosines.data_ptr(), sines.data_ptr()
-            call.turn_batch = 0 if cosines.numel() <= cosines.shape[-1] else cosines.shape[-1]
-        if valids is None:
-            call.valid = None
-        else:
-            call.valid = valids.data_ptr()
-            valid = None if valid is None else valid.contiguous()
-            call.new_valid, call.new_valid_step = _address(valid), 1
+            cosines, sines, place = angles
+            hop = place * cosines.stride(0) * cosines.element_size()
+            call.cosines, call.sines = cosines.data_ptr() + hop, sines.data_ptr() + hop
         assert _FOUND is not None
-        library.check(_FOUND.graphattn_attention_steps(self.reference, self.is_double))
+        status = _FOUND.graphattn_attention_steps(self.reference, self.is_double)
+        if status:
+            library.check(status)
         return out
