@@ -407,9 +407,9 @@ class GraphAttention(StreamingLayer):
     ) -> Tensor:
         (query,), key, value = targets, sources["key"], sources.get("value")
         if cache.device.type == "cpu":
-            given = query, key, value, valid
-            query, key, value, valid = (None if x is None else x.contiguous() for x in given)
-            return self.run_step(cache, query, key, value, valid)
+            value = None if value is None else value.contiguous()
+            valid = None if valid is None else valid.contiguous()
+            return self.run_step(cache, query.contiguous(), key.contiguous(), value, valid)
         cache.advance(1, masked=valid is not None)
         held = cache.held(cache.window)
         (first, _), *_ = cache.runs(held)

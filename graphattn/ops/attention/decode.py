@@ -13,6 +13,7 @@ from graphattn.graphs.arguments import as_float, as_int
 from graphattn.ops.attention.api import _dot_scale, _rbf_scale, _sink
 from graphattn.ops.attention.cached import attend_cached
 from graphattn.ops.attention.masked_rows import attend_masked
+from graphattn.ops.attention.native import steps as native_steps
 from graphattn.ops.attention.reference import Score
 from graphattn.ops.inputs import check_tensors, compute_dtype, full_precision
 
@@ -143,6 +144,18 @@ def decode_attention(
     with full_precision(query.device):
         if isinstance(counted, Tensor) or _needs_masks(*tensors, kind.scale):
             out, lse = _by_masks(*tensors, counted, kind, window)
+        elif native_steps.why_no_decoding(*tensors) is None:
+            out, lse = native_steps.decode(
+                *tensors,
+                counted,
+                is_rbf=kind.score == "rbf",
+                scale=kind.scale,
+                window=window,
+                top_k=kind.top_k,
+                sink=sink,
+                need_lse=return_lse,
+            )
+            sink = None  # it stands in the sums already
         else:
             need_lse = return_lse or sink is not None
             out, lse = _by_rows(*tensors, counted, kind, window, need_lse)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from graphattn.kernels.cpu import library
 from graphattn.kernels.launch import is_looked_into
-from graphattn.ops.attention.native.rows import KINDS, TokenView, _address
+from graphattn.ops.attention.native.rows import KINDS, TokenView, _address, _view
 
 # Queries and heads that share a key head from which a product of matrices is faster.
 MANY_ROWS = 32
@@ -190,3 +190,71 @@ class CacheCall:
         if status:
             library.check(status)
         return out
+
+
+def why_no_decoding(query: Tensor, key: Tensor, value: Tensor) -> str | None:
+    """The reason why :func:`decode` does not take these; None where it is the fastest way."""
+    for x in (query, key, value):
+        if (reason := why_no_step(x)) is not None:
+            return reason
+        if x.is_neg() or (x.shape[-1] > 1 and x.stride(-1) != 1):
+            return "it reads features that lie side by side"
+    if query.shape[1] * query.shape[2] > MANY_ROWS * key.shape[2]:
+        return "there are many queries for a key: products of matrices are faster"
+    return None
+
+
+def decode(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lengths: int | list[int],
+    *,
+    is_rbf: bool,
+    scale: float | Tensor,
+    window: int | None,
+    top_k: int | None,
+    sink: Tensor | None,
+    need_lse: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """The newest tokens [B, T, H, D] of texts and caches [B, M, Hk, D]; out and log-sums.
+
+    `scale` is a number or has one for every head, as `sink` has, in the dtype of computation.
+    Log-sums [B, T, H] are those without the sink.
+    """
+    B, T, H, D = query.shape
+    room, kv_heads, value_width = value.shape[1:]
+    compute = torch.promote_types(query.dtype, torch.float32)
+    out = query.new_empty(B, T, H, value_width)
+    lse = query.new_empty(B, T, H, dtype=compute) if need_lse else None
+    by_head = scale.contiguous() if isinstance(scale, Tensor) else None
+    sink = None if sink is None else sink.contiguous()
+    by_text = None if isinstance(lengths, int) else torch.tensor(lengths, dtype=torch.int64)
+    call = StepsCall(
+        texts=B,
+        queries=T,
+        heads=H,
+        kv_heads=kv_heads,
+        width=D,
+        value_width=value_width,
+        room=room,
+        held=lengths if isinstance(lengths, int) else max(lengths, default=0),
+        lengths=_address(by_text),
+        window=window or 0,
+        query=_view(query),
+        key=_view(key),
+        value=_view(value),
+        is_rbf=is_rbf,
+        scale=_address(by_head),
+        scale_step=1,
+        same_scale=0.0 if isinstance(scale, Tensor) else scale,
+        top_k=top_k or 0,
+        sink=_address(sink),
+        out=_view(out),
+        lse=_address(lse),
+        threads=torch.get_num_threads(),
+    )
+    assert _FOUND is not None
+    is_double = compute == torch.float64
+    library.check(_FOUND.graphattn_attention_steps(ctypes.byref(call), is_double))
+    return out, lse
