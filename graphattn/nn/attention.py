@@ -31,7 +31,7 @@ from graphattn.ops.attention.cached import Score, attend_cached, attend_logits, 
 from graphattn.ops.attention.edge_bias import check_edge_bias, per_edge
 from graphattn.ops.attention.native.steps import CacheCall
 from graphattn.ops.attention.softcap import as_softcap, capped
-from graphattn.ops.attention.streaming import step_by_kernel, step_kernel
+from graphattn.ops.attention.streaming import can_run_compiled, step_by_kernel, step_kernel
 from graphattn.ops.dropout import Kept, as_share, draw_seed, dropout_of_call
 from graphattn.ops.inputs import (
     Valid,
@@ -478,14 +478,12 @@ class GraphAttention(StreamingLayer):
         )
 
     def compiled_step(self, x: Tensor, cache: LayerCache) -> Tensor | None:
-        if torch.compiler.is_compiling() or type(cache) is not LayerCache:
+        if type(cache) is not LayerCache or not can_run_compiled(self.backend):
             return None
         call = cache.call  # the first step makes one, and checks what is checked here no more
         if call is None or not call.fits(self, x, cache.buffers) or "valid" in cache.buffers:
             return None
         if torch.is_autocast_enabled("cpu") or x.shape[:-1] != cache.batch:
-            return None
-        if step_kernel(self.backend, x, cache.dtype, None, None) != "native":
             return None
         rotary = self.rotary
         if not is_as_shipped(self) or (rotary is not None and not rotary.is_plain()):

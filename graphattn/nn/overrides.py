@@ -52,7 +52,7 @@ class ClassOverrides(NamedTuple):
     in_forward: tuple[str, ...]  # nor is what does the same in steps
     weights_unknown: tuple[str, ...]  # nor is `edge_weights`
     in_kernel: tuple[str, ...]  # what a compiled step restates, whatever is replaced with them
-    in_turns: tuple[str, ...]  # the same for its turns
+    as_shipped: bool  # whether nothing that a step runs is replaced
     methods: dict[str, Any]  # all as they were then; somebody may patch the class later
 
 
@@ -77,14 +77,16 @@ def overrides_of_class(cls: type) -> ClassOverrides:
         last = min(depth(twin) for twin in twins)
         return tuple(name for name in names if depth(name) < last)
 
-    watched = {*ROW_METHODS, *KERNEL_METHODS, *TURN_METHODS, "edge_weights"} - {*MADE_BY_PYG}
+    shortened = {*ROW_METHODS, *KERNEL_METHODS, *TURN_METHODS}
+    watched = {*shortened, "edge_weights"} - {*MADE_BY_PYG}
     return ClassOverrides(
         at_edges=replaced(EDGE_METHODS, "fused"),
         in_rows=replaced(ROW_METHODS, *ROW_TWINS),
         in_forward=replaced(FORWARD_METHODS, *STEP_TWINS),
         weights_unknown=replaced(WEIGHT_METHODS, "edge_weights"),
         in_kernel=tuple(name for name in KERNEL_METHODS if depth(name) < NOWHERE),
-        in_turns=tuple(name for name in TURN_METHODS if depth(name) < NOWHERE),
+        as_shipped=not replaced(FORWARD_METHODS, *STEP_TWINS)
+        and all(depth(name) == NOWHERE for name in shortened),
         methods={name: getattr(cls, name) for name in sorted(watched) if hasattr(cls, name)},
     )
 
@@ -138,7 +140,7 @@ def is_as_shipped(layer: Any) -> bool:
     """
     cls, attributes = type(layer), vars(layer)
     overrides = cls.class_overrides
-    if any(overrides[:3]) or overrides.in_kernel or overrides.in_turns or layer._explain:
+    if not overrides.as_shipped or layer._explain:
         return False
     known = overrides.methods
     return (

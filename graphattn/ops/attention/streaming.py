@@ -59,6 +59,16 @@ def step_kernel(
     return "triton" if choose_backend(backend, support, like.device) == "triton" else None
 
 
+def can_run_compiled(backend: str) -> bool:
+    """Whether compiled code may do what it did in a step before, asked once a token."""
+    return (
+        not torch.compiler.is_compiling()
+        and wanted_backend(backend) in ("auto", "native")
+        and native_steps.is_here()
+        and not native_steps.is_followed()
+    )
+
+
 def why_no_step(
     like: Tensor,
     cache_dtype: torch.dtype,

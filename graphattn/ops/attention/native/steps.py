@@ -54,6 +54,16 @@ _WHY_NOT_HERE = library.why_not()
 _FOUND = library.library()
 
 
+def is_here() -> bool:
+    """Whether there is a library."""
+    return _WHY_NOT_HERE is None
+
+
+def is_followed() -> bool:
+    """Whether a mode of torch wants to see every operation."""
+    return torch._C._len_torch_dispatch_stack() > 0 or is_looked_into()
+
+
 def why_no_step(like: Tensor, *others: torch.dtype) -> str | None:
     """The reason why compiled code takes no step of queries like these; None where it does.
 
@@ -68,7 +78,7 @@ def why_no_step(like: Tensor, *others: torch.dtype) -> str | None:
     for dtype in others:
         if dtype is not like.dtype and torch.float64 in (dtype, like.dtype):
             return f"it does not mix {like.dtype} and a cache of {dtype}"
-    if torch._C._len_torch_dispatch_stack() or is_looked_into():
+    if is_followed():
         return "the steps of an operation are looked into"
     return None
 
