@@ -491,16 +491,22 @@ class GraphAttention(StreamingLayer):
         had_gradients = torch.is_grad_enabled()
         torch._C._set_grad_enabled(False)
         try:
-            query, key, value = self.project_flat(x)
+            projected = self.project_flat(x.contiguous())
+            if projected is None:
+                return None
+            query, key, value = projected
             angles = None if rotary is None else cache.angles_ahead(rotary, x.dtype)
             mixed = self.run_step(cache, query, key, value, None, angles)
-            out: Tensor = self.output_proj(mixed)
+            out: Tensor = self.output_proj(mixed.view(x.shape))
         finally:
             torch._C._set_grad_enabled(had_gradients)
         return out
 
-    def project_flat(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """What :meth:`project_step` gives of tokens [*, dim], not turned; None: values are keys."""
+    def project_flat(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None] | None:
+        """What :meth:`project_step` gives of tokens [*, dim], before they are turned.
+
+        No value where values are keys; nothing at all where turning is not the last to be done.
+        """
         value = x if self.value_proj is None else self.value_proj(x)
         return self.query_proj(x), self.key_proj(x), value
 

@@ -154,11 +154,13 @@ class GaussianKernelAttention(DistanceAttention):
         features, _, _ = self.project_rotated(x, x, rotations)
         return (features,), {"key": features}
 
-    def project_flat(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        if self.normalize:  # turning changes no norm
-            by_head = functional.rms_norm(self.split(x, self.heads), (self.head_dim,))
-            x = by_head.view(x.shape)
-        return x, x, None
+    def project_flat(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None] | None:
+        if not self.normalize:
+            return x, x, None
+        if self.rotary is not None:
+            return None  # turned first, then normalized
+        by_head = functional.rms_norm(self.split(x, self.heads), (self.head_dim,))
+        return by_head, by_head, None
 
     def __repr__(self) -> str:
         options = {

@@ -206,8 +206,8 @@ class StreamingLayer(GraphLayer):
     def _step(self, x: Tensor, cache: LayerCache, valid: Any, positions: Any) -> Tensor:
         """:meth:`step` of any tokens."""
         single = self._check_step(x, cache)
-        if single:
-            x = x.unsqueeze(-2)
+        if single:  # projected from one layout, whichever way is taken
+            x = x.contiguous().unsqueeze(-2)
         n = x.shape[-2]
         if n == 0:
             empty: Tensor = self.output_proj(x)

@@ -50,6 +50,7 @@ struct Memory {
   std::vector<int64_t> places;  // of the tokens that a text's queries see
   std::vector<Row<T>> rows;     // [key heads of a task, queries, heads that share a key head]
   std::vector<T> queries, weights, sums, block, room;
+  std::vector<uint16_t> halves;
   std::vector<Ordered<T>> order;
   std::vector<int64_t> kept;  // [rows, stride]: places
 };
@@ -66,7 +67,8 @@ class Steps {
     own.rows.resize(static_cast<size_t>(count));
     own.queries.resize(static_cast<size_t>(count * call_.width));
     own.sums.resize(static_cast<size_t>(count * call_.value_width));
-    own.block.resize(static_cast<size_t>(2 * std::max(call_.value_width, call_.width)));
+    own.block.resize(static_cast<size_t>(3 * std::max(call_.value_width, call_.width)));
+    own.halves.resize(static_cast<size_t>(call_.width));
     if (is_half<T>(call_.key) || is_half<T>(call_.value)) {
       own.room.resize(static_cast<size_t>(BLOCK * std::max(call_.width, call_.value_width)));
     }
@@ -80,7 +82,7 @@ class Steps {
         T* query = own.queries.data() + r * call_.width;
         const T* from = read_head(call_.query, b, t, h, call_.width, query);
         if (from != query) std::copy_n(from, call_.width, query);
-        turn(b, query, own);
+        turn(b, query, call_.query.kind, own);
       });
     }
     find_logits(b, first, last, stride, own);
@@ -148,26 +150,39 @@ class Steps {
     }
   }
 
-  // Features turned by the angles of the newest token.
-  void turn(int64_t b, T* x, Memory<T>& own) const {
+  // Features turned by the angles of the newest token, rounded wherever operations of torch would
+  // round, so that it does not matter who turns: each product by itself, and the sum to `kind`.
+  void turn(int64_t b, T* x, int64_t kind, Memory<T>& own) const {
     if (!call_.cosines) return;
     const int64_t half = call_.width / 2;
     const T* cosine = static_cast<const T*>(call_.cosines) + b * call_.turn_batch;
     const T* sine = static_cast<const T*>(call_.sines) + b * call_.turn_batch;
-    T* second = own.block.data();
-    for (int64_t d = 0; d < half; ++d) second[d] = x[half + d] * cosine[d] + x[d] * sine[d];
-    for (int64_t d = 0; d < half; ++d) x[d] = x[d] * cosine[d] - x[half + d] * sine[d];
-    std::copy_n(second, half, x + half);
+    T *along = own.block.data(), *across = along + call_.width;
+    for (int64_t d = 0; d < half; ++d) {
+      along[d] = x[d] * cosine[d], along[half + d] = x[half + d] * cosine[d];
+      across[d] = x[half + d] * sine[d], across[half + d] = x[d] * sine[d];
+    }
+    __asm__ volatile("" ::: "memory");  // or a product and a sum become one operation
+    for (int64_t d = 0; d < half; ++d) {
+      x[d] = along[d] - across[d];
+      x[half + d] = along[half + d] + across[half + d];
+    }
+    if constexpr (sizeof(T) == sizeof(float)) {
+      if (kind == AS_COMPUTED) return;
+      uint16_t* rounded = own.halves.data();
+      narrow(x, kind == FLOAT16, call_.width, rounded);
+      widen(rounded, kind == FLOAT16, call_.width, x);
+    }
   }
 
   // Writes one head of the newest token into the cache.
   void put_newest(int64_t b, int64_t g, Memory<T>& own) const {
     const int64_t newest = place(length(b) - 1);
     if (call_.new_key.data) {
-      T* key = own.block.data() + call_.width;
+      T* key = own.block.data() + 2 * call_.width;
       const T* from = read_head(call_.new_key, b, 0, g, call_.width, key);
       if (from != key) std::copy_n(from, call_.width, key);
-      turn(b, key, own);
+      turn(b, key, call_.new_key.kind, own);
       write_head(key, call_.width, call_.key, b, newest, g);
     }
     if (call_.new_value.data) {

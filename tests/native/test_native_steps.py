@@ -26,9 +26,8 @@ LAYERS: dict[str, Callable[..., Any]] = {
     "dot": lambda **o: ga.nn.DotProductAttention(32, 4, kv_heads=2, rope=True, softcap=5.0, **o),
     "no values": lambda **o: ga.nn.DotProductAttention(32, 2, value_projection=False, **o),
     "krause": lambda **o: ga.nn.KrauseAttention(32, 4, kv_heads=1, top_k=5, sink=True, **o),
-    "gka": lambda **o: ga.nn.GaussianKernelAttention(
-        32, 4, rope=True, normalize=True, eps=0.3, sink=True, **o
-    ),
+    "gka": lambda **o: ga.nn.GaussianKernelAttention(32, 4, rope=True, eps=0.3, sink=True, **o),
+    "normalized": lambda **o: ga.nn.GaussianKernelAttention(32, 4, normalize=True, **o),
 }
 each_layer = pytest.mark.parametrize("name", LAYERS)
 each_score = pytest.mark.parametrize("score", ["dot", "rbf"])
@@ -298,6 +297,23 @@ def test_a_text_alone_has_the_bits_that_it_has_padded_in_a_batch(
         for t in range(first, 50):
             y = layer.step(x[b, t], alone, positions=positions[b, t])
             torch.testing.assert_close(y, steps_taken[t][b], rtol=1e-5, atol=1e-6)
+
+
+@each_layer
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, *HALVES], ids=str)
+def test_the_first_step_and_those_with_a_mask_have_the_bits_of_others(
+    name: str, dtype: torch.dtype
+) -> None:
+    """Compiled code turns queries and keys itself, where nothing else is to be done with them."""
+    layer, x = layer_of(name, dtype), torch.randn(2, 30, 32, dtype=dtype)
+    quick, afresh = layer.init_cache(2, 12), layer.init_cache(2, 12)
+    real = torch.ones(2, dtype=torch.bool)
+    for t in range(30):
+        masked = quick.clone()
+        y = layer.step(x[:, t], quick)
+        afresh = afresh.clone()
+        assert torch.equal(layer.step(x[:, t], afresh), y)
+        assert torch.equal(layer.step(x[:, t], masked, valid=real), y)
 
 
 @each_layer
