@@ -30,6 +30,11 @@ Nearest neighbours:
 
 - `neighbors.cpp`, `neighbors`: rounded distances propose, exact ones decide.
 
+Steps of generation:
+
+- `steps.h`: what a call is given.
+- `steps.cpp`: the newest tokens of texts attend to a cache, and join it.
+
 `setup.py` builds the same sources once per instruction set (`_native_base`, `_native_v3` for AVX2,
 `_native_v4` for AVX-512). Every `.cpp` and `.h` file of this folder belongs to the build. There is
 no Python and no torch in it, so one build serves every version of both.

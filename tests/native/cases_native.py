@@ -132,6 +132,47 @@ def attention_bands(kind: str, tokens: int, width: int, dtype: torch.dtype, thre
             out.backward(torch.ones_like(out))
 
 
+def steps_of_layers(kind: str, window: int, dtype: torch.dtype, threads: int) -> None:
+    """Rings and buffers that grow, padding, turns, caches of another precision."""
+    torch.set_num_threads(threads)
+    layer = LAYERS[kind]().to(dtype)
+    x = torch.randn(3, 70, 36, dtype=dtype)
+    kept = (dtype,) if dtype == torch.float64 else (F32, *HALVES)
+    for of_cache in kept:
+        line = layer.init_cache(3, window or None, dtype=of_cache)
+        caches = [line]
+        if window:
+            sizes = line.owner, line.fields, (3,), window
+            caches.append(ga.nn.LayerCache(*sizes, dtype=of_cache, device=line.device, ring=True))
+        for cache in caches:
+            for t in range(70):
+                valid = None if t < 40 else torch.rand(3) < 0.8
+                layer.step(x[:, t], cache, valid=valid)
+
+
+def decode(tokens: int, width: int, dtype: torch.dtype, threads: int) -> None:
+    """Queries in front of a text, no text at all, whole caches, ties and NaN."""
+    torch.set_num_threads(threads)
+    query = torch.randn(4, tokens, 4, width, dtype=dtype)
+    key = torch.randn(4, 300, 2, width, dtype=dtype)
+    value = torch.randn(4, 300, 2, width + 1, dtype=dtype)
+    apart = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (key, value)]
+    sink, lengths = torch.randn(4).to(dtype), torch.tensor([0, 1, 129, 300])
+    for keys, values in ((key, value), apart, (bad_token(key), value), (key * 0, value)):
+        for strength in ({"sigma": 2.0}, {"scale": 0.3}):
+            for options in ({}, {"window": 70, "top_k": 5}, {"top_k": 290, "sink": sink}):
+                ga.decode_attention(
+                    query, keys, values, lengths, return_lse=True, **strength, **options
+                )
+
+
+LAYERS: dict[str, Callable[[], torch.nn.Module]] = {
+    "dot": lambda: ga.nn.DotProductAttention(36, 6, kv_heads=2, rope=True, softcap=4.0),
+    "krause": lambda: ga.nn.KrauseAttention(36, 2, top_k=5, sink=True),
+    "gka": lambda: ga.nn.GaussianKernelAttention(36, 1, rope=True, eps=0.1),
+}
+
+
 def bad_token(x: torch.Tensor) -> torch.Tensor:
     """x with NaN in the middle and an enormous number at the end."""
     x = x.detach().clone()
@@ -173,6 +214,16 @@ CASES = [
         itertools.product((1, 2, 17, 600), (0, 1, 16, 19), DTYPES, THREADS),
     ),
     Cases("neighbors", neighbors, itertools.product((1, 17, 600), (1, 8, 9, 70), DTYPES, THREADS)),
+    Cases(
+        "steps_of_layers",
+        steps_of_layers,
+        itertools.product(LAYERS, (0, 1, 20), (F32, torch.float64, torch.bfloat16), (1, 3)),
+    ),
+    Cases(
+        "decode",
+        decode,
+        itertools.product((0, 1, 3), (0, 1, 16, 19, 64), (*DTYPES, *HALVES), THREADS),
+    ),
     Cases("order_of_visits", order_of_visits, itertools.product((2, 127, 128, 1500), (1, 8, 63))),
     Cases(
         "attention_bands",
