@@ -32,6 +32,7 @@ from graphattn.ops.attention.edge_bias import check_edge_bias, per_edge
 from graphattn.ops.attention.native.steps import CacheCall
 from graphattn.ops.attention.softcap import as_softcap, capped
 from graphattn.ops.attention.streaming import can_run_compiled, step_by_kernel, step_kernel
+from graphattn.ops.backends import wanted_backend
 from graphattn.ops.dropout import Kept, as_share, draw_seed, dropout_of_call
 from graphattn.ops.inputs import (
     Valid,
@@ -406,7 +407,7 @@ class GraphAttention(StreamingLayer):
         cache: LayerCache,
     ) -> Tensor:
         (query,), key, value = targets, sources["key"], sources.get("value")
-        if cache.device.type == "cpu":
+        if cache.device.type == "cpu" and wanted_backend(self.backend) != "triton":
             value = None if value is None else value.contiguous()
             valid = None if valid is None else valid.contiguous()
             return self.run_step(cache, query.contiguous(), key.contiguous(), value, valid)
