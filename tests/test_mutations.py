@@ -50,6 +50,7 @@ CHUNKED = "tests/ops/test_ops_consensus_structured.py"
 MESSAGES = "tests/nn/test_nn_message_passing.py"
 GUARANTEES = "tests/nn/test_nn_consensus_guarantees.py"
 ROTARY = "tests/nn/test_nn_rotary.py"
+FIXED_COSTS = "tests/nn/test_nn_fixed_costs.py"
 KERNELS = "tests/kernels/test_kernels_attention.py"
 GAUSSIAN = "tests/kernels/test_kernels_gaussian.py"
 BANDS = "tests/kernels/test_kernels_nan.py"
@@ -254,8 +255,8 @@ MUTATIONS = [
     Mutation(
         "RoPE turns the other way",
         "graphattn/nn/rotary.py",
-        "first * cos - second * sin, second * cos + first * sin",
-        "first * cos + second * sin, second * cos - first * sin",
+        "            sin = -sin",
+        "            pass\n        else:\n            sin = -sin",
         (f"{ROTARY}::test_rotation_is_a_product_of_complex_numbers",),
     ),
     Mutation(
@@ -707,8 +708,8 @@ MUTATIONS = [
     Mutation(
         "consensus reads what it saved twice",
         "graphattn/ops/consensus/structured.py",
-        "find(tensors, needed, ctx.plan, d_sums)",
-        "find(ctx.saved_tensors, needed, ctx.plan, d_sums)",
+        "gradients_of_sums(tensors, needed, ctx.plan",
+        "gradients_of_sums(ctx.saved_tensors, needed, ctx.plan",
         (f"{CHECKPOINTING}::test_a_layer_gives_the_same_bits_however_activations_are_kept",),
     ),
     Mutation(
@@ -728,9 +729,39 @@ MUTATIONS = [
     Mutation(
         "autocast is switched off on a device that has none",
         "graphattn/ops/inputs.py",
-        'if device.type == "meta":',
-        "if False:",
+        'if device.type == "meta" or not',
+        "if not",
         ("tests/nn/test_nn_meta.py::test_a_layer_gives_the_shapes_of_its_output_and_gradients",),
+    ),
+    Mutation(
+        "a plan is made anew in every call",
+        "graphattn/graphs/token_graph.py",
+        "            found[key] = made",
+        "            found = {key: made}",
+        (f"{FIXED_COSTS}::test_the_second_call_on_a_graph_makes_no_plan[None-window]",),
+    ),
+    Mutation(
+        "a graph keeps what was made of another list",
+        "graphattn/graphs/token_graph.py",
+        "None if listed is None else listed._version",
+        "None",
+        (f"{FIXED_COSTS}::test_a_list_that_was_changed_in_place_has_a_plan_of_its_own",),
+    ),
+    Mutation(
+        "consensus reads twice what it has written gradients into",
+        "graphattn/ops/consensus/structured.py",
+        "kept, ctx.chunks = ctx.chunks, None",
+        "kept = ctx.chunks",
+        (
+            f"{FIXED_COSTS}::test_few_edges_kept_for_the_backward_give_what_they_give_computed_again",
+        ),
+    ),
+    Mutation(
+        "short windows of consensus are gone over hop by hop",
+        "graphattn/ops/consensus/pieces.py",
+        "SHORTEST = 512",
+        "SHORTEST = 0",
+        (f"{FIXED_COSTS}::test_windows_of_consensus_are_not_gone_over_hop_by_hop",),
     ),
     Mutation(
         "the message of a subclass is ignored",

@@ -87,8 +87,10 @@ def bench(
             "llama-16384, or transformers for all four. Texts written token by token: "
             "generation. Other operations: consensus, consensus-layer, knn, edges, fiedler, "
             "streaming, streaming-krause. Whole models of ours, one mixer each, and their "
-            "operations alone: mixer-dot-2048 and others, or mixers for all. Growth with the "
-            "number of tokens: scaling. Default: all of them.",
+            "operations alone: mixer-dot-2048 and others, or mixers for all. Layers of 32 tokens: "
+            "small-dot, small-rope, small-gka, small-krause, small-linear, small-consensus, or "
+            "small-layers for all six. Growth with the number of tokens: scaling. Default: all of "
+            "them.",
             show_default=False,
         ),
     ] = None,

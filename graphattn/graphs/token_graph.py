@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, Literal, cast, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast, overload
 
 import torch
 from torch import Tensor
@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     import networkx
     import scipy.sparse
     from torch_geometric.data import Data, HeteroData
+
+T = TypeVar("T")
+MOST_DERIVED = 32  # results that a graph keeps for others
 
 
 class TokenGraph:
@@ -104,6 +107,7 @@ class TokenGraph:
         self._source_positions = self._own_source_positions
         self._transposed: TokenGraph | None = None
         self._transpose_permutation: Tensor | None = None
+        self._derived: dict[Any, Any] = {}
 
     # Sizes and facts.
 
@@ -320,6 +324,26 @@ class TokenGraph:
             with kept_for_training():
                 self._transpose_permutation = self.edge_index[0].argsort(stable=True)
         return self._transpose_permutation
+
+    def derived(self, key: Hashable, make: Callable[[], T]) -> T:
+        """``make()``, kept under `key` as long as the graph lives: plans of operations, say.
+
+        What lists the edges may be changed in place by somebody: then it is made anew. Copies and
+        files do not have it, and no more than a few are kept.
+        """
+        listed, found = self.listed, self._derived
+        key = key, None if listed is None else listed._version
+        if key not in found:
+            with kept_for_training():
+                made = make()
+            # Under capture a tensor is filled only when the CUDA graph is replayed.
+            if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                return made
+            if len(found) >= MOST_DERIVED:
+                found.clear()
+            found[key] = made
+        result: T = found[key]
+        return result
 
     def targets(self, start: int, stop: int) -> tuple[TokenGraph, range]:
         """The rows start .. stop - 1 as a graph of their own, and the range of sources they see.

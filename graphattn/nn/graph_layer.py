@@ -26,6 +26,7 @@ from graphattn.ops.inputs import Valid, ValidPair, check_graph, check_valid
 
 Positions = Tensor | tuple[Tensor | None, Tensor | None] | None
 Rotations = tuple[Rotation, Rotation] | None  # of targets and of sources
+FEW_ANGLES = 1 << 16  # numbers that a graph may keep
 
 
 class GraphLayer(Configured, MessagePassing):
@@ -155,10 +156,23 @@ class GraphLayer(Configured, MessagePassing):
         of_target, of_source = self.resolve_positions(graph, positions)
         check_positions(of_target, x.shape[:-1])
         check_positions(of_source, context.shape[:-1])
-        rotation = self.rotary.rotation(of_target.to(x.device), x.dtype)
+        rotation = self.rotation_of(of_target, x, graph)
         if of_source is of_target:
             return rotation, rotation
-        return rotation, self.rotary.rotation(of_source.to(x.device), x.dtype)
+        return rotation, self.rotation_of(of_source, x, graph)
+
+    def rotation_of(self, positions: Tensor, like: Tensor, graph: TokenGraph) -> Rotation:
+        """How some positions rotate; for a graph's own, if they are few, found once and kept."""
+        assert self.rotary is not None
+        traced = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+        few = positions.numel() * self.head_dim <= FEW_ANGLES
+        own = positions is graph.positions or positions is graph.source_positions
+        here = positions.device == like.device
+        if traced or not (own and here and few and self.rotary.is_plain()):
+            return self.rotary.rotation(positions.to(like.device), like.dtype)
+        rotary, side = self.rotary, positions is not graph.source_positions
+        key = "rotation", side, rotary.dim, rotary.base, like.dtype, positions._version
+        return graph.derived(key, lambda: rotary.rotation(positions, like.dtype))
 
     def rotate(self, target: Tensor, source: Tensor, rotations: Rotations) -> tuple[Tensor, Tensor]:
         """Both tensors, rotated by the positions of targets and of sources where rope is on."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from graphattn.graphs.arguments import as_edge_index
 from graphattn.graphs.token_graph import TokenGraph, as_token_graph
+from graphattn.kernels.launch import is_looked_into
 
 Valid = Tensor | tuple[Tensor | None, Tensor | None] | None
 ValidPair = tuple[Tensor | None, Tensor | None]
@@ -144,8 +146,15 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
+def may_be_differentiated(tensors: Iterable[Tensor | None]) -> bool:
+    """Whether somebody may ask for gradients; torch.func looks into what it differentiates."""
+    if is_looked_into():
+        return True
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+
+
 def full_precision(device: torch.device) -> AbstractContextManager[object]:
     """Autocast switched off: an operation computes in :func:`compute_dtype` wherever it runs."""
-    if device.type == "meta":  # there is none to switch off
-        return nullcontext()
+    if device.type == "meta" or not torch.is_autocast_enabled(device.type):
+        return nullcontext()  # there is none to switch off
     return torch.autocast(device.type, enabled=False)

@@ -55,6 +55,10 @@ TINY = {
     "crossover": {"tokens": 48, "features": 4},
     "consensus": {"tokens": 20, "dim": 24, "edge_hidden": 8},
     "consensus-layer": {"tokens": 20, "dim": 24, "edge_hidden": 8},
+    **{
+        f"small-{name}": {"tokens": 10, "dim": 16}
+        for name in ("dot", "rope", "gka", "krause", "linear", "consensus")
+    },
     "knn": {"tokens": 60, "k": 4},
     "edges": {"tokens": 50, "window": 3},
     "knn-graph-reordered": {"tokens": 40, "k": 4},
@@ -121,7 +125,10 @@ NO_OPERATIONS = (*MODELS, *LANGUAGE, *MIXERS, "consensus-layer")
 OPERATIONS = [
     name
     for name, case in CASES.items()
-    if case.backward and not case.lengths and name not in NO_OPERATIONS
+    if case.backward
+    and not case.lengths
+    and name not in NO_OPERATIONS
+    and not name.startswith("small-")
 ]
 
 

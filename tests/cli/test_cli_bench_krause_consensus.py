@@ -133,7 +133,7 @@ def test_message_passing_is_the_layer_with_the_same_weights(dtype):
     x = inputs_of("consensus-layer", LAYER, dtype)
     truth = gate.truth_of(x, backward=True)
     limit = 1e-5 if dtype == torch.float32 else gate.ALLOWED[dtype]
-    for run in (ours.consensus_layer, consensus_contenders.gather_scatter_layer):
+    for run in (ours.layer, consensus_contenders.gather_scatter_layer):
         assert max(truth.errors_of(run)) < limit
 
 

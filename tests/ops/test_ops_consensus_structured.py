@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import graphattn as ga
 from graphattn.graphs.structure import Band
-from graphattn.ops.consensus import structured
+from graphattn.ops.consensus import pieces, structured
 
 CASES = min(int(os.environ.get("GRAPHATTN_SWEEP", "200")), 2000)
 NETWORK = ("alpha", "alpha_bias", "beta", "beta_bias", "shear", "shear_bias")
@@ -121,6 +121,7 @@ def run(backend, graph, tensors, options):
 def short_chunks(monkeypatch):
     """A few edges a chunk: most cases then have several, in every direction."""
     monkeypatch.setattr(structured, "CHUNK", 200)
+    monkeypatch.setattr(pieces, "SHORTEST", 0)
 
 
 def assert_same(mine, theirs, seed, **tolerances):
@@ -134,8 +135,10 @@ def assert_same(mine, theirs, seed, **tolerances):
 
 @pytest.mark.long
 @pytest.mark.parametrize("chunk", [200, 1 << 20])
-def test_values_and_gradients_are_those_of_the_reference(monkeypatch, chunk):
+@pytest.mark.parametrize("shortest", [0, 512])  # of the sequences gone over hop by hop
+def test_values_and_gradients_are_those_of_the_reference(monkeypatch, chunk, shortest):
     monkeypatch.setattr(structured, "CHUNK", chunk)
+    monkeypatch.setattr(pieces, "SHORTEST", shortest)
     for seed in range(CASES):
         case = random_case(seed)
         mine, theirs = run("structured", *case), run("reference", *case)
@@ -388,17 +391,17 @@ def test_no_tensor_is_larger_than_a_chunk_or_an_input(monkeypatch, listed, step_
     assert largest.numel > 10 * inputs  # what is measured does show the tensors of the edges
 
 
-def test_the_edges_of_windows_are_never_listed(monkeypatch):
+def test_the_edges_of_long_windows_are_never_listed(monkeypatch):
     def listed(*_):
         raise AssertionError("the edges were listed")
 
     monkeypatch.setattr(Band, "edges", listed)
-    valid = torch.rand(350) < 0.9
+    valid = torch.rand(650) < 0.9
     for build, update in ((ga.window_path_graph, "energy"), (ga.causal_window_graph, "target")):
-        graph = ga.batch([build(n, 5) for n in (300, 50)])
+        graph = ga.batch([build(n, 5) for n in (600, 50)])
         run("structured", *case_of(graph, step_size="auto", update=update, valid=valid))
         layer = ga.nn.SelfConsensus(8, 2, edge_hidden=4, update=update, rope=True)
-        layer(torch.randn(2, 350, 8), graph, valid=valid).sum().backward()
+        layer(torch.randn(2, 650, 8), graph, valid=valid).sum().backward()
 
 
 @pytest.mark.parametrize("name", GRAPHS)

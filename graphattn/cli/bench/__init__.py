@@ -15,6 +15,7 @@ from graphattn.cli.bench.mixer_cases import LENGTHS
 from graphattn.cli.bench.mixers import MIXERS
 from graphattn.cli.bench.record import Record
 from graphattn.cli.bench.runner import SECONDS, Runner, reason_of
+from graphattn.cli.bench.small_cases import SMALL
 from graphattn.graphs.arguments import as_choice
 
 
@@ -91,8 +92,8 @@ def measure_all(cases: list[Case], runner: Runner, json: Path | None) -> None:
 def chosen(names: list[str]) -> list[Case]:
     """The cases of these names, all for none.
 
-    "irregular", "models", "mixers" (or those of one length, "mixers-2048"), "transformers" and
-    "scaling" are several.
+    "irregular", "models", "mixers" (or those of one length, "mixers-2048"), "transformers",
+    "small-layers" and "scaling" are several.
     """
     known = {case.name: [case] for case in CASES}
     irregular = {"knn", *(case.name for case in OVER_EDGES)}
@@ -103,6 +104,7 @@ def chosen(names: list[str]) -> list[Case]:
         known[f"mixers-{tokens}"] = [case for case in CASES if case.name in own]
     known["mixers"] = [case for tokens in LENGTHS for case in known[f"mixers-{tokens}"]]
     known["transformers"] = [case for case in CASES if case.name.startswith("llama-")]
+    known["small-layers"] = SMALL
     known["scaling"] = [case for case in CASES if case.lengths]
     for name in names:
         if name not in known:

@@ -43,6 +43,7 @@ from graphattn.cli.bench.language import (
 )
 from graphattn.cli.bench.mixer_cases import WHOLE_MODELS
 from graphattn.cli.bench.record import OURS
+from graphattn.cli.bench.small_cases import SMALL
 from graphattn.cli.bench.targets import Target
 from graphattn.cli.bench.vision import VisionRun, vision_inputs
 from graphattn.cli.bench.work import Size
@@ -158,6 +159,7 @@ CASES = [
     *(language_case(tokens) for tokens in (2048, 4096, 8192, 16384)),
     *WHOLE_MODELS,
     *CONSENSUS,
+    *SMALL,
     Case(
         "knn",
         "Nearest neighbours",

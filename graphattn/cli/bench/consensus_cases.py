@@ -55,7 +55,7 @@ CONSENSUS = [
         SIZES,
         consensus_layer_inputs,
         {
-            OURS: ours.consensus_layer,
+            OURS: ours.layer,
             EAGER: other.gather_scatter_layer,
             COMPILED: other.compiled_layer,
         },

@@ -21,7 +21,7 @@ from graphattn.cli.bench.generation import GenerationInputs, GenerationTruth
 from graphattn.cli.bench.inputs import (
     AttentionInputs,
     ConsensusInputs,
-    ConsensusLayerInputs,
+    LayerInputs,
     NeighborInputs,
     SpectralInputs,
     Stream,
@@ -63,7 +63,7 @@ def truth_of(inputs: Any, *, backward: bool, dot_product: bool = False) -> Truth
             return GenerationTruth(inputs)
         case MixerInputs():
             return MixerTruth(inputs)
-        case ConsensusLayerInputs():
+        case LayerInputs():
             return LayerTruth(inputs, backward=backward)
     return OperationTruth(inputs, backward=backward, dot_product=dot_product)
 
@@ -272,9 +272,9 @@ class StreamTruth:
 
 
 class LayerTruth:
-    """Rows of a consensus layer's output, and gradients of a random loss on them, in float64."""
+    """Rows of a layer's output, and gradients of a random loss on them, in float64."""
 
-    def __init__(self, inputs: ConsensusLayerInputs, *, backward: bool) -> None:
+    def __init__(self, inputs: LayerInputs, *, backward: bool) -> None:
         self.inputs = inputs
         generator = torch.Generator().manual_seed(1)
         self.rows = sample(inputs.graph.num_targets, generator).to(inputs.graph.device)

@@ -84,8 +84,8 @@ class ConsensusInputs:
 
 
 @dataclass(frozen=True)
-class ConsensusLayerInputs:
-    """Tokens [B, N, dim], a :class:`graphattn.nn.SelfConsensus` with its weights, and a graph."""
+class LayerInputs:
+    """Tokens [B, N, dim], a layer of :mod:`graphattn.nn` with its weights, and a graph."""
 
     tokens: Tensor
     layer: Any
@@ -94,6 +94,11 @@ class ConsensusLayerInputs:
     def learned(self) -> list[Tensor]:
         """What gradients are taken of."""
         return [self.tokens, *self.layer.parameters()]
+
+
+@dataclass(frozen=True)
+class ConsensusLayerInputs(LayerInputs):
+    """The same of a :class:`graphattn.nn.SelfConsensus`."""
 
     @property
     def num_sequences(self) -> int:

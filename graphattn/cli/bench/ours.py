@@ -15,7 +15,7 @@ from graphattn.cli.bench.contenders import (
 from graphattn.cli.bench.inputs import (
     AttentionInputs,
     ConsensusInputs,
-    ConsensusLayerInputs,
+    LayerInputs,
     NeighborInputs,
     SpectralInputs,
     StreamInputs,
@@ -57,8 +57,8 @@ def consensus(x: ConsensusInputs) -> Tensor:
     )
 
 
-def consensus_layer(x: ConsensusLayerInputs) -> Tensor:
-    """A layer with a consensus step, on the backend that "auto" takes."""
+def layer(x: LayerInputs) -> Tensor:
+    """A whole layer, on the backend that "auto" takes."""
     out: Tensor = x.layer(x.tokens, x.graph)
     return out
 

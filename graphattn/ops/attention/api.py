@@ -9,6 +9,7 @@ centre of their choice, so that it cannot cancel.)
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from numbers import Real
 from typing import Any, Literal, overload
 
@@ -439,7 +440,11 @@ def _per_head(name: str, number: float | Tensor, heads: int, like: Tensor) -> Te
     if not isinstance(number, Tensor):
         if isinstance(number, bool) or not isinstance(number, Real):
             raise ValueError(f"{name} must be a number or a tensor, got {number!r}")
+        if like.device.type == "cpu" and not is_watched(like):
+            return _constant(float(number), heads, dtype)
         return torch.full((heads,), float(number), dtype=dtype, device=like.device)
+    if number.shape == (heads,) and number.dtype == dtype and number.device == like.device:
+        return number
     try:
         return number.to(like.device, dtype).broadcast_to((heads,))
     except RuntimeError:
@@ -449,13 +454,20 @@ def _per_head(name: str, number: float | Tensor, heads: int, like: Tensor) -> Te
         ) from None
 
 
+@lru_cache(maxsize=256)
+def _constant(number: float, heads: int, dtype: torch.dtype) -> Tensor:
+    """Nobody writes into it: operations read what they are given."""
+    with torch.inference_mode(False):
+        return torch.full((heads,), number, dtype=dtype)
+
+
 def _rbf_scale(sigma: float | Tensor, heads: int, query: Tensor) -> Tensor:
     """1 / sigma^2 per head. Tensors on other devices are not read: that would wait for them."""
     per_head = _per_head("sigma", sigma, heads, query)
     scale = per_head**-2
     if scale.device.type == "cpu" and not torch.compiler.is_compiling():
-        allowed = (per_head > 0) & (scale > 0) & (scale < torch.inf)
-        if not bool(allowed.all()):
+        sigmas, scales = per_head.tolist(), scale.tolist()
+        if not (all(s > 0 for s in sigmas) and all(0 < s < math.inf for s in scales)):
             got = sigma.tolist() if isinstance(sigma, Tensor) else sigma
             raise ValueError(f"sigma must be > 0 and finite, like 1 / sigma^2, got {got}")
     return scale
@@ -475,7 +487,7 @@ def _sink(sink: float | Tensor | None, heads: int, query: Tensor) -> Tensor | No
         return None
     per_head = _per_head("sink", sink, heads, query)
     looks = per_head.device.type == "cpu" and not torch.compiler.is_compiling()
-    if looks and not bool((per_head < torch.inf).all()):
+    if looks and not all(logit < math.inf for logit in per_head.tolist()):
         got = sink.tolist() if isinstance(sink, Tensor) else sink
         raise ValueError(f"sink must be finite, or -inf for none, got {got}")
     return per_head

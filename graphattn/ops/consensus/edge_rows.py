@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from graphattn.ops.consensus.parameters import EdgeNetworkParameters
 
-LARGEST_NORM = 2.0**20  # squares of rows between this and its reciprocal are in range
+LARGEST_SQUARE = 2.0**40  # of a row: it and its reciprocal are in range
 
 
 class Buffers:
@@ -84,7 +84,7 @@ class EdgeRows:
         self.alpha = functional.softplus(self.alpha_logit)  # [k, n, h]
         self.beta = functional.softplus(self.beta_logit)
         rows = buffers.get("rows", k, n, network.shear.shape[1])
-        torch.bmm(for_shear, network.shear.mT, out=rows).add_(network.shear_bias)
+        torch.baddbmm(network.shear_bias, for_shear, network.shear.mT, out=rows)
         self.rows = rows.view(k, n, heads, rank, features)
         unused = "scratch" if gradients else "hidden_sum"
         self.scratch = buffers.get(unused, *self.rows.shape)
@@ -102,16 +102,28 @@ class EdgeRows:
 
         Decided row by row, so that no edge changes the rounding of another.
         """
-        norm = torch.linalg.vector_norm(self.rows, dim=-1, keepdim=True)
+        square = self._squares()
         self.divisor: Tensor | None = None
-        usual = (norm >= 1 / LARGEST_NORM) & (norm <= LARGEST_NORM)
-        on_cpu = norm.device.type == "cpu"  # asking a GPU would wait for it
-        if self.rows.numel() and not (on_cpu and bool(usual.all())):
+        if self.rows.numel() and not self._are_usual(square):
+            usual = (square >= 1 / LARGEST_SQUARE) & (square <= LARGEST_SQUARE)
             largest = self.rows.abs().amax(dim=-1, keepdim=True)
             self.divisor = largest.masked_fill_(usual | (largest == 0), 1)
             self.rows.div_(self.divisor)
-            norm = torch.linalg.vector_norm(self.rows, dim=-1, keepdim=True)
-        self.per_square = norm.square().reciprocal_().masked_fill_(norm == 0, 0)  # 1 / |l_k|^2
+            square = self._squares()
+            self.per_square = square.reciprocal().masked_fill_(square == 0, 0)
+        else:
+            self.per_square = square.reciprocal_()  # 1 / |l_k|^2
+
+    def _squares(self) -> Tensor:
+        """|l_k|^2, [k, n, h, r, 1]."""
+        return torch.mul(self.rows, self.rows, out=self.scratch).sum(-1, keepdim=True)
+
+    def _are_usual(self, square: Tensor) -> bool:
+        """Whether all are in range; on a GPU, where asking would mean waiting, nobody knows."""
+        if square.device.type != "cpu":
+            return False
+        least, most = torch.aminmax(square)
+        return float(least) >= 1 / LARGEST_SQUARE and float(most) <= LARGEST_SQUARE
 
     def along(self, d: Tensor) -> Tensor:
         """l_k . d for d [k, n, h, D]: [k, n, h, r, 1]."""

@@ -30,9 +30,14 @@ class FirstLayer(NamedTuple):
 
     def hidden(self) -> Tensor:
         """The hidden vectors, [*, N, G, xi]; under autocast in its dtype."""
-        y = torch.einsum("...gi,goi->...go", self.tokens, self.weight)
-        # Autocast computes y in bfloat16; a float32 bias would promote it back.
-        return y if self.bias is None else y + self.bias.to(y.dtype)
+        tokens, weight, bias = self
+        groups, xi, _ = weight.shape
+        by_group = tokens.flatten(0, -3).transpose(0, 1).expand(groups, -1, -1)
+        if bias is None:
+            hidden = torch.bmm(by_group, weight.mT)
+        else:
+            hidden = torch.baddbmm(bias[:, None], by_group, weight.mT)
+        return hidden.transpose(0, 1).view(*tokens.shape[:-2], groups, xi)
 
 
 class EdgeNetworkParameters(NamedTuple):

@@ -24,6 +24,7 @@ from graphattn.ops.inputs import ValidPair
 
 MANY_HOPS = 16
 SHORT = 4096  # edges of one hop
+SHORTEST = 512  # tokens of a sequence: one gathered list costs less than the calls for every hop
 
 Tokens = slice | Tensor  # a run of tokens, or their indices [n]
 
@@ -53,7 +54,14 @@ class Piece(NamedTuple):
 
     def of_networks(self, network: EdgeNetworkParameters) -> EdgeNetworkParameters:
         """The piece's own, of parameters whose first dimension counts networks."""
+        if self.is_first and self.networks.stop == len(network.alpha):
+            return network
         return EdgeNetworkParameters(*(x[self.networks] for x in network))
+
+    @property
+    def is_first(self) -> bool:
+        """Whether its runs of networks and of sequences are those that start at 0."""
+        return self.networks.start == self.batch.start == 0
 
     def clear(self, x: Tensor) -> Tensor:
         """x [k, b, n, heads, features], zero for pairs that are no edges: those may hold NaN."""
@@ -81,15 +89,34 @@ class Piece(NamedTuple):
             total.index_add_(1, self.places, values)
 
 
+def _with_loops(graph: TokenGraph) -> tuple[Tensor, Tensor, Tensor | None]:
+    source, target = graph.edge_index
+    return source, target, None
+
+
+def _without_loops(graph: TokenGraph) -> tuple[Tensor, Tensor, Tensor | None]:
+    source, target = graph.edge_index
+    apart = source != target
+    if bool(apart.all()):
+        return source, target, None
+    return source[apart], target[apart], apart.nonzero()[:, 0]
+
+
+def _of_piece(x: Tensor, piece: Piece) -> Tensor:
+    """The networks and sequences of a piece, of x [G, B, ...]."""
+    whole = x.shape[:2] == (piece.networks.stop, piece.batch.stop)  # runs start at 0
+    return x if whole and piece.is_first else x[piece.networks, piece.batch]
+
+
 def at(x: Tensor, piece: Piece, tokens: Tokens) -> Tensor:
     """x [G, B, N, heads, features] at one end of every edge, [k, b, n, heads, features]."""
-    x = x[piece.networks, piece.batch]
+    x = _of_piece(x, piece)
     return x[:, :, tokens] if isinstance(tokens, slice) else x.index_select(2, tokens)
 
 
 def add_at(total: Tensor, piece: Piece, tokens: Tokens, values: Tensor, sign: int = 1) -> None:
     """Adds values [k, b, n, heads, features] at the tokens of one end, in a fixed order."""
-    total = total[piece.networks, piece.batch]
+    total = _of_piece(total, piece)
     if isinstance(tokens, slice):
         total[:, :, tokens].add_(values, alpha=sign)
     elif total.device.type == "cpu":
@@ -133,19 +160,21 @@ class Pieces:
             self.middle = _middle_of_rows(graph, self.bands) if places else None
             self.num_edges = graph.num_edges
         else:
-            self.source, self.target = graph.edge_index
-            self.listed: Tensor | None = None  # where an edge stands, if not all are gone over
-            if not loops and bool((self.source == self.target).any()):
-                apart = self.source != self.target
-                self.source, self.target = graph.edge_index[:, apart]
-                self.listed = apart.nonzero()[:, 0] if places else None
+            make = _with_loops if loops else _without_loops
+            # `listed`: where an edge stands, if not all are gone over.
+            self.source, self.target, self.listed = graph.derived(make, lambda: make(graph))
             self.length = len(self.source)
+
+    @property
+    def rows(self) -> int:
+        """How many edges of networks and sequences there are, or pairs of them on bands."""
+        return self.length * self.batch * self.networks
 
     def chunks(self, rows: int | None = None) -> Iterator[Piece]:
         """Pieces with k b n <= `rows`; with None, as few as there can be."""
-        if self.length * self.batch * self.networks == 0:
+        if self.rows == 0:
             return
-        rows = rows or self.length * self.batch * self.networks
+        rows = rows or self.rows
         # As many tokens or edges as fit; where all do several sequences, then several networks.
         n = min(self.length, rows)
         b = min(self.batch, rows // n)
@@ -252,8 +281,10 @@ def _middle_of_rows(graph: TokenGraph, bands: tuple[Band, ...]) -> Tensor:
 
 
 def _bands(graph: TokenGraph) -> tuple[Band, ...]:
-    """Equal bands, but for many hops over short sequences: a list of edges is faster there."""
+    """Equal bands, but for short sequences, or many hops: a list of edges is faster there."""
     bands = equal_bands(graph.structure)
+    if all(band.num_tokens < SHORTEST for band in bands):
+        return ()
     hops = max((band._reach(band.before) + band._reach(band.after) for band in bands), default=0)
     return () if hops > MANY_HOPS and graph.num_edges < hops * SHORT else bands
 

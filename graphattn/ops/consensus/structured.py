@@ -21,10 +21,11 @@ from graphattn.ops.consensus.edge_rows import Buffers, EdgeRows, by_network
 from graphattn.ops.consensus.parameters import EdgeNetworkParameters
 from graphattn.ops.consensus.pieces import Piece, Pieces, add_at, at
 from graphattn.ops.consensus.step_size import step_of_degrees
-from graphattn.ops.inputs import ValidPair, full_precision
+from graphattn.ops.inputs import ValidPair, full_precision, may_be_differentiated
 from graphattn.ops.memory import keep_freed_memory
 
 CHUNK = 1 << 20  # numbers of the hidden vectors, or of Lambda, of a chunk: 4 MB of float32
+KEPT = 1 << 18  # the same of edges so few that the backward does not compute them again
 CHUNK_ELSEWHERE = 1 << 24  # on a GPU: fewer and larger launches
 
 
@@ -34,6 +35,7 @@ class _Plan(NamedTuple):
     pieces: Pieces
     energy: bool  # both ends of an edge move
     degrees: bool  # the sums of alpha + beta over the edges of every token are wanted too
+    backward: bool = False  # there will be one: what is known of few edges is kept for it
 
 
 class _Inputs(NamedTuple):
@@ -81,10 +83,7 @@ class _Pass:
         """Every piece, R of its edges, and the differences [k, b n, h, D] that it acts on."""
         buffers = Buffers(self.states[0])
         numbers = CHUNK if self.states[0].device.type == "cpu" else CHUNK_ELSEWHERE
-        widest = max(1, self.hidden[0].shape[-1], self.network.shear.shape[1])
-        if self.edge is not None:
-            widest = max(widest, self.edge.shape[-1])
-        for piece in self.plan.pieces.chunks(max(1, numbers // widest)):
+        for piece in self.plan.pieces.chunks(max(1, numbers // self.widest())):
             hidden_sum, d = self.compare(piece, buffers)
             R = EdgeRows(
                 hidden_sum.flatten(1, 3),
@@ -95,6 +94,16 @@ class _Pass:
                 gradients=gradients,
             )
             yield piece, R, d.flatten(1, 2)
+
+    def widest(self) -> int:
+        """The most numbers that an edge has in one tensor."""
+        of_edges = 1 if self.edge is None else self.edge.shape[-1]
+        return max(1, self.hidden[0].shape[-1], self.network.shear.shape[1], of_edges)
+
+    def is_kept(self) -> bool:
+        """Whether a backward finds the edges, one chunk of them, as the forward left them."""
+        pieces, most = self.plan.pieces, min(KEPT, CHUNK)
+        return self.plan.backward and not pieces.bands and pieces.rows * self.widest() <= most
 
     def compare(self, piece: Piece, buffers: Buffers | None = None) -> tuple[Tensor, Tensor]:
         """hidden_i + hidden_j and u_i - v_j of the edges of a piece, [k, b, n, heads, features]."""
@@ -167,23 +176,35 @@ class _Sums(torch.autograd.Function):
     def forward(ctx: Any, plan: _Plan, *tensors: Tensor) -> tuple[Tensor, Tensor | None]:
         ctx.save_for_backward(*tensors)
         ctx.plan = plan
-        inputs = _Inputs.of(tensors)
-        gradient, degree = _no_sums(inputs, plan)
-        run = _Pass(inputs, plan)
-        for piece, R, d in run.chunks(gradients=False):
-            run.give(run.moved(gradient), piece, R.apply(d, R.along(d)), -1)
-            if degree is not None:
-                run.give(run.moved(degree[..., None]), piece, (R.alpha + R.beta)[..., None], 1)
+        gradient, degree, ctx.chunks = _sums(_Inputs.of(tensors), plan)
         return gradient, degree
 
     @staticmethod
     def backward(ctx: Any, *d_sums: Tensor | None) -> tuple[Tensor | None, ...]:
-        # With create_graph=True somebody differentiates this again.
-        find = gradients_plainly if torch.is_grad_enabled() else gradients_of_sums
+        # With create_graph=True, that is with gradients, somebody differentiates this again.
         needed = ctx.needs_input_grad[1:]
         tensors = ctx.saved_tensors  # once: checkpointing computes them again for a single reading
+        kept, ctx.chunks = ctx.chunks, None  # once, too: gradients are written into their memory
         with full_precision(tensors[0].device):
-            return None, *find(tensors, needed, ctx.plan, d_sums)
+            if torch.is_grad_enabled():
+                return None, *gradients_plainly(tensors, needed, ctx.plan, d_sums)
+            return None, *gradients_of_sums(tensors, needed, ctx.plan, d_sums, kept)
+
+
+Chunks = list[tuple[Piece, EdgeRows, Tensor]]
+
+
+def _sums(inputs: _Inputs, plan: _Plan) -> tuple[Tensor, Tensor | None, Chunks | None]:
+    """What :class:`_Sums` finds, and the one chunk that it went over if that is to be kept."""
+    gradient, degree = _no_sums(inputs, plan)
+    run = _Pass(inputs, plan)
+    chunks = run.chunks(gradients=run.is_kept())
+    kept = list(chunks) if run.is_kept() else None
+    for piece, R, d in chunks if kept is None else kept:
+        run.give(run.moved(gradient), piece, R.apply(d, R.along(d)), -1)
+        if degree is not None:
+            run.give(run.moved(degree[..., None]), piece, (R.alpha + R.beta)[..., None], 1)
+    return gradient, degree, kept
 
 
 def _no_sums(inputs: _Inputs, plan: _Plan) -> tuple[Tensor, Tensor | None]:
@@ -196,8 +217,9 @@ def gradients_of_sums(
     needed: tuple[bool, ...],
     plan: _Plan,
     d_sums: tuple[Tensor | None, ...],
+    kept: Chunks | None = None,
 ) -> tuple[Tensor | None, ...]:
-    """The gradients of the sums; every chunk is computed again."""
+    """The gradients of the sums; every chunk is computed again unless it was kept."""
     d_gradient, d_degree = d_sums
     assert d_gradient is not None
     for_hidden, for_states, for_network = any(needed[:2]), any(needed[2:4]), any(needed[4:10])
@@ -207,7 +229,7 @@ def gradients_of_sums(
     total = _Inputs.of(totals)
     run = _Pass(_Inputs.of(tensors), plan)
     total_network = by_network(total.network, run.num_networks)  # views
-    for piece, R, d in run.chunks(gradients=True):
+    for piece, R, d in run.chunks(gradients=True) if kept is None else kept:
         e = run.take(run.moved(d_gradient), piece, -1)
         along_d, along_e = R.along(d), R.along(e)
         if for_states:
@@ -277,10 +299,16 @@ def plan_of(
     batch, _, networks, _ = tensors[0].shape
     # What a self-loop adds at its target under "energy" it takes at its source.
     places = len(tensors) > 10 and tensors[10] is not None
-    pieces = Pieces(
-        graph, networks=networks, batch=batch, valid=valid, loops=not energy, places=places
-    )
-    return _Plan(pieces, energy, degrees)
+    options = networks, batch, not energy, places
+
+    def make() -> Pieces:
+        networks, batch, loops, places = options
+        return Pieces(
+            graph, networks=networks, batch=batch, valid=valid, loops=loops, places=places
+        )
+
+    has_masks = valid[0] is not None or valid[1] is not None
+    return _Plan(make() if has_masks else graph.derived(options, make), energy, degrees)
 
 
 def sums_over_edges(
@@ -288,7 +316,10 @@ def sums_over_edges(
 ) -> tuple[Tensor, Tensor | None]:
     """g [B, N, H, D], and the sums of alpha + beta [B, N, H] where they are wanted."""
     plan = plan_of(graph, tensors, valid, energy=energy, degrees=degrees)
-    gradient, degree = _Sums.apply(plan, *tensors)
+    if not may_be_differentiated(tensors):
+        gradient, degree, _ = _sums(_Inputs.of(tensors), plan)
+        return gradient, degree
+    gradient, degree = _Sums.apply(plan._replace(backward=True), *tensors)
     return gradient, degree
 
 
@@ -318,4 +349,4 @@ def consensus_update(
     if step_size is None:
         assert degree is not None
         step_size = step_of_degrees(degree.view(state.shape[:-1]), graph, update)
-    return state - step_size[..., None] * gradient.view(state.shape)
+    return torch.addcmul(state, step_size[..., None], gradient.view(state.shape), value=-1)

@@ -243,12 +243,13 @@ def _readable(
 
 def _sums(tensors: Features, graph: TokenGraph) -> tuple[Tensor, Tensor]:
     """Numerators [*, N, H, Dv] and denominators [*, N, H, 1]."""
-    query, key, value, turned_query, turned_key = (by_head(x) for x in tensors)
+    query, key, value = (by_head(x) for x in tensors[:3])
     ones = torch.ones_like(value[..., :1])
     if tensors.query is tensors.turned_query:  # one pass for both
         both = linear_sums(query, key, torch.cat([value, ones], dim=-1), graph)
         above, below = both.split([value.shape[-1], 1], dim=-1)
     else:
+        turned_query, turned_key = by_head(tensors.turned_query), by_head(tensors.turned_key)
         above = linear_sums(turned_query, turned_key, value, graph)
         below = linear_sums(query, key, ones, graph)
     return above.transpose(-3, -2), below.transpose(-3, -2)

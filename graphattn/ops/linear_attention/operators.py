@@ -15,7 +15,7 @@ from torch import Tensor
 from graphattn.graphs.encoding import decode
 from graphattn.graphs.token_graph import TokenGraph
 from graphattn.ops.counting import is_watched
-from graphattn.ops.inputs import full_precision
+from graphattn.ops.inputs import full_precision, may_be_differentiated
 from graphattn.ops.linear_attention.sums import sums_over_graph
 
 
@@ -27,9 +27,49 @@ def linear_sums(a: Tensor, b: Tensor, c: Tensor, graph: TokenGraph) -> Tensor:
         b, c: of sources, [*, H, M, D] and [*, H, M, Dv].
         graph: N targets, M sources.
     """
-    is_watched(a)  # those who count learn the formula
+    if not is_watched(a):  # an operator costs more than a few tokens do
+        return _eager_sums(a, b, c, graph, False)
     found: Tensor = torch.ops.graphattn.linear_sums(a, b, c, graph.code, graph.listed, False)
     return found
+
+
+def _eager_sums(a: Tensor, b: Tensor, c: Tensor, graph: TokenGraph, transposed: bool) -> Tensor:
+    if may_be_differentiated((a, b, c)):
+        found: Tensor = _Sums.apply(graph, transposed, a, b, c)
+        return found
+    return _over(a, b, c, graph, transposed)
+
+
+class _Sums(torch.autograd.Function):
+    """Its gradients are three such sums, which can be differentiated again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, graph: TokenGraph, transposed: bool, a: Tensor, b: Tensor, c: Tensor
+    ) -> Tensor:
+        ctx.graph, ctx.transposed = graph, transposed
+        ctx.save_for_backward(a, b, c)
+        return _over(a, b, c, graph, transposed)
+
+    @staticmethod
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
+        a, b, c = ctx.saved_tensors
+        of_a, of_b, of_c = ctx.needs_input_grad[2:]
+        graph, there = ctx.graph, ctx.transposed
+        d_a = _eager_sums(d_out, c, b, graph, there) if of_a else None
+        d_b = _eager_sums(c, d_out, a, graph, not there) if of_b else None
+        d_c = _eager_sums(b, a, d_out, graph, not there) if of_c else None
+        return None, None, d_a, d_b, d_c
+
+
+def _over(a: Tensor, b: Tensor, c: Tensor, graph: TokenGraph, transposed: bool) -> Tensor:
+    groups = a.shape[:-2].numel()
+    rows_a, rows_b, rows_c = (
+        x if x.dim() == 3 else x.reshape(groups, *x.shape[-2:]) for x in (a, b, c)
+    )
+    with full_precision(a.device):  # autocast may be on around backward()
+        out = sums_over_graph(rows_a, rows_b, rows_c, graph, transposed=transposed)
+    return out.contiguous().view(*a.shape[:-1], c.shape[-1])
 
 
 @torch.library.custom_op(
@@ -40,12 +80,7 @@ def linear_sums(a: Tensor, b: Tensor, c: Tensor, graph: TokenGraph) -> Tensor:
 def _linear_sums(
     a: Tensor, b: Tensor, c: Tensor, code: Tensor, listed: Tensor | None, transposed: bool
 ) -> Tensor:
-    graph = decode(code, listed, a.device)
-    groups = a.shape[:-2].numel()
-    rows_a, rows_b, rows_c = (x.reshape(groups, *x.shape[-2:]) for x in (a, b, c))
-    with full_precision(a.device):  # autocast may be on around backward()
-        out = sums_over_graph(rows_a, rows_b, rows_c, graph, transposed=transposed)
-    return out.contiguous().view(*a.shape[:-1], c.shape[-1])
+    return _over(a, b, c, decode(code, listed, a.device), transposed)
 
 
 @_linear_sums.register_fake

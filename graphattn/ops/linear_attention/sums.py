@@ -11,6 +11,7 @@ see all before them, times a running sum of it, which is kept once per chunk of 
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -97,9 +98,21 @@ def over_interval(a: Tensor, b: Tensor, c: Tensor, interval: Interval) -> Tensor
     if after:
         out = running_sums(a, _rows(b, first, N), _rows(c, first, N), backward=True)
         return _add_all(out, a, b[:, max(first + N, 0) :], c[:, max(first + N, 0) :])
+    if N <= CHUNK and M <= CHUNK:  # all pairs at once
+        pairs = (a @ b.transpose(1, 2)).masked_fill_(_outside(interval, a.device), 0)
+        return pairs @ c
     if last - first + 1 > 4 * a.shape[-1]:
         return _long_windows(a, b, c, interval)
     return _windows(a, b, c, interval)
+
+
+@lru_cache(maxsize=64)
+def _outside(interval: Interval, device: torch.device) -> Tensor:
+    """Bool [N, M]: the pairs that are none of an interval of a few tokens."""
+    N, M, first, last = interval
+    with torch.inference_mode(False):
+        hop = torch.arange(M, device=device) - torch.arange(N, device=device)[:, None]
+        return (hop < first) | (hop > last)
 
 
 def _rows(x: Tensor, first: int, count: int) -> Tensor:

@@ -5,6 +5,7 @@ The planner of `structured` chooses; `bands.py` takes what it finds tiles for, `
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from graphattn.ops.attention.native.bands import (
 from graphattn.ops.attention.native.rows import native_rows
 from graphattn.ops.attention.structured.plans import Kernels
 from graphattn.ops.attention.structured.recompute import Inputs, Plan
+from graphattn.ops.inputs import may_be_differentiated
 
 # Looked up once: torch.compile cannot look into how a library is loaded.
 _WHY_NOT_HERE = library.why_not()
@@ -55,8 +57,8 @@ def attend(
     if query.dtype != scale.dtype:
         if not isinstance(plan, NativeBandPlan):
             inputs = in_dtype_of_scale(inputs)
-        elif torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs):
-            plan.keeps_outputs = value.shape[-1]
+        elif may_be_differentiated(inputs):
+            plan = replace(plan, keeps_outputs=value.shape[-1])
     return structured.run(plan, inputs, query.shape[:-3])
 
 

@@ -20,7 +20,7 @@ from graphattn.ops.attention.structured.options import Options
 from graphattn.ops.attention.structured.parts import GlobalTokensPlan, PartsPlan
 from graphattn.ops.attention.structured.recompute import Inputs, Plan, Recomputed
 from graphattn.ops.dropout import dropout_of_call
-from graphattn.ops.inputs import ValidPair, clear_invalid
+from graphattn.ops.inputs import ValidPair, clear_invalid, may_be_differentiated
 from graphattn.ops.memory import keep_freed_memory
 
 SHORT = 128  # tokens
@@ -60,7 +60,10 @@ def attend(
 
 def run(plan: Plan, inputs: Inputs, batch: torch.Size) -> tuple[Tensor, Tensor]:
     """What a plan makes of its inputs, with the leading dimensions that they had."""
-    out, lse = Recomputed.apply(plan, *inputs)
+    if may_be_differentiated(inputs):
+        out, lse = Recomputed.apply(plan, *inputs)
+    else:
+        out, lse, _ = plan.forward(inputs)
     return out.view(*batch, *out.shape[1:]), lse.view(*batch, *lse.shape[1:])
 
 
@@ -88,13 +91,12 @@ def plan_call(
     B = batch.numel()
 
     def flat(x: Tensor, mask: Tensor | None) -> Tensor:
-        return clear_invalid(x, mask).reshape(B, *x.shape[-3:])
+        x = clear_invalid(x, mask)
+        return x if len(batch) == 1 else x.reshape(B, *x.shape[-3:])
 
     def flat_mask(mask: Tensor | None) -> Tensor | None:
         return None if mask is None else mask.expand(*batch, -1).reshape(B, mask.shape[-1])
 
-    if top_k is not None and graph.num_targets and top_k >= int(graph.in_degree().max()):
-        top_k = None
     masks = flat_mask(valid[0]), flat_mask(valid[1])
     if bias is not None and bias.dim() > 2:
         bias = bias.reshape(B, *bias.shape[-2:])
@@ -104,13 +106,26 @@ def plan_call(
         samples = len(bias) if bias.dim() == 3 else 1
         bias = bias.reshape(samples, graph.num_targets, graph.num_sources, bias.shape[-1])
     flat_inputs = flat(query, valid[0]), flat(key, valid[1]), flat(value, valid[1]), scale, bias
-    if graph.structure is not None and (bias is None or per_offset or bias.dim() == 4):
-        pairs = bias is not None and bias.dim() == 4
-        plan = _plan(
-            graph.structure, flat_inputs[0], options, kernels, table=bias is not None, pairs=pairs
-        )
-        return flat_inputs, plan
-    return flat_inputs, kernels.rows(graph, options, None)
+    of_bias = None if bias is None else (per_offset, bias.dim())
+
+    def make() -> Plan:
+        fewer = None if top_k is None or top_k >= _most_sources(graph) else top_k
+        own = options._replace(top_k=fewer)
+        if graph.structure is None or not (bias is None or per_offset or bias.dim() == 4):
+            return kernels.rows(graph, own, None)
+        table, pairs = bias is not None, bias is not None and bias.dim() == 4
+        return _plan(graph.structure, flat_inputs[0], own, kernels, table=table, pairs=pairs)
+
+    if masks != (None, None) or dropped is not None:
+        return flat_inputs, make()
+    return flat_inputs, graph.derived((kernels, score, top_k, softcap, B, of_bias), make)
+
+
+def _most_sources(graph: TokenGraph) -> int:
+    """The largest number of sources that a target has."""
+    if graph.num_targets == 0:
+        return 1 << 62  # nobody chooses among any
+    return graph.derived("most sources", lambda: int(graph.in_degree().max()))
 
 
 def gathered_rows(graph: TokenGraph, options: Options, index: Tensor | None) -> RowPlan:

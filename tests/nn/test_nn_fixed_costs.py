@@ -1,0 +1,168 @@
+"""What a call costs beside its numbers: operators called, and what is made anew every time."""
+
+import copy
+import gc
+import pickle
+import weakref
+from collections import Counter
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+import graphattn as ga
+from graphattn.ops.attention.native import KERNELS
+from graphattn.ops.attention.structured import plans
+from graphattn.ops.consensus import structured
+
+N, DIM, HEADS = 32, 128, 4
+GRAPHS = {
+    "window": ga.causal_window_graph(N, 8),
+    "complete": ga.complete_graph(N),
+    "neighbors": ga.knn_graph(torch.randn(N, 3, generator=torch.Generator().manual_seed(0)), k=6),
+}
+# By layer: how many operators of torch a forward pass may call, and one with its backward pass.
+LAYERS = {
+    "dot": (lambda: ga.nn.DotProductAttention(DIM, HEADS), 75, 215),
+    "rope": (lambda: ga.nn.DotProductAttention(DIM, HEADS, rope=True), 105, 275),
+    "gka": (lambda: ga.nn.GaussianKernelAttention(DIM, HEADS), 50, 135),
+    "gka, eps": (lambda: ga.nn.GaussianKernelAttention(DIM, HEADS, eps=1e-3), 80, 180),
+    "krause": (lambda: ga.nn.KrauseAttention(DIM, HEADS, top_k=4), 85, 240),
+    "linear": (lambda: ga.nn.LinearAttention(DIM, HEADS), 180, 480),
+    "target": (lambda: ga.nn.SelfConsensus(DIM, HEADS, update="target"), 260, 720),
+    "automatic": (
+        lambda: ga.nn.SelfConsensus(DIM, HEADS, update="target", step_size="auto"),
+        330,
+        800,
+    ),
+}
+
+
+def operators_of(work):
+    """How often every operator of torch is called."""
+    with profile(activities=[ProfilerActivity.CPU]) as recorded:
+        work()
+    names = (event.name for event in recorded.events())
+    return Counter(name for name in names if name.startswith("aten::"))
+
+
+def passes(layer, graph):
+    """A forward pass without gradients, and one with the backward pass."""
+    x = torch.randn(N, DIM)
+
+    def forward():
+        with torch.inference_mode():
+            layer(x, graph)
+
+    def both():
+        out = layer(x, graph)
+        out.backward(torch.ones_like(out))
+
+    return forward, both
+
+
+@pytest.mark.parametrize("graph", GRAPHS)
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_small_layer_calls_few_operators(name, graph):
+    make, *limits = LAYERS[name]
+    for work, limit in zip(passes(make(), GRAPHS[graph]), limits, strict=True):
+        work()  # what is made once
+        called = operators_of(work)
+        assert called.total() <= limit, called
+
+
+def test_windows_of_consensus_are_not_gone_over_hop_by_hop():
+    layer = ga.nn.SelfConsensus(DIM, HEADS)
+    few, many = (
+        operators_of(passes(layer, ga.window_path_graph(N, window))[0]).total() for window in (1, 8)
+    )
+    assert many <= few + 20
+
+
+@pytest.mark.parametrize("graph", GRAPHS)
+@pytest.mark.parametrize("top_k", [None, 4])
+def test_the_second_call_on_a_graph_makes_no_plan(monkeypatch, graph, top_k):
+    layer, found = ga.nn.KrauseAttention(DIM, HEADS, top_k=top_k), copy.deepcopy(GRAPHS[graph])
+    made = []
+    kernels = plans.Kernels(
+        lambda *given: made.append("rows") or KERNELS.rows(*given),
+        lambda *given, **options: made.append("tiles") or KERNELS.tiles(*given, **options),
+    )
+    monkeypatch.setattr(ga.ops.attention.native, "KERNELS", kernels)
+    monkeypatch.setattr(plans, "OPERATIONS", kernels)
+    x = torch.randn(N, DIM)
+    first = layer(x, found)
+    assert len(made) == 1
+    assert torch.equal(layer(x, found), first)
+    assert len(made) == 1
+    assert torch.equal(layer(x, copy.deepcopy(found)), first)
+    assert len(made) == 2  # a copy has none
+
+
+def test_what_is_kept_with_a_graph_goes_with_it_and_not_into_files():
+    graph = ga.window_path_graph(N, 2)
+    size = len(pickle.dumps(graph))
+    layer = ga.nn.SelfConsensus(DIM, HEADS, edge_hidden=8, rope=True)
+    layer(torch.randn(N, DIM), graph)
+    ga.nn.DotProductAttention(DIM, HEADS, rope=True)(torch.randn(N, DIM), graph)
+    assert graph._derived
+    assert not copy.copy(graph)._derived
+    assert len(pickle.dumps(graph)) == size
+    alive = weakref.ref(graph)
+    del graph
+    gc.collect()
+    assert alive() is None
+
+
+def test_a_graph_keeps_a_few_results_only():
+    graph = ga.causal_window_graph(N, 8)
+    for top_k in range(1, 60):
+        ga.nn.KrauseAttention(8, 2, top_k=top_k)(torch.randn(N, 8), graph)
+    assert len(graph._derived) <= 32
+
+
+def test_a_list_that_was_changed_in_place_has_a_plan_of_its_own():
+    graph = ga.from_edge_index(torch.tensor([[0, 1], [0, 1]]), 2, 2)
+    counted = [0]
+
+    def make():
+        counted[0] += 1
+        return counted[0]
+
+    assert [graph.derived("key", make), graph.derived("key", make)] == [1, 1]
+    graph.listed[0, 0] = 1
+    assert graph.derived("key", make) == 2
+
+
+def test_rotations_kept_with_a_graph_are_those_of_its_positions():
+    """For two bases and dtypes, made first in inference mode, then used in training."""
+    graph = ga.batch([ga.causal_graph(20), ga.causal_graph(12)])
+    for base in (100.0, 10000.0):
+        for dtype in (torch.float32, torch.float64):
+            rotary = ga.nn.RotaryEmbedding(DIM // HEADS, base=base)
+            layer = ga.nn.DotProductAttention(DIM, HEADS, rope=rotary).to(dtype)
+            x = torch.randn(N, DIM, dtype=dtype)
+            with torch.inference_mode():
+                first = layer(x, graph)
+            positions = torch.cat([torch.arange(20), torch.arange(12)])
+            assert torch.equal(layer(x, graph, positions=positions), first)
+            out = layer(x, graph)
+            assert torch.equal(out, first)
+            out.sum().backward()
+
+
+def test_few_edges_kept_for_the_backward_give_what_they_give_computed_again(monkeypatch):
+    """Twice from one forward pass, too: the first backward writes into what was kept."""
+    graph, layer = ga.window_path_graph(N, 2), ga.nn.SelfConsensus(DIM, HEADS).double()
+    x = torch.randn(N, DIM, dtype=torch.float64, requires_grad=True)
+
+    def gradients(out, **options):
+        return torch.autograd.grad(out.square().sum(), [x, *layer.parameters()], **options)
+
+    out = layer(x, graph)
+    kept, again = gradients(out, retain_graph=True), gradients(out)
+    monkeypatch.setattr(structured, "KEPT", 0)
+    anew = gradients(layer(x, graph))
+    for mine, second, other in zip(kept, again, anew, strict=True):
+        assert torch.equal(mine, other)
+        assert torch.equal(second, other)
