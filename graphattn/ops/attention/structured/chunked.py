@@ -24,7 +24,7 @@ from graphattn.ops.attention.structured.recompute import (
 )
 from graphattn.ops.attention.structured.tiles import tiles_of
 
-PAIRS = 1 << 20  # logits of a chunk: four megabytes of float32
+PAIRS = 1 << 21  # logits of a chunk: eight megabytes of float32
 FEATURES = 1 << 20  # and numbers of its keys
 
 
