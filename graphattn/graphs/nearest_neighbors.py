@@ -217,9 +217,10 @@ def _squared_distances(x: Tensor, sources: Tensor, index: Tensor) -> Tensor:
     found, place = index >= 0, index.clamp(min=0)
     differentiated = torch.is_grad_enabled() and (x.requires_grad or sources.requires_grad)
     if not differentiated and not is_looked_into() and (has_neighbors(x) or x.shape[1] <= IN_ORDER):
-        row = torch.arange(N, device=x.device).repeat_interleave(k)
-        squared = exact_squared_distances(x, sources, row, place.flatten())
-        return squared.view(N, k).where(found, torch.inf)
+        squared = torch.full((N, k), torch.inf, dtype=torch.float64, device=x.device)
+        row, slot = found.nonzero().unbind(1)
+        squared[row, slot] = exact_squared_distances(x, sources, row, place[row, slot])
+        return squared
     step = max(1, PAIRS // max(k * x.shape[1], 1))
     pieces = [x.new_empty((0, k), dtype=torch.float64)]
     for i in range(0, N, step):

@@ -408,9 +408,10 @@ class GraphAttention(StreamingLayer):
     ) -> Tensor:
         (query,), key, value = targets, sources["key"], sources.get("value")
         if cache.device.type == "cpu" and wanted_backend(self.backend) != "triton":
-            value = None if value is None else value.contiguous()
+            query, key = _readable(query, query.dtype), _readable(key, query.dtype)
+            value = None if value is None else _readable(value, query.dtype)
             valid = None if valid is None else valid.contiguous()
-            return self.run_step(cache, query.contiguous(), key.contiguous(), value, valid)
+            return self.run_step(cache, query, key, value, valid)
         cache.advance(1, masked=valid is not None)
         held = cache.held(cache.window)
         (first, _), *_ = cache.runs(held)
@@ -486,6 +487,8 @@ class GraphAttention(StreamingLayer):
             return None
         if torch.is_autocast_enabled("cpu") or x.shape[:-1] != cache.batch:
             return None
+        if self.output_proj.weight.dtype is not x.dtype:
+            return None
         rotary = self.rotary
         if not is_as_shipped(self) or (rotary is not None and not rotary.is_plain()):
             return None
@@ -496,6 +499,8 @@ class GraphAttention(StreamingLayer):
             if projected is None:
                 return None
             query, key, value = projected
+            if not call.reads(query, key, value):
+                return None
             angles = None if rotary is None else cache.angles_ahead(rotary, x.dtype)
             mixed = self.run_step(cache, query, key, value, None, angles)
             out: Tensor = self.output_proj(mixed.view(x.shape))
@@ -545,6 +550,11 @@ class GraphAttention(StreamingLayer):
             sink = None if sink is None else sink.view(self.kv_heads, -1)
             out = out * share_beside_eps(lse, self.eps, sink).flatten(0, 1)[..., None]
         return out
+
+
+def _readable(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """`x` as compiled code reads it, which knows nothing but its address."""
+    return x.to(dtype).contiguous().resolve_neg()
 
 
 def _given(edge_bias: Tensor | None) -> dict[str, Tensor]:

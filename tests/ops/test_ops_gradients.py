@@ -200,3 +200,65 @@ def test_edge_matrices_in_hidden_vectors_and_all_six_parameters(
         ),
         [a, b, *network],
     )
+
+
+# Not by gradcheck, which copies its inputs apart.
+@pytest.mark.parametrize("backend", ["auto", "structured", "reference"])
+@pytest.mark.parametrize("lead", [(), (1,), (2, 1)])
+def test_one_tensor_as_query_key_and_value_has_one_gradient(backend, lead):
+    for graph in (ga.window_path_graph(6, 2), small_graph_of(6)):
+        x = random(*lead, 6, 2, 4, seed=0).requires_grad_()
+        loss = ga.rbf_attention(x, x, x, graph, 1.0, backend=backend).square().sum()
+        once = torch.autograd.grad(loss, x, retain_graph=True)[0]
+        again = torch.autograd.grad(loss, x, create_graph=True)[0]
+        torch.testing.assert_close(again, once)
+
+
+def small_graph_of(tokens: int) -> ga.TokenGraph:
+    return ga.from_mask(random_mask(tokens, tokens, 0.6, seed=3))
+
+
+@pytest.mark.parametrize("backend", ["auto", "structured"])
+@pytest.mark.parametrize("rbf", [False, True])
+def test_log_sums_of_equal_logits_have_their_second_derivative(backend, rbf):
+    query, key = random(1, 1, 3, seed=0), random(1, 1, 3, seed=1).expand(2, 1, 3)
+    graph = ga.bipartite_complete_graph(1, 2)
+
+    def log_sum(k: Tensor) -> Tensor:
+        if rbf:
+            distance = (query - k).square().sum(-1)
+            return (-distance / 2).logsumexp(0).sum()
+        return ((query * k).sum(-1) / 3**0.5).logsumexp(0).sum()
+
+    def own(k: Tensor) -> Tensor:
+        options = {"return_lse": True, "backend": backend}
+        if rbf:
+            return ga.rbf_attention(query, k, k.detach(), graph, 1.0, **options)[1].sum()
+        return ga.dot_product_attention(query, k, k.detach(), graph, **options)[1].sum()
+
+    found, expected = (torch.autograd.functional.hessian(f, key.clone()) for f in (own, log_sum))
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("backend", ["auto", "structured"])
+@pytest.mark.parametrize("name", ["band", "list"])
+def test_what_inference_mode_has_kept_serves_second_derivatives(backend, name):
+    make = {"band": lambda: ga.window_path_graph(23, 2), "list": lambda: small_graph_of(23)}[name]
+    graph, x = make(), random(1, 23, 2, 4, seed=0)
+    with torch.inference_mode():
+        ga.rbf_attention(x, x, x, graph, 1.0, backend=backend)
+    for seen in (graph, make()):
+        y = x.clone().requires_grad_()
+        out = ga.rbf_attention(y, y * 1, y * 2, seen, 1.0, backend=backend)
+        first = torch.autograd.grad(out.sum(), y, create_graph=True)[0]
+        second = torch.autograd.grad(first.square().sum(), y)[0]
+        assert second.isfinite().all()
+
+
+@pytest.mark.parametrize("backend", ["auto", "structured", "reference"])
+def test_no_samples_have_no_rows(backend):
+    for graph in (ga.window_path_graph(6, 2), small_graph_of(6)):
+        x = torch.zeros(0, 6, 2, 4, requires_grad=True)
+        out = ga.rbf_attention(x, x, x, graph, 1.0, backend=backend)
+        assert out.shape == x.shape
+        assert torch.autograd.grad(out.sum(), x)[0].shape == x.shape

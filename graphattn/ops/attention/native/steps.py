@@ -147,7 +147,16 @@ class CacheCall:
             and buffers["key"] is self.key
             and type(x) is Tensor
             and x.dtype is self.dtype
+            and x.is_cpu
             and x.shape[-1:] == (self.features,)
+        )
+
+    def reads(self, *tokens: Tensor | None) -> bool:
+        """Whether what projections gave can be read as it lies."""
+        return all(
+            x is None
+            or (x.is_cpu and x.dtype is self.dtype and x.is_contiguous() and not x.is_neg())
+            for x in tokens
         )
 
     def run(
@@ -181,11 +190,11 @@ class CacheCall:
         if log_sigma is None:
             call.is_rbf, call.scale, call.same_scale = 0, None, scale
         else:
-            log_sigma = log_sigma.to(compute)
+            log_sigma = log_sigma.to(compute).contiguous()
             call.is_rbf = call.is_log_sigma = 1
             call.scale, call.scale_step = log_sigma.data_ptr(), log_sigma.numel() > 1
         if sink is not None:
-            sink = sink.to(compute)
+            sink = sink.to(compute).contiguous()
         call.sink = _address(sink)
         call.valid, call.new_valid = _address(valids), _address(valid)
         if angles is None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from graphattn.graphs.structure import Structure
+from graphattn.graphs.token_graph import kept_for_training
 from graphattn.ops.attention.structured.chunks import Attention, Chunk, put
 from graphattn.ops.attention.structured.options import Options
 from graphattn.ops.attention.structured.recompute import (
@@ -123,12 +124,14 @@ class RowPlan(_Chunked):
     @cached_property
     def degree(self) -> Tensor:
         """Sources of every target, [N]."""
-        return self.rowptr.diff()
+        with kept_for_training():
+            return self.rowptr.diff()
 
     @cached_property
     def order(self) -> Tensor:
         """Targets with the most sources first."""
-        return self.degree.argsort(descending=True, stable=True)
+        with kept_for_training():
+            return self.degree.argsort(descending=True, stable=True)
 
     def chunks(self, inputs: Inputs) -> Iterator[Chunk]:
         (B, _, H, D), Dv = inputs[0].shape, inputs[2].shape[-1]

@@ -7,6 +7,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from graphattn.ops.inputs import full_precision
+
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]
 
@@ -59,18 +61,21 @@ class Recomputed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-        *inputs, out, lse = ctx.saved_tensors
-        if torch.is_grad_enabled():  # create_graph=True: somebody differentiates this again
-            return None, *_plain_gradients(ctx, tuple(inputs), (d_out, d_lse))
-        if d_out is None:  # values take no part then, whatever they hold
-            out = d_out = torch.zeros_like(out)
-            inputs[2] = torch.zeros_like(inputs[2])
-        return None, *ctx.plan.backward(tuple(inputs), out, lse, d_out, d_lse)
+        *inputs, out, lse = ctx.saved_tensors  # asked for once: checkpoints compute them again
+        with full_precision(out.device):
+            if torch.is_grad_enabled():  # create_graph=True: somebody differentiates this again
+                return None, *_plain_gradients(ctx, tuple(inputs), (d_out, d_lse))
+            if d_out is None:  # values take no part then, whatever they hold
+                out = d_out = torch.zeros_like(out)
+                inputs[2] = torch.zeros_like(inputs[2])
+            return None, *ctx.plan.backward(tuple(inputs), out, lse, d_out, d_lse)
 
 
 def _plain_gradients(
-    ctx: Any, inputs: Inputs, upstream: tuple[Tensor | None, Tensor | None]
+    ctx: Any, inputs: Any, upstream: tuple[Tensor | None, Tensor | None]
 ) -> tuple[Tensor | None, ...]:
+    # Each apart, also where one tensor was given several times: each gets a share of the gradient.
+    inputs = tuple(None if x is None else x.view_as(x) for x in inputs)
     results = ctx.plan.plainly(inputs)
     pairs = [(r, d) for r, d in zip(results, upstream, strict=True) if d is not None]
     needed = ctx.needs_input_grad[1:]

@@ -22,6 +22,8 @@ def sure_pairs(query: Tensor, key: Tensor, scale: Tensor) -> Sure:
     """
     if query.dtype == torch.float64 or query.device.type == "mps" or query.shape[-2] == 1:
         return False
+    if query.numel() == 0 or key.numel() == 0:
+        return False
     of_query, of_key = (scale * x.detach().square().sum(-1, keepdim=True) for x in (query, key))
     if bool(of_query.amax() + of_key.amax() < SURE):
         return True

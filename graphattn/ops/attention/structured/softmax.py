@@ -20,7 +20,10 @@ def softmax(logits: Tensor) -> tuple[Tensor, Tensor]:
     if some_empty:
         logits = logits.masked_fill(empty[..., None], 0)
     weights = torch.softmax(logits, dim=-1)
-    lse = highest - weights.amax(dim=-1).log()  # the largest weight is exp(0) over the sum
+    if logits.requires_grad and torch.is_grad_enabled():
+        lse = logits.logsumexp(dim=-1)
+    else:
+        lse = highest - weights.amax(dim=-1).log()  # the largest weight is exp(0) over the sum
     if some_empty:
         weights, lse = weights.masked_fill(empty[..., None], 0), lse.masked_fill(empty, -torch.inf)
     return weights, lse
