@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast, overload
 
 import torch
 from torch import Tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from graphattn.graphs.composites import Parts
 from graphattn.graphs.edge_lists import edges_of_rows, sorted_edge_list
@@ -740,10 +741,18 @@ class TokenGraph:
 
 
 def kept_for_training() -> AbstractContextManager[object]:
-    """What is derived within and kept can be used by autograd later, also in inference mode."""
-    if torch.compiler.is_compiling() or not torch.is_inference_mode_enabled():
+    """What is derived within and kept can be used by autograd later, also in inference mode.
+
+    And outside of torch.func, if it is made within.
+    """
+    if torch.compiler.is_compiling():
         return nullcontext()
-    return torch.inference_mode(False)
+    stack = ExitStack()
+    if torch.is_inference_mode_enabled():
+        stack.enter_context(torch.inference_mode(False))
+    if torch._C._functorch.maybe_current_level() is not None:
+        stack.enter_context(temporarily_clear_interpreter_stack())
+    return stack
 
 
 def usable_for_training(x: Tensor | None) -> Tensor | None:

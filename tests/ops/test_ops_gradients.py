@@ -262,3 +262,22 @@ def test_no_samples_have_no_rows(backend):
         out = ga.rbf_attention(x, x, x, graph, 1.0, backend=backend)
         assert out.shape == x.shape
         assert torch.autograd.grad(out.sum(), x)[0].shape == x.shape
+
+
+@pytest.mark.parametrize("name", ["knn", "list", "band"])
+def test_what_torch_func_has_kept_serves_others(name):
+    x = random(9, 2, 4, seed=0)
+    make = {
+        "knn": lambda: ga.knn_graph(x.flatten(1), 3),
+        "list": lambda: small_graph_of(9),
+        "band": lambda: ga.window_path_graph(9, 2),
+    }[name]
+    graph = make()
+
+    def loss(z: Tensor) -> Tensor:
+        return ga.rbf_attention(z, z, z, graph, 1.0).square().sum()
+
+    inside = torch.func.grad(loss)(x)
+    y = x.clone().requires_grad_()
+    torch.testing.assert_close(torch.autograd.grad(loss(y), y)[0], inside)
+    torch.testing.assert_close(torch.autograd.grad(loss(y), y, create_graph=True)[0], inside)
