@@ -88,7 +88,7 @@ def squared_distances(points: Tensor, candidates: Tensor, row: Tensor, column: T
     """
     points, candidates, row, column = (x.contiguous() for x in (points, candidates, row, column))
     squared = torch.empty(len(row), dtype=torch.float64)
-    places = [points.shape[1], len(row), row, column]
+    places: list[Tensor | int] = [points.shape[1], len(row), row, column]
     _call("squared_distances", points.dtype, [points, candidates, *places, squared])
     return squared
 
