@@ -15,7 +15,7 @@ from graphattn.graphs.distances import (
     with_rounding,
 )
 from graphattn.kernels.cpu.neighbors import has_neighbors
-from graphattn.kernels.launch import is_looked_into, untraced
+from graphattn.kernels.launch import untraced
 
 
 def nearest_by_pairs(
@@ -40,7 +40,7 @@ def nearest_by_pairs(
     index = torch.empty((len(rows), k), dtype=torch.int64, device=points.device)
     own = None if not to_self else -torch.inf if self_loops else torch.inf
     left = [slice(0, len(rows))]
-    if products is not None and has_neighbors(points) and not is_looked_into():
+    if products is not None and has_neighbors(points):
         left = untraced(_scan)(products, points, candidates, own, self_loops, index)
     step = max(1, TILE // max(len(candidates), 1))
     for part in left:

@@ -161,7 +161,7 @@ def exact_squared_distances(
     points: Tensor, candidates: Tensor, row: Tensor, source: Tensor
 ) -> Tensor:
     """Squared distances of pairs, [E], in float64; infinite where a coordinate is not finite."""
-    if has_neighbors(points) and not is_looked_into():
+    if has_neighbors(points):
         squared = untraced(squared_distances)(points, candidates, row, source)
         return squared.nan_to_num_(nan=torch.inf, posinf=torch.inf)
     squared = torch.zeros(len(row), dtype=torch.float64, device=points.device)
