@@ -7,6 +7,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import graphattn as ga
 from graphattn.kernels.cpu import library
 
+FAST = ["structured", "native"] if library.why_not() is None else ["structured"]
 LAYERS = {
     "GaussianKernelAttention": lambda: ga.nn.GaussianKernelAttention(8, 2, rope=True, eps=0.1),
     "KrauseAttention": lambda: ga.nn.KrauseAttention(8, 2, top_k=3, kv_heads=1),
@@ -134,7 +135,8 @@ def test_the_operator_saves_as_many_numbers_as_its_argument_says(backend: str) -
 
 @pytest.mark.parametrize("degrees", [False, True])
 @pytest.mark.parametrize("graph", ["path", "edge list"])
-def test_the_sums_of_consensus_do_too(graph: str, degrees: bool) -> None:
+@pytest.mark.parametrize("backend", FAST)
+def test_the_sums_of_consensus_do_too(backend: str, graph: str, degrees: bool) -> None:
     tokens = GRAPHS[graph](7)
     edges = tokens.edge_index if tokens.structure is None else None
     hidden, state = [(2, 7, 2, 3)] * 2, [(2, 7, 2, 4)] * 2
@@ -143,7 +145,7 @@ def test_the_sums_of_consensus_do_too(graph: str, degrees: bool) -> None:
     valid = torch.rand(2, 7) < 0.8
     torch.library.opcheck(
         torch.ops.graphattn.consensus_sums,
-        (*tensors, valid, valid, tokens.code, edges, True, degrees, None, None),
+        (*tensors, valid, valid, tokens.code, edges, True, degrees, backend, None, None),
     )
 
 

@@ -500,7 +500,7 @@ def test_the_operator_keeps_the_promises_of_torch_library(degrees: bool, form: s
     valid = torch.rand(2, 7) < 0.8
     torch.library.opcheck(
         torch.ops.graphattn.consensus_sums,
-        (*tensors, valid, valid, graph.code, None, True, degrees, *pair),
+        (*tensors, valid, valid, graph.code, None, True, degrees, "structured", *pair),
     )
 
 

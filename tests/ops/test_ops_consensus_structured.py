@@ -1,15 +1,16 @@
-"""Consensus in chunks is the reference: in value, in every gradient, in what it never reads."""
+"""Consensus in chunks, or by compiled code, is the reference: in value, in every gradient, in what it never reads."""
 
 import os
 
 import pytest
 import torch
-from cases_ops import GRAPHS
+from cases_ops import FAST, GRAPHS
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import graphattn as ga
 from graphattn.graphs.structure import Band
-from graphattn.ops.consensus import pieces, structured
+from graphattn.ops.consensus import native, pieces, structured
+from graphattn.ops.consensus.native import calls
 
 CASES = min(int(os.environ.get("GRAPHATTN_SWEEP", "200")), 2000)
 NETWORK = ("alpha", "alpha_bias", "beta", "beta_bias", "shear", "shear_bias")
@@ -117,10 +118,16 @@ def run(backend, graph, tensors, options):
     return {"new": new, **dict(zip(leaves, gradients, strict=True))}
 
 
+@pytest.fixture(params=FAST)
+def backend(request):
+    return request.param
+
+
 @pytest.fixture
 def short_chunks(monkeypatch):
     """A few edges a chunk: most cases then have several, in every direction."""
     monkeypatch.setattr(structured, "CHUNK", 200)
+    monkeypatch.setattr(calls, "EDGES_OF_ROUND", 70)
     monkeypatch.setattr(pieces, "SHORTEST", 0)
 
 
@@ -136,22 +143,27 @@ def assert_same(mine, theirs, seed, **tolerances):
 @pytest.mark.long
 @pytest.mark.parametrize("chunk", [200, 1 << 20])
 @pytest.mark.parametrize("shortest", [0, 512])  # of the sequences gone over hop by hop
-def test_values_and_gradients_are_those_of_the_reference(monkeypatch, chunk, shortest):
+def test_values_and_gradients_are_those_of_the_reference(backend, monkeypatch, chunk, shortest):
     monkeypatch.setattr(structured, "CHUNK", chunk)
     monkeypatch.setattr(pieces, "SHORTEST", shortest)
+    monkeypatch.setattr(calls, "EDGES_OF_ROUND", 33 if chunk == 200 else 0)
     for seed in range(CASES):
         case = random_case(seed)
-        mine, theirs = run("structured", *case), run("reference", *case)
+        if backend == "native" and "features" in case[1]:
+            continue
+        mine, theirs = run(backend, *case), run("reference", *case)
         assert_same(mine, theirs, seed, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.usefixtures("short_chunks")
-def test_float32_keeps_its_accuracy_under_a_common_offset():
+def test_float32_keeps_its_accuracy_under_a_common_offset(backend):
     for seed in range(max(20, CASES // 10)):
         graph, tensors, options = random_case(seed, torch.float32, offset=100.0)
+        if backend == "native" and "features" in tensors:
+            continue
         exact = run("reference", graph, {name: x.double() for name, x in tensors.items()}, options)
         plain = run("reference", graph, tensors, options)
-        for name, mine in run("structured", graph, tensors, options).items():
+        for name, mine in run(backend, graph, tensors, options).items():
             if mine is None or not mine.numel():
                 continue
             scale = exact[name].norm().clamp_min(1e-3)
@@ -161,15 +173,15 @@ def test_float32_keeps_its_accuracy_under_a_common_offset():
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1e-12, 1e12, 1e30])
-def test_rows_of_lambda_whose_squares_leave_float32_are_normalised_all_the_same(scale):
+def test_rows_of_lambda_whose_squares_leave_float32_are_normalised_all_the_same(backend, scale):
     """R depends on the directions of its rows only; one head is scaled, the other is not."""
     graph, tensors, options = case_of(ga.window_path_graph(12, 2), heads=2)
     tensors = {name: x.float() for name, x in tensors.items()}
-    plain = run("structured", graph, tensors, options)
+    plain = run(backend, graph, tensors, options)
     scales = torch.tensor([1.0, scale])
     for name in ("shear", "shear_bias"):
         tensors[name] = tensors[name] * scales.view(2, *[1] * (tensors[name].dim() - 1))
-    scaled = run("structured", graph, tensors, options)
+    scaled = run(backend, graph, tensors, options)
     torch.testing.assert_close(scaled["new"], plain["new"])
     torch.testing.assert_close(scaled["target_hidden"], plain["target_hidden"])
     assert torch.equal(scaled["new"][:, 0], plain["new"][:, 0])
@@ -211,13 +223,13 @@ EVERY_KIND = [
 @pytest.mark.parametrize("step_size", [0.1, "auto"])
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 @pytest.mark.parametrize("graph", EVERY_KIND, ids=["windows", "causal", "mixed"])
-def test_a_bad_sequence_changes_no_bit_of_the_others(graph, bad, step_size):
+def test_a_bad_sequence_changes_no_bit_of_the_others(backend, graph, bad, step_size):
     """Tokens 20, 21, 22 are a sequence of a batch; the values and gradients of the others stay."""
     _, tensors, options = case_of(graph, batch=(2,), step_size=step_size)
-    clean = run("structured", graph, tensors, options)
+    clean = run(backend, graph, tensors, options)
     for name in TOKENS:
         tensors[name][:, 20:23] = bad
-    dirty = run("structured", graph, tensors, options)
+    dirty = run(backend, graph, tensors, options)
     others = (torch.arange(41) < 20) | (torch.arange(41) >= 23)
     assert dirty["new"][:, ~others].isnan().any()
     for name in ("new", *TOKENS):
@@ -226,15 +238,15 @@ def test_a_bad_sequence_changes_no_bit_of_the_others(graph, bad, step_size):
 
 @pytest.mark.usefixtures("short_chunks")
 @pytest.mark.parametrize("listed", [False, True])
-def test_a_bad_token_changes_only_its_neighbours(listed):
+def test_a_bad_token_changes_only_its_neighbours(backend, listed):
     graph = ga.causal_window_graph(40, 4)
     if listed:
         graph = ga.from_edge_index(graph.edge_index, 40)
     _, tensors, options = case_of(graph, update="target")
-    clean = run("structured", graph, tensors, options)
+    clean = run(backend, graph, tensors, options)
     for name in TOKENS:
         tensors[name][20] = torch.nan
-    dirty = run("structured", graph, tensors, options)
+    dirty = run(backend, graph, tensors, options)
     changed = (clean["new"] != dirty["new"]).flatten(1).any(1).nonzero().flatten().tolist()
     assert changed == [20, 21, 22, 23]
     for name in TOKENS:  # token 17 is seen by token 20, token 23 sees it
@@ -243,35 +255,35 @@ def test_a_bad_token_changes_only_its_neighbours(listed):
 
 
 @pytest.mark.usefixtures("short_chunks")
-def test_a_token_without_edges_keeps_its_state_to_the_bit():
+def test_a_token_without_edges_keeps_its_state_to_the_bit(backend):
     mask = torch.zeros(9, 9, dtype=torch.bool)
     mask[1, 2] = mask[4, 6] = True
     apart = torch.tensor([0, 3, 5, 7, 8])
     for graph in (ga.from_mask(mask), ga.batch([ga.window_path_graph(1, 2)] * 9)):
         for step_size in (0.1, "auto"):
             _, tensors, options = case_of(graph, step_size=step_size)
-            new = step("structured", graph, tensors, options)
+            new = step(backend, graph, tensors, options)
             assert torch.equal(new[apart], tensors["state"][apart])
 
 
 @pytest.mark.parametrize("graph", EVERY_KIND, ids=["windows", "causal", "mixed"])
-def test_a_batch_gives_what_each_sequence_gives_alone(graph):
+def test_a_batch_gives_what_each_sequence_gives_alone(backend, graph):
     _, tensors, options = case_of(graph, step_size="auto")
-    together = run("structured", graph, tensors, options)
+    together = run(backend, graph, tensors, options)
     for part, start in zip(graph.structure.parts, (0, 20, 23), strict=True):
         own = slice(start, start + part.num_targets)
         alone_graph = ga.from_edge_index(part.edges(), part.num_targets)
         pieces = {name: x[own] if name in TOKENS else x for name, x in tensors.items()}
-        alone = step("structured", alone_graph, pieces, options)
+        alone = step(backend, alone_graph, pieces, options)
         torch.testing.assert_close(together["new"][own], alone)
 
 
 @pytest.mark.parametrize("graph", EVERY_KIND, ids=["windows", "causal", "mixed"])
-def test_two_runs_give_the_same_bits(monkeypatch, graph):
+def test_two_runs_give_the_same_bits(backend, monkeypatch, graph):
     monkeypatch.setattr(structured, "CHUNK", 500)
     _, tensors, options = case_of(graph, batch=(3,), step_size="auto")
     tensors = {name: x.float() for name, x in tensors.items()}
-    first, second = (run("structured", graph, tensors, options) for _ in range(2))
+    first, second = (run(backend, graph, tensors, options) for _ in range(2))
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
@@ -279,7 +291,7 @@ def test_two_runs_give_the_same_bits(monkeypatch, graph):
 @pytest.mark.parametrize("update", ["energy", "target"])
 @pytest.mark.parametrize("step_size", [0.1, "auto"])
 @pytest.mark.parametrize("banded", [True, False])
-def test_it_can_be_differentiated_twice(update, step_size, banded):
+def test_it_can_be_differentiated_twice(backend, update, step_size, banded):
     window = ga.window_path_graph(4, 2, self_loops=True)
     graph = ga.batch([window, window if banded else ga.complete_graph(2)])
     _, tensors, options = case_of(graph, features=2, xi=2, step_size=step_size, update=update)
@@ -287,7 +299,7 @@ def test_it_can_be_differentiated_twice(update, step_size, banded):
     names = list(tensors)
 
     def function(*values):
-        return step("structured", graph, dict(zip(names, values, strict=True)), options)
+        return step(backend, graph, dict(zip(names, values, strict=True)), options)
 
     inputs = [x.requires_grad_() for x in tensors.values()]
     torch.autograd.gradcheck(function, inputs, fast_mode=True)
@@ -307,12 +319,10 @@ def second_derivatives(backend, graph, tensors, options):
 @pytest.mark.usefixtures("short_chunks")
 @pytest.mark.parametrize("step_size", [0.1, "auto"])
 @pytest.mark.parametrize("num_tokens", [9, 1, 0])
-def test_a_tensor_in_several_places_has_the_second_derivatives_of_the_reference(
-    num_tokens, step_size
-):
+def test_a_tensor_in_several_places_has_the_second_derivatives_of_the_reference(backend, num_tokens, step_size):
     """u is v and alpha is beta; and every derivative is there even where there is no edge."""
     case = case_of(ga.window_path_graph(num_tokens, 2), step_size=step_size)
-    mine, theirs = (second_derivatives(name, *case) for name in ("structured", "reference"))
+    mine, theirs = (second_derivatives(name, *case) for name in (backend, "reference"))
     torch.testing.assert_close(mine, theirs)
 
 
@@ -320,13 +330,13 @@ def test_a_tensor_in_several_places_has_the_second_derivatives_of_the_reference(
 @pytest.mark.parametrize("which", TOKENS)
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 @pytest.mark.parametrize("graph", EVERY_KIND, ids=["windows", "causal", "mixed"])
-def test_what_an_invalid_token_holds_reaches_nothing(graph, bad, which):
+def test_what_an_invalid_token_holds_reaches_nothing(backend, graph, bad, which):
     """Neither values nor gradients, those of the network included, nor second derivatives."""
     valid = torch.arange(41) % 5 != 2
     _, tensors, options = case_of(graph, step_size="auto", valid=valid)
-    clean, clean_twice = (f("structured", graph, tensors, options) for f in (run, twice))
+    clean, clean_twice = (f(backend, graph, tensors, options) for f in (run, twice))
     tensors[which] = tensors[which].masked_fill(~valid[:, None, None], bad)
-    dirty, dirty_twice = (f("structured", graph, tensors, options) for f in (run, twice))
+    dirty, dirty_twice = (f(backend, graph, tensors, options) for f in (run, twice))
     for name, value in clean.items():
         own = valid if name in ("new", "state") else slice(None)  # an invalid token keeps its own
         assert torch.equal(value[own], dirty[name][own]), name
@@ -344,12 +354,12 @@ def twice(backend, graph, tensors, options):
     return torch.autograd.grad(sum(x.square().sum() for x in gradients), wanted)
 
 
-def test_gradients_that_nobody_wants_are_not_computed():
+def test_gradients_that_nobody_wants_are_not_computed(backend):
     graph, tensors, options = case_of(ga.window_path_graph(9, 2), step_size="auto")
-    everything = run("structured", graph, tensors, options)
+    everything = run(backend, graph, tensors, options)
     for wanted in (("state",), ("source_hidden",), ("alpha_bias", "shear"), ("beta",)):
         leaves = {name: x.clone().requires_grad_(name in wanted) for name, x in tensors.items()}
-        new = step("structured", graph, leaves, options)
+        new = step(backend, graph, leaves, options)
         generator = torch.Generator().manual_seed(0)
         weight = torch.randn(new.shape, generator=generator, dtype=torch.float64)
         (new * weight).sum().backward()
@@ -391,7 +401,7 @@ def test_no_tensor_is_larger_than_a_chunk_or_an_input(monkeypatch, listed, step_
     assert largest.numel > 10 * inputs  # what is measured does show the tensors of the edges
 
 
-def test_the_edges_of_long_windows_are_never_listed(monkeypatch):
+def test_the_edges_of_long_windows_are_never_listed(backend, monkeypatch):
     def listed(*_):
         raise AssertionError("the edges were listed")
 
@@ -399,7 +409,7 @@ def test_the_edges_of_long_windows_are_never_listed(monkeypatch):
     valid = torch.rand(650) < 0.9
     for build, update in ((ga.window_path_graph, "energy"), (ga.causal_window_graph, "target")):
         graph = ga.batch([build(n, 5) for n in (600, 50)])
-        run("structured", *case_of(graph, step_size="auto", update=update, valid=valid))
+        run(backend, *case_of(graph, step_size="auto", update=update, valid=valid))
         layer = ga.nn.SelfConsensus(8, 2, edge_hidden=4, update=update, rope=True)
         layer(torch.randn(2, 650, 8), graph, valid=valid).sum().backward()
 
@@ -407,18 +417,20 @@ def test_the_edges_of_long_windows_are_never_listed(monkeypatch):
 @pytest.mark.parametrize("name", GRAPHS)
 def test_auto_takes_it_on_every_graph(monkeypatch, name):
     used = []
-    original = structured.consensus_update
+    module = native if FAST[-1] == "native" else structured
+    original = module.sums_over_edges
 
     def spy(*arguments, **options):
         used.append(True)
         return original(*arguments, **options)
 
-    monkeypatch.setattr(structured, "consensus_update", spy)
+    monkeypatch.setattr(module, "sums_over_edges", spy)
     graph = GRAPHS[name]()
     if graph.num_targets != graph.num_sources:
         graph = ga.from_mask(graph.to_mask()[:, : graph.num_targets])
     _, tensors, options = case_of(graph, update="target")
-    assert ga.backends("consensus_update", graph, tensors["state"])["structured"] is None
+    support = ga.backends("consensus_update", graph, tensors["state"])
+    assert all(support[name] is None for name in FAST)
     step("auto", graph, tensors, options)
     assert used
     used.clear()

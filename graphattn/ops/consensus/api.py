@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable
+from functools import partial
 from numbers import Real
 from typing import Any, Literal
 
@@ -14,9 +15,9 @@ from torch import Tensor
 from graphattn.graphs.arguments import as_choice
 from graphattn.graphs.token_graph import TokenGraph
 from graphattn.ops.backends import choose_backend
-from graphattn.ops.consensus import compiled, operators, reference, structured, triton
+from graphattn.ops.consensus import compiled, native, operators, reference, structured, triton
 from graphattn.ops.consensus.edge_hidden import EdgeHidden, check_edge_hidden, in_dtype
-from graphattn.ops.consensus.parameters import EdgeNetworkParameters, FirstLayer
+from graphattn.ops.consensus.parameters import EdgeNetworkParameters, FirstLayer, as_dtype
 from graphattn.ops.counting import is_watched, note_uncounted
 from graphattn.ops.inputs import (
     Valid,
@@ -134,16 +135,18 @@ def consensus_update(
     )
     update_by: Callable[..., Tensor] = operators.consensus_update
     if chosen != "triton":
-        module: Any = reference
-        if chosen == "structured":
-            module = compiled if is_watched(state) else structured
-        else:
+        if chosen == "reference":
             note_uncounted("consensus_update with backend='reference'")
-        update_by = module.consensus_update
+            update_by = reference.consensus_update
+        elif is_watched(state):
+            update_by = partial(compiled.consensus_update, backend=chosen)
+        else:
+            sums = native.sums_over_edges if chosen == "native" else structured.sums_over_edges
+            update_by = partial(structured.consensus_update, sums=sums)
         formed = (x.hidden() if isinstance(x, FirstLayer) else x for x in hidden)
-        hidden = tuple(x.to(dtype) for x in formed)
-        compared = compared[0].to(dtype), compared[1].to(dtype)
-        moving = moving.to(dtype)
+        hidden = tuple(as_dtype(x, dtype) for x in formed)
+        compared = as_dtype(compared[0], dtype), as_dtype(compared[1], dtype)
+        moving = as_dtype(moving, dtype)
     of_edges = {} if edge_hidden is None else {"edge_hidden": in_dtype(edge_hidden, dtype)}
     with full_precision(state.device):
         new = update_by(
@@ -159,7 +162,7 @@ def consensus_update(
         )
     if pair[0] is not None and step is None:  # a source that is valid pulls at it all the same
         new = torch.where(pair[0][..., None, None], new, moving)
-    return new.to(state.dtype)
+    return as_dtype(new, state.dtype)
 
 
 def support(state: Tensor, trunks: int = 1, edge_hidden: bool = False) -> dict[str, str | None]:
@@ -168,7 +171,7 @@ def support(state: Tensor, trunks: int = 1, edge_hidden: bool = False) -> dict[s
     return {
         "reference": None,
         "structured": None,
-        "native": "it has no code for consensus, which is a matrix product in torch",
+        "native": native.why_not(state, edge_hidden),
         "triton": reason,
     }
 
@@ -383,6 +386,8 @@ def _check_network(
             f"{list(target_hidden[-2:])} and {list(source_hidden[-2:])}"
         )
     dtype = compute_dtype(like.dtype)
+    if all(tensor.dtype is dtype for tensor in network):
+        return network
     return EdgeNetworkParameters(*(tensor.to(dtype) for tensor in network))
 
 
@@ -407,4 +412,4 @@ def _step(step_size: float | Tensor | str, state: Tensor, dtype: torch.dtype) ->
             f"step_size must be a number, 'auto', or broadcastable to {list(state.shape[:-1])} "
             f"(tokens, heads), got shape {list(step_size.shape)}"
         ) from None
-    return step_size.to(dtype)
+    return as_dtype(step_size, dtype)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from graphattn.graphs.encoding import decode
 from graphattn.graphs.token_graph import TokenGraph
-from graphattn.ops.consensus import structured
+from graphattn.ops.consensus import native, structured
 from graphattn.ops.inputs import ValidPair, full_precision
 
 NAMES = (
@@ -25,10 +25,10 @@ NAMES = (
 INPUTS = ", ".join(f"Tensor {name}" for name in NAMES)
 OPTIONS = (
     "Tensor? valid_targets, Tensor? valid_sources, Tensor code, Tensor? listed, "
-    "bool energy, bool degrees"
+    "bool energy, bool degrees, str backend"
 )
 OF_EDGES = "Tensor? edge, Tensor? edge_weight"
-COUNT, PLACES = len(NAMES), len(NAMES) + 6  # how many tensors, and how many arguments before edges
+COUNT, PLACES = len(NAMES), len(NAMES) + 7  # how many tensors, and how many arguments before edges
 
 
 def _sums_over_edges(
@@ -38,15 +38,19 @@ def _sums_over_edges(
     *,
     energy: bool,
     degrees: bool,
+    backend: str,
 ) -> tuple[Tensor, Tensor | None]:
-    options = *valid, graph.code, graph.listed, energy, degrees
+    options = *valid, graph.code, graph.listed, energy, degrees, backend
     gradient, degree = torch.ops.graphattn.consensus_sums(
         *tensors[:COUNT], *options, *tensors[COUNT:]
     )
     return gradient, degree if degrees else None
 
 
-consensus_update = partial(structured.consensus_update, sums=_sums_over_edges)
+def consensus_update(*arguments: Any, backend: str, **options: Any) -> Tensor:
+    """u' = u - step * g, by the code that `backend` names, "structured" or "native"."""
+    sums = partial(_sums_over_edges, backend=backend)
+    return structured.consensus_update(*arguments, sums=sums, **options)
 
 
 def _understood(
@@ -54,7 +58,7 @@ def _understood(
 ) -> tuple[tuple[Any, ...], TokenGraph, ValidPair, dict[str, bool]]:
     """All tensors of a step, the graph, valid tokens and options of the operator's arguments."""
     tensors = arguments[:COUNT] + arguments[PLACES : PLACES + 2]
-    of_target, of_source, code, listed, energy, degrees = arguments[COUNT:PLACES]
+    of_target, of_source, code, listed, energy, degrees, _ = arguments[COUNT:PLACES]
     graph = decode(code, listed, tensors[0].device)
     return tensors, graph, (of_target, of_source), {"energy": energy, "degrees": degrees}
 
@@ -67,13 +71,14 @@ def _understood(
 def _consensus_sums(*arguments: Any) -> tuple[Tensor, Tensor]:
     """g and the degrees; an empty tensor where nobody wants them."""
     tensors, graph, valid, options = _understood(arguments)
-    gradient, degree = structured.sums_over_edges(graph, tensors, valid, **options)
+    module: Any = native if arguments[PLACES - 1] == "native" else structured
+    gradient, degree = module.sums_over_edges(graph, tensors, valid, **options)
     return gradient, gradient.new_empty(0) if degree is None else degree
 
 
 @_consensus_sums.register_fake
 def _(*arguments: Any) -> tuple[Tensor, Tensor]:
-    u, degrees = arguments[2], arguments[PLACES - 1]
+    u, degrees = arguments[2], arguments[PLACES - 2]
     return u.new_empty(u.shape), u.new_empty(u.shape[:-1] if degrees else (0,))
 
 
@@ -107,13 +112,13 @@ def _(*arguments: Any) -> tuple[Tensor, ...]:
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *before, ctx.energy, ctx.degrees, edge, edge_weight = inputs
+    *before, ctx.energy, ctx.degrees, ctx.backend, edge, edge_weight = inputs
     ctx.save_for_backward(*before, edge, edge_weight)
 
 
 def _backward(ctx: Any, d_gradient: Tensor, d_degree: Tensor) -> tuple[Tensor | None, ...]:
     *before, edge, edge_weight = ctx.saved_tensors
-    arguments = *before, ctx.energy, ctx.degrees, edge, edge_weight
+    arguments = *before, ctx.energy, ctx.degrees, ctx.backend, edge, edge_weight
     wanted = ctx.needs_input_grad[PLACES:]
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         # create_graph=True: somebody differentiates this again.
@@ -123,14 +128,14 @@ def _backward(ctx: Any, d_gradient: Tensor, d_degree: Tensor) -> tuple[Tensor | 
         needed = (*ctx.needs_input_grad[:COUNT], *wanted)
         with full_precision(d_gradient.device):
             *plainly, d_edge, d_weight = structured.gradients_plainly(tensors, needed, plan, d_sums)
-        return (*plainly, *[None] * 6, d_edge, d_weight)
+        return (*plainly, *[None] * 7, d_edge, d_weight)
     *gradients, d_edge, d_edge_weight = torch.ops.graphattn.consensus_sums_backward(
         *arguments, d_gradient, d_degree, *wanted
     )
     of_edges = (
         x if want else None for x, want in zip((d_edge, d_edge_weight), wanted, strict=True)
     )
-    return (*gradients, *[None] * 6, *of_edges)
+    return (*gradients, *[None] * 7, *of_edges)
 
 
 _consensus_sums.register_autograd(_backward, setup_context=_remember)

@@ -8,6 +8,11 @@ import torch
 from torch import Tensor
 
 
+def as_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x in a dtype; without a call of torch where it has it: in small layers such calls count."""
+    return x if x.dtype is dtype else x.to(dtype)
+
+
 class FirstLayer(NamedTuple):
     """What hidden vectors are made from: ``weight y + bias`` for every token and group of heads.
 

@@ -340,13 +340,16 @@ def consensus_update(
     """u' = u - step * g; `step_size` broadcastable to [*, N, H], None for the automatic one."""
     keep_freed_memory()
     entries = math.prod(state.shape[:-3])
-    hidden = (x.reshape(entries, *x.shape[-3:]) for x in (target_hidden, source_hidden))
-    compared = (x.reshape(entries, *x.shape[-3:]) for x in disagreement)
-    tensors = (*hidden, *compared, *network, *as_pair(edge_hidden, entries))
+    of_tokens = target_hidden, source_hidden, *disagreement
+    if state.dim() != 4:
+        of_tokens = tuple(x.reshape(entries, *x.shape[-3:]) for x in of_tokens)
+    tensors = (*of_tokens, *network, *as_pair(edge_hidden, entries))
     gradient, degree = sums(
         graph, tensors, valid, energy=update == "energy", degrees=step_size is None
     )
     if step_size is None:
         assert degree is not None
         step_size = step_of_degrees(degree.view(state.shape[:-1]), graph, update)
-    return torch.addcmul(state, step_size[..., None], gradient.view(state.shape), value=-1)
+    if state.dim() != 4:
+        gradient = gradient.view(state.shape)
+    return torch.addcmul(state, step_size[..., None], gradient, value=-1)

@@ -1,0 +1,105 @@
+"""What compiled code for consensus is given, and the edges of a graph as it reads them."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from graphattn.graphs.structure import Structure
+from graphattn.graphs.token_graph import TokenGraph
+from graphattn.ops.attention.native.rows import KINDS, TokenView
+from graphattn.ops.consensus.pieces import equal_bands, moves_of, shift_of
+from graphattn.ops.kept import kept
+
+EDGES_OF_ROUND = 0  # at most, whose results are there at a time; 0: as many as stay in cache
+
+
+class ConsensusNetwork(ctypes.Structure):
+    """The second layer; the fields are those of ``kernels/cpu/consensus.h``, in their order."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_void_p)
+        for name in ("alpha", "alpha_bias", "beta", "beta_bias", "shear", "shear_bias")
+    )
+
+
+class ConsensusCall(ctypes.Structure):
+    """One call; the fields are those of ``kernels/cpu/consensus.h``, in their order."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("batch", "targets", "sources", "heads", "groups")),
+        *((name, ctypes.c_int64) for name in ("width", "rank", "hidden", "trunks")),
+        *((name, ctypes.c_void_p) for name in ("rowptr", "source", "moves")),
+        ("move_count", ctypes.c_int64),
+        ("borders", ctypes.c_void_p),
+        ("border_count", ctypes.c_int64),
+        ("energy", ctypes.c_int64),
+        *((name, TokenView) for name in ("target_hidden", "source_hidden", "u", "v")),
+        ("network", ConsensusNetwork),
+        ("valid_targets", ctypes.c_void_p),
+        ("valid_sources", ctypes.c_void_p),
+        ("gradient", TokenView),
+        ("degree", ctypes.c_void_p),
+        ("round", ctypes.c_int64),
+        ("threads", ctypes.c_int64),
+    )
+
+
+class Edges(NamedTuple):
+    """The sources of every target: rows of a list, or moves that are the same for all targets."""
+
+    rowptr: Tensor | None = None
+    source: Tensor | None = None
+    moves: Tensor | None = None
+    borders: Tensor | None = None  # where sequences begin, but for the first
+
+
+def edges_of(graph: TokenGraph) -> Edges:
+    """The edges of a graph; those of bands, and of batches of equal ones, are never listed."""
+    if graph.structure is not None:
+        found = _of_bands(graph.structure)
+        if found is not None:
+            return found
+    return kept(graph, _listed)
+
+
+@lru_cache(maxsize=64)
+def _of_bands(structure: Structure) -> Edges | None:
+    bands = equal_bands(structure)
+    if not bands:
+        return None
+    moves = moves_of(bands, loops=True, shift=shift_of(structure))
+    with torch.inference_mode(False):
+        ends = torch.tensor([band.num_tokens for band in bands], dtype=torch.int64).cumsum(0)
+        return Edges(moves=torch.tensor(moves, dtype=torch.int64), borders=ends[:-1].contiguous())
+
+
+def _listed(graph: TokenGraph, _: Tensor) -> Edges:
+    rowptr, source = (x.to(torch.int64).contiguous() for x in graph.csr())
+    return Edges(rowptr, source)
+
+
+def view(x: Tensor) -> TokenView:
+    """x [B, tokens, heads, features] by its address, features side by side."""
+    return TokenView(x.data_ptr(), *x.stride()[:3], KINDS.get(x.dtype, 0))
+
+
+def address(x: Tensor | None) -> Any:
+    """Where x lies; None where there is none."""
+    return None if x is None else x.data_ptr()
+
+
+def featurewise(x: Tensor) -> Tensor:
+    """x with features side by side, as they are in memory; copied where they are not."""
+    if x.is_neg():
+        x = x.resolve_neg()
+    return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
+
+
+def as_it_lies(x: Tensor) -> Tensor:
+    """x with all its numbers side by side."""
+    return x if x.is_contiguous() and not x.is_neg() else x.resolve_neg().contiguous()

@@ -1,0 +1,238 @@
+// R of a block of edges, and what it does to a vector: edges in the lanes of vectors.
+//
+// With raw rows l_k of Lambda, R d = alpha d + (beta / r) sum_k l_k (l_k . d) / |l_k|^2. The product
+// that makes the rows is nearly all of the work, and what follows reads them from the cache.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <vector>
+
+#include "consensus.h"
+#include "consensus_walk.h"
+#include "edge_products.h"
+#include "gelu.h"
+#include "precision.h"
+#include "simd.h"
+#include "transpose.h"
+
+namespace graphattn {
+
+// The second layer for one head.
+template <class T>
+struct HeadNetwork {
+  const T *alpha, *beta, *shear, *shear_bias;
+  T alpha_bias, beta_bias;
+
+  HeadNetwork(const ConsensusNetwork& all, int64_t head, int64_t xi, int64_t rows)
+      : alpha(static_cast<const T*>(all.alpha) + head * xi),
+        beta(static_cast<const T*>(all.beta) + head * xi),
+        shear(static_cast<const T*>(all.shear) + head * rows * xi),
+        shear_bias(static_cast<const T*>(all.shear_bias) + head * rows),
+        alpha_bias(static_cast<const T*>(all.alpha_bias)[head]),
+        beta_bias(static_cast<const T*>(all.beta_bias)[head]) {}
+};
+
+// The numbers of one head or group at both ends of every edge of a block; unused lanes repeat the
+// first.
+template <class T>
+struct Ends {
+  const T *target[EDGES<T>], *source[EDGES<T>];
+};
+
+// x[f, e] = f(target[e][f], source[e][f]) for `width` features of V vectors of edges. `keep` sees
+// the vectors, L features of edge e from feature f on, before they are exchanged.
+template <class T, int V, class Join>
+GRAPHATTN_INLINE void by_feature(const Ends<T>& ends, int64_t width, T* x, const Join& join) {
+  constexpr int64_t L = Vec<T>::L;
+  for (int v = 0; v < V; ++v) {
+    for (int64_t f = 0; f < width; f += L) {
+      vec<T> square[L];
+      const int64_t count = std::min(L, width - f);
+      if (count == L) {
+#pragma GCC unroll 16
+        for (int64_t e = 0; e < L; ++e) {
+          const int64_t edge = v * L + e;
+          square[e] = join(load(ends.target[edge] + f), load(ends.source[edge] + f), edge, f);
+        }
+      } else {
+        for (int64_t e = 0; e < L; ++e) {
+          const int64_t edge = v * L + e;
+          square[e] = join(load_first(ends.target[edge] + f, count),
+                           load_first(ends.source[edge] + f, count), edge, f);
+        }
+      }
+      transpose(square);
+      T* to = x + f * EDGES<T> + v * L;
+      if (count == L) {
+#pragma GCC unroll 16
+        for (int64_t i = 0; i < L; ++i) store(to + i * EDGES<T>, square[i]);
+      } else {
+        for (int64_t i = 0; i < count; ++i) store(to + i * EDGES<T>, square[i]);
+      }
+    }
+  }
+}
+
+// The reverse: give(e, f, numbers, how many) for L features of edge e from feature f on.
+template <class T, class Give>
+GRAPHATTN_INLINE void by_edge(const T* x, int64_t width, int64_t edges, const Give& give) {
+  constexpr int64_t L = Vec<T>::L;
+  for (int64_t first = 0; first < edges; first += L) {
+    for (int64_t f = 0; f < width; f += L) {
+      vec<T> square[L];
+      const int64_t count = std::min(L, width - f), last = std::min(L, edges - first);
+      for (int64_t i = 0; i < L; ++i) {
+        square[i] = i < count ? load(x + (f + i) * EDGES<T> + first) : vec<T>{};
+      }
+      transpose(square);
+      for (int64_t e = 0; e < last; ++e) give(first + e, f, square[e], count);
+    }
+  }
+}
+
+constexpr double LARGEST_SQUARE = 1099511627776.0;  // 2^40: it and its reciprocal are in range
+
+template <class T>
+struct EdgeBlock {
+  std::vector<T> hidden;      // [trunks * xi, EDGES]
+  std::vector<T> rows;        // [rank * width, EDGES]
+  std::vector<T> difference;  // [width, EDGES]
+  std::vector<T> pull;        // [width, EDGES]
+  T alpha_logit[EDGES<T>], beta_logit[EDGES<T>], alpha[EDGES<T>], beta[EDGES<T>];
+  std::vector<T> per_square;  // [rank, EDGES]: 1 / |l_k|^2, 0 of a zero row
+  std::vector<T> divisor;     // [rank, EDGES]: what rows were divided by, to come into range
+  bool is_usual = true;       // whether all divisors are 1
+
+  void reserve(const ConsensusCall& call) {
+    const auto resize = [](std::vector<T>& x, int64_t numbers) {
+      x.resize(static_cast<size_t>(numbers * EDGES<T>));
+    };
+    resize(hidden, call.trunks * call.hidden);
+    resize(rows, call.rank * call.width);
+    for (auto* x : {&difference, &pull}) resize(*x, call.width);
+    for (auto* x : {&per_square, &divisor}) resize(*x, call.rank);
+  }
+
+  // alpha, beta and the raw rows of Lambda, from the hidden vectors.
+  template <int V>
+  void find_rows(const HeadNetwork<T>& network, int64_t xi, int64_t trunks, int64_t count) {
+    const int64_t third = trunks == 1 ? 0 : xi * EDGES<T>;
+    const T* from = hidden.data();
+    forward_row<T, V>(network.alpha, network.alpha_bias, xi, from, alpha_logit);
+    forward_row<T, V>(network.beta, network.beta_bias, xi, from + third, beta_logit);
+    forward_product<T, V>(network.shear, network.shear_bias, count, xi, from + 2 * third,
+                          rows.data());
+    for (int v = 0; v < V; ++v) {
+      store(alpha + v * Vec<T>::L, softplus(load(alpha_logit + v * Vec<T>::L)));
+      store(beta + v * Vec<T>::L, softplus(load(beta_logit + v * Vec<T>::L)));
+    }
+  }
+
+  // 1 / |l_k|^2; rows whose squares would leave the range are divided by their largest entry. That
+  // is decided lane by lane: no edge changes the rounding of another.
+  template <int V>
+  void find_squares(int64_t rank, int64_t width) {
+    constexpr int64_t L = Vec<T>::L;
+    is_usual = true;
+    for (int64_t k = 0; k < rank; ++k) {
+      for (int v = 0; v < V; ++v) {
+        T* row = rows.data() + k * width * EDGES<T> + v * L;
+        vec<T> square = squared(row, width);
+        vec<T> by = broadcast(T(1));
+        const vec<T> is_normal = (square >= T(1 / LARGEST_SQUARE)) & (square <= T(LARGEST_SQUARE))
+                                     ? broadcast(T(1))
+                                     : vec<T>{};
+        if (sum(is_normal) != T(L)) {
+          vec<T> largest{};
+          for (int64_t d = 0; d < width; ++d) {
+            const vec<T> x = load(row + d * EDGES<T>), size = -minus_size(x);
+            largest = size <= largest ? largest : size;  // NaN too
+          }
+          by = is_normal == T(1) || largest == T(0) ? by : largest;
+          for (int64_t d = 0; d < width; ++d) {
+            store(row + d * EDGES<T>, load(row + d * EDGES<T>) / by);
+          }
+          square = squared(row, width);
+          is_usual = false;
+        }
+        const vec<T> reciprocal = T(1) / square;
+        store(per_square.data() + k * EDGES<T> + v * L, square == T(0) ? vec<T>{} : reciprocal);
+        store(divisor.data() + k * EDGES<T> + v * L, by);
+      }
+    }
+  }
+
+  // R x for x [width, EDGES]; `along` [rank, EDGES], if asked for, gets l_k . x.
+  template <int V>
+  void apply(const T* x, int64_t rank, int64_t width, T* to, T* along = nullptr) const {
+    constexpr int64_t L = Vec<T>::L;
+    for (int v = 0; v < V; ++v) {
+      const vec<T> of_alpha = load(alpha + v * L);
+      const vec<T> of_beta = load(beta + v * L) * T(T(1) / static_cast<T>(rank));
+      for (int64_t d = 0; d < width; ++d) {
+        const int64_t at = d * EDGES<T> + v * L;
+        store(to + at, of_alpha * load(x + at));
+      }
+      for (int64_t k = 0; k < rank; ++k) {
+        const T* row = rows.data() + k * width * EDGES<T> + v * L;
+        const vec<T> product = dot(row, x + v * L, width);
+        if (along) store(along + k * EDGES<T> + v * L, product);
+        const vec<T> share = of_beta * (product * load(per_square.data() + k * EDGES<T> + v * L));
+        for (int64_t d = 0; d < width; ++d) {
+          T* sum = to + d * EDGES<T> + v * L;
+          store(sum, load(sum) + share * load(row + d * EDGES<T>));
+        }
+      }
+    }
+  }
+
+  // x . y over features, in four sums at a time.
+  static GRAPHATTN_INLINE vec<T> dot(const T* x, const T* y, int64_t width) {
+    vec<T> sums[4] = {};
+    int64_t d = 0;
+    for (; d + 4 <= width; d += 4) {
+#pragma GCC unroll 4
+      for (int p = 0; p < 4; ++p) {
+        sums[p] += load(x + (d + p) * EDGES<T>) * load(y + (d + p) * EDGES<T>);
+      }
+    }
+    for (; d < width; ++d) sums[0] += load(x + d * EDGES<T>) * load(y + d * EDGES<T>);
+    return (sums[0] + sums[1]) + (sums[2] + sums[3]);
+  }
+
+ private:
+  static GRAPHATTN_INLINE vec<T> squared(const T* row, int64_t width) {
+    return dot(row, row, width);
+  }
+};
+
+// Tokens of one head as numbers of type T: where they lie, or converted in `room`.
+template <class T>
+struct EndReader {
+  std::vector<T> room;  // of halves: [2, EDGES, width]
+
+  // Both ends of some edges.
+  void read(const TokenView& of_targets, const TokenView& of_sources, int64_t head, int64_t width,
+            const Edge* edges, int64_t count, Ends<T>& ends) {
+    if (is_half<T>(of_targets) || is_half<T>(of_sources)) {
+      room.resize(static_cast<size_t>(2 * EDGES<T> * width));
+    }
+    T* rest = room.data();
+    for (int64_t e = 0; e < count; ++e) {
+      const Edge& edge = edges[e];
+      const bool again = e > 0 && edge.target == edges[e - 1].target &&
+                         edge.sample == edges[e - 1].sample;
+      ends.target[e] = again ? ends.target[e - 1]
+                             : read_head(of_targets, edge.sample, edge.target, head, width, rest);
+      ends.source[e] = read_head(of_sources, edge.sample, edge.source, head, width, rest + width);
+      if (room.size()) rest += 2 * width;
+    }
+    for (int64_t e = count; e < EDGES<T>; ++e) {
+      ends.target[e] = ends.target[0], ends.source[e] = ends.source[0];
+    }
+  }
+};
+
+}  // namespace graphattn
