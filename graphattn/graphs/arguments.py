@@ -107,6 +107,11 @@ def as_points(name: str, x: Any) -> Tensor:
 
 def as_edge_index(edge_index: Any) -> Tensor:
     """A plain int64 tensor [2, E] from a tensor or PyG EdgeIndex."""
+    return as_plain_edge_index(edge_index).long()
+
+
+def as_plain_edge_index(edge_index: Any) -> Tensor:
+    """A plain tensor [2, E] of integers as wide as they are given, from a tensor or EdgeIndex."""
     if not isinstance(edge_index, Tensor):
         raise ValueError(
             f"edge_index must be a tensor of shape [2, E], got {type(edge_index).__name__}"
@@ -117,4 +122,4 @@ def as_edge_index(edge_index: Any) -> Tensor:
         raise ValueError(f"edge_index must have shape [2, E], got {list(edge_index.shape)}")
     if edge_index.dtype not in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8):
         raise ValueError(f"edge_index must hold integers, got {edge_index.dtype}")
-    return edge_index.long()
+    return edge_index

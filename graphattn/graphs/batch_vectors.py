@@ -86,16 +86,16 @@ def with_borders(graph: TokenGraph, sizes: Sizes, what: str) -> TokenGraph:
         )
         for side in (0, 1)
     )
-    source, target = graph.edge_index
+    source, target = graph.compact_edges
     of_target = part_of_target.to(graph.device)[target]
     crossing = (of_target != part_of_source.to(graph.device)[source]).nonzero()
     if len(crossing) > 0:
-        j, i = graph.edge_index[:, int(crossing[0])].tolist()
+        j, i = graph.compact_edges[:, int(crossing[0])].tolist()
         raise ValueError(
             f"the edge (source {j}, target {i}) of {what} crosses the border of a part"
         )
     return TokenGraph(
-        edge_index=graph.edge_index,
+        edge_index=graph.compact_edges,
         num_targets=graph.num_targets,
         num_sources=graph.num_sources,
         sizes=sizes,

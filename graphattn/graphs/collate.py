@@ -174,11 +174,11 @@ def _rows_of(graphs: list[TokenGraph], num_targets: int, num_sources: int) -> To
             sizes += [*graph.sizes, *([missing] if any(missing) else [])]
             starts += [*graph.starts, *([(0, 0)] if any(missing) else [])]
     packed = batch(parts)
-    listed = packed.structure is None and packed.neighbors is None
+    listed = packed.structure is None and not packed.is_table
     return TokenGraph(
         structure=packed.structure,
-        edge_index=packed.edge_index if listed else None,
-        neighbors=packed.neighbors,
+        edge_index=packed.compact_edges if listed else None,
+        neighbors=packed.compact_neighbors,
         num_targets=packed.num_targets,
         num_sources=packed.num_sources,
         sizes=tuple(sizes),
@@ -213,7 +213,7 @@ def _nothing(graphs: list[TokenGraph], num_targets: int, num_sources: int) -> To
             return TokenGraph(structure=no_edges(num_targets), device=device)
         apart = Parts((Complete(num_targets, 0), Complete(0, num_sources)))
         return TokenGraph(structure=apart, sizes=((num_targets, num_sources),), device=device)
-    if all(graph.neighbors is not None for graph in graphs):
+    if all(graph.is_table for graph in graphs):
         table = torch.full((num_targets, 1), -1, dtype=torch.int64, device=device)
         return TokenGraph(neighbors=table, num_targets=num_targets, num_sources=num_sources)
     edges = torch.empty((2, 0), dtype=torch.int64, device=device)

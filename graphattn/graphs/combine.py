@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from graphattn.graphs.composites import Parts, Union, union_of
+from graphattn.graphs.index_width import as_held
 from graphattn.graphs.structure import Structure
 from graphattn.graphs.token_graph import TokenGraph
 
@@ -65,7 +66,10 @@ def union(a: TokenGraph, b: TokenGraph) -> TokenGraph:
     else:
         structure = None
         key = torch.cat(
-            [graph.edge_index[1] * a.num_sources + graph.edge_index[0] for graph in (a, b)]
+            [
+                graph.compact_edges[1].long() * a.num_sources + graph.compact_edges[0]
+                for graph in (a, b)
+            ]
         ).unique()
         edge_index = torch.stack([key % max(a.num_sources, 1), key // max(a.num_sources, 1)])
     return TokenGraph(
@@ -118,15 +122,10 @@ def batch(graphs: Iterable[TokenGraph]) -> TokenGraph:
             inner = graph.structure
             parts.extend(inner.parts if isinstance(inner, Parts) else (inner,))
         structure = Parts(tuple(parts))
-    elif all(graph.neighbors is not None for graph in graphs):
+    elif all(graph.is_table for graph in graphs):
         neighbors = _tables_side_by_side(graphs)
     else:
-        shift = torch.zeros((2, 1), dtype=torch.int64, device=graphs[0].device)
-        shifted = []
-        for graph in graphs:
-            shifted.append(graph.edge_index + shift)
-            shift = shift + shift.new_tensor([[graph.num_sources], [graph.num_targets]])
-        edge_index = torch.cat(shifted, dim=1)
+        edge_index = _lists_side_by_side(graphs)
     return TokenGraph(
         structure=structure,
         edge_index=edge_index,
@@ -142,11 +141,27 @@ def batch(graphs: Iterable[TokenGraph]) -> TokenGraph:
     )
 
 
+def _lists_side_by_side(graphs: list[TokenGraph]) -> Tensor:
+    """One list of edges, sorted as its parts are."""
+    lists = [graph.compact_edges for graph in graphs]
+    sizes = [[graph.num_sources for graph in graphs], [graph.num_targets for graph in graphs]]
+    edges = as_held(torch.cat(lists, dim=1), *map(sum, sizes), sum(x.shape[1] for x in lists))
+    count = torch.tensor([x.shape[1] for x in lists], device=edges.device)
+    for side in (0, 1):
+        size = torch.tensor(sizes[side], dtype=edges.dtype, device=edges.device)
+        start = size.cumsum(0, dtype=edges.dtype) - size
+        edges[side] += start.repeat_interleave(count, output_size=edges.shape[1])
+    return edges
+
+
 def _tables_side_by_side(graphs: list[TokenGraph]) -> Tensor:
     """One table of neighbours, as wide as the widest."""
-    tables: list[Tensor] = [graph.neighbors for graph in graphs if graph.neighbors is not None]
+    tables = [own for graph in graphs if (own := graph.compact_neighbors) is not None]
     most, start, shifted = max(table.shape[1] for table in tables), 0, []
+    places = most * sum(len(table) for table in tables)
+    num_sources = sum(graph.num_sources for graph in graphs)
     for graph, table in zip(graphs, tables, strict=True):
+        table = as_held(table, num_sources, places)
         table = table.where(table < 0, table + start)
         shifted.append(torch.nn.functional.pad(table, (most - table.shape[1], 0), value=-1))
         start += graph.num_sources

@@ -81,12 +81,14 @@ def from_edge_index(
     """
     if num_sources is None:
         num_sources = num_targets
-    edges, permutation = sorted_edge_list(edge_index, num_targets, num_sources)
+    edges, permutation = sorted_edge_list(
+        edge_index, num_targets, num_sources, return_permutation=return_permutation
+    )
     graph = TokenGraph(edge_index=edges, num_targets=int(num_targets), num_sources=int(num_sources))
     if batch is not None:
         sizes = pair_sizes(batch, graph.num_targets, graph.num_sources)
         graph = with_borders(graph, sizes, "edge_index")
-    return (graph, permutation) if return_permutation else graph
+    return graph if permutation is None or not return_permutation else (graph, permutation)
 
 
 def from_mask(mask: Tensor) -> TokenGraph:

@@ -7,11 +7,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphattn.graphs.arguments import as_edge_index, as_int
+from graphattn.graphs.arguments import as_int, as_plain_edge_index
+from graphattn.graphs.index_width import are_narrow, as_held
+from graphattn.kernels.cpu.edge_order import (
+    BAD_SOURCE,
+    BAD_TARGET,
+    REPEATED,
+    Wrong,
+    has_edge_order,
+    sorted_edges,
+)
 
 
 def edges_of_rows(index: Tensor, first_row: int = 0, *, is_sorted: bool = False) -> Tensor:
-    """The sorted edge list [2, E] of a neighbour table [N, k], -1 meaning none.
+    """The sorted edge list [2, E] of a neighbour table [N, k], -1 meaning none, in its dtype.
 
     How many edges there are stands on the device: this waits for it.
 
@@ -30,36 +39,64 @@ def edges_of_rows(index: Tensor, first_row: int = 0, *, is_sorted: bool = False)
     if not is_sorted:
         index = index.sort(dim=1).values
     found = index >= 0
+    last = first_row + len(index)
+    row = torch.arange(first_row, last, dtype=index.dtype, device=index.device)
     if found.all():  # as nearly always; several times faster than to look for every entry
-        row = torch.arange(first_row, first_row + len(index), device=index.device)
-        return torch.stack([index.flatten(), row.repeat_interleave(index.shape[1])])
-    row, slot = found.nonzero().T
-    return torch.stack([index[row, slot], row + first_row])
+        edges = index.new_empty((2, *index.shape))
+        edges[0], edges[1] = index, row[:, None]
+        return edges.flatten(1)
+    return torch.stack([index[found], row[:, None].expand_as(index)[found]])
 
 
-def sorted_edge_list(edge_index: Any, num_targets: int, num_sources: int) -> tuple[Tensor, Tensor]:
-    """A checked edge list in sorted order, and the permutation that sorts the caller's edges."""
-    edge_index = as_edge_index(edge_index)
+def sorted_edge_list(
+    edge_index: Any, num_targets: int, num_sources: int, *, return_permutation: bool = True
+) -> tuple[Tensor, Tensor | None]:
+    """A checked edge list in sorted order, and the permutation that sorts the caller's edges.
+
+    The list is as a graph holds it (:mod:`~graphattn.graphs.index_width`), and never the caller's
+    own; the permutation is a LongTensor [E], or None where nobody asks for it.
+    """
+    edge_index = as_plain_edge_index(edge_index)
     num_targets = as_int("num_targets", num_targets, 0)
     num_sources = as_int("num_sources", num_sources, 0)
-    for row, name, count in ((0, "source", num_sources), (1, "target", num_targets)):
-        bad = (edge_index[row] < 0) | (edge_index[row] >= count)
-        if bad.any():
-            e = int(bad.nonzero()[0])
-            raise ValueError(
-                f"edge_index[{row}, {e}] = {int(edge_index[row, e])} is not a {name}: "
-                f"allowed are 0 .. {count - 1}"
-                if count
-                else f"edge_index has edges, but there are no {name}s"
-            )
-    key = edge_index[1] * num_sources + edge_index[0]
-    key, permutation = key.sort(stable=True)
-    repeated = key[1:] == key[:-1]
-    if repeated.any():
-        e = permutation[int(repeated.nonzero()[0])]
-        j, i = edge_index[:, e].tolist()
+    sizes = num_targets, num_sources, edge_index.shape[1]
+    if has_edge_order(edge_index) and are_narrow(edge_index.device, *sizes):
+        found = sorted_edges(edge_index, *sizes[:2], permutation=return_permutation)
+    else:
+        found = _sorted_by_key(edge_index, *sizes[:2])
+    if not isinstance(found, Wrong):
+        return found
+    if found.kind == REPEATED:
+        assert isinstance(found.place, tuple)
+        j, i = found.place
         raise ValueError(
             f"edge_index holds the edge (source {j}, target {i}) more than once: "
             "edges are a set (torch_geometric.utils.coalesce merges duplicates)"
         )
-    return edge_index[:, permutation], permutation
+    assert isinstance(found.place, int)
+    row = int(found.kind == BAD_TARGET)
+    name, count = ("source", "target")[row], (num_sources, num_targets)[row]
+    raise ValueError(
+        f"edge_index[{row}, {found.place}] = {int(edge_index[row, found.place])} is not a {name}: "
+        f"allowed are 0 .. {count - 1}"
+        if count
+        else f"edge_index has edges, but there are no {name}s"
+    )
+
+
+def _sorted_by_key(
+    edge_index: Tensor, num_targets: int, num_sources: int
+) -> tuple[Tensor, Tensor] | Wrong:
+    """The same by torch, for every device: by one number per edge."""
+    edge_index = edge_index.long()
+    for row, count in ((0, num_sources), (1, num_targets)):
+        bad = (edge_index[row] < 0) | (edge_index[row] >= count)
+        if bad.any():
+            return Wrong((BAD_SOURCE, BAD_TARGET)[row], int(bad.nonzero()[0]))
+    key = edge_index[1] * num_sources + edge_index[0]
+    key, permutation = key.sort(stable=True)
+    repeated = key[1:] == key[:-1]
+    if repeated.any():
+        j, i = edge_index[:, permutation[int(repeated.nonzero()[0])]].tolist()
+        return Wrong(REPEATED, (j, i))
+    return as_held(edge_index[:, permutation], num_targets, num_sources), permutation

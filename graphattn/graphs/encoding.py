@@ -55,7 +55,7 @@ def encode(graph: TokenGraph) -> Tensor:
         True
     """
     facts = [graph.num_targets, graph.num_sources, graph.is_causal, graph.has_causal_part]
-    facts.append(graph.neighbors is not None)
+    facts.append(graph.is_table)
     sizes = [
         number
         for size, start in zip(graph.sizes, graph.starts, strict=True)
@@ -80,7 +80,7 @@ def decode(code: Tensor, edge_index: Tensor | None, device: torch.device) -> Tok
     Args:
         code: what :func:`encode` gave, ``graph.code``.
         edge_index: ``graph.listed``: a list of edges [2, E] or a table of neighbours [N, k], as the
-            code says; None with a structure.
+            code says, in int32 or int64; None with a structure.
         device: where the edges of a structured graph shall lie.
 
     Example:

@@ -155,7 +155,7 @@ def scipy_of(graph: TokenGraph, edge_weight: Tensor | None) -> scipy.sparse.csr_
     import numpy as np
     import scipy.sparse
 
-    source, target = graph.edge_index.cpu().numpy()
+    begin, source = (x.cpu().numpy() for x in graph.compact_csr())
     if edge_weight is None:
         values = np.ones(len(source))
     else:
@@ -164,7 +164,8 @@ def scipy_of(graph: TokenGraph, edge_weight: Tensor | None) -> scipy.sparse.csr_
             edge_weight = edge_weight.float()
         values = edge_weight.detach().cpu().numpy()
     shape = (graph.num_sources, graph.num_targets)
-    return scipy.sparse.coo_array((values, (source, target)), shape=shape).tocsr()
+    # Edges are sorted by target, which is the column.
+    return scipy.sparse.csc_array((values, source, begin), shape=shape).tocsr()
 
 
 def _check_per_edge(graph: TokenGraph, name: str, value: Any, dims: int | None = None) -> None:

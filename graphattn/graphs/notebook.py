@@ -40,7 +40,7 @@ def graph_html(graph: TokenGraph) -> str:
 def _structure(graph: TokenGraph) -> str:
     if graph.structure is not None:
         return type(graph.structure).__name__
-    return "table of neighbours" if graph.neighbors is not None else "list of edges"
+    return "table of neighbours" if graph.is_table else "list of edges"
 
 
 def _picture(graph: TokenGraph) -> str:

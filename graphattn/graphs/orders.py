@@ -39,7 +39,7 @@ def order_of_small_bandwidth(graph: TokenGraph) -> Tensor:
     from scipy import sparse
 
     N = graph.num_tokens
-    edges = graph.edge_index.cpu().numpy()
+    edges = graph.compact_edges.cpu().numpy()
     pairs = numpy.concatenate([edges, edges[::-1]], axis=1)
     ones = numpy.ones(pairs.shape[1], dtype=bool)
     both = sparse.coo_array((ones, (pairs[0], pairs[1])), shape=(N, N)).tocsr()

@@ -40,8 +40,8 @@ def pattern_of(graph: TokenGraph) -> str:
     """
     if graph.structure is not None:
         return _of_structure(graph.structure)
-    if graph.neighbors is not None:
-        return f"{_counted(graph.neighbors.shape[1], 'neighbour')} each"
+    if graph.compact_neighbors is not None:
+        return f"{_counted(graph.compact_neighbors.shape[1], 'neighbour')} each"
     return "a list of edges"
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from graphattn.graphs.edge_lists import sorted_edge_list
 from graphattn.graphs.token_graph import TokenGraph
 
 Permutations = Tensor | tuple[Tensor, Tensor]
@@ -22,12 +23,10 @@ def permuted(graph: TokenGraph, permutation: Permutations) -> tuple[TokenGraph, 
     target_number = inverse(of_targets)
     source_number = target_number if same else inverse(of_sources)
     neighbors = edge_index = edges = None
-    if graph.neighbors is not None:
-        neighbors = _renumbered_table(graph.neighbors[of_targets], source_number)
+    if graph.compact_neighbors is not None:
+        neighbors = _renumbered_table(graph.compact_neighbors[of_targets], source_number)
     else:
-        edges = _order_of_edges(graph, target_number, source_number)
-        source, target = graph.edge_index[:, edges]
-        edge_index = torch.stack([source_number[source], target_number[target]])
+        edge_index, edges = _renumbered_edges(graph, target_number, source_number)
     positions = graph.positions[of_targets]
     if same and graph.source_positions is graph.positions:
         source_positions = positions
@@ -50,7 +49,7 @@ def permuted(graph: TokenGraph, permutation: Permutations) -> tuple[TokenGraph, 
 def order_of_edges(graph: TokenGraph, permutation: Permutations) -> Tensor:
     """LongTensor [E]: edge e of the permuted graph is edge ``order[e]`` of this one."""
     of_targets, of_sources = checked_pair(graph, permutation)
-    return _order_of_edges(graph, inverse(of_targets), inverse(of_sources))
+    return _renumbered_edges(graph, inverse(of_targets), inverse(of_sources))[1]
 
 
 def inverse(permutation: Tensor) -> Tensor:
@@ -60,9 +59,14 @@ def inverse(permutation: Tensor) -> Tensor:
     return number
 
 
-def _order_of_edges(graph: TokenGraph, target_number: Tensor, source_number: Tensor) -> Tensor:
-    source, target = graph.edge_index
-    return (target_number[target] * graph.num_sources + source_number[source]).argsort()
+def _renumbered_edges(
+    graph: TokenGraph, target_number: Tensor, source_number: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The edges between the new numbers, sorted, and the edge of this graph that each was."""
+    source, target = graph.compact_edges
+    source_number, target_number = (x.to(source.dtype) for x in (source_number, target_number))
+    renumbered = torch.stack([source_number[source], target_number[target]])
+    return sorted_edge_list(renumbered, graph.num_targets, graph.num_sources)
 
 
 def _renumbered_table(rows: Tensor, number: Tensor) -> Tensor:

@@ -34,14 +34,14 @@ def targets_of(graph: TokenGraph, start: Any, stop: Any) -> tuple[TokenGraph, ra
         structure = section_of(graph.structure, start, stop, first, last)
         if structure is graph.structure:
             return graph, range(first, last)
-    elif graph.neighbors is not None:
-        rows = graph.neighbors[start:stop]
+    elif graph.compact_neighbors is not None:
+        rows = graph.compact_neighbors[start:stop]
         found = rows[rows >= 0]
         first, last = _hull(found)
         neighbors = torch.where(rows < 0, rows, rows - first)
     else:
-        begin, end = graph.rowptr[[start, stop]].tolist()
-        edges = graph.edge_index[:, begin:end]
+        begin, end = graph.compact_rowptr[[start, stop]].tolist()
+        edges = graph.compact_edges[:, begin:end]
         first, last = _hull(edges[0])
         edge_index = edges - edges.new_tensor([[first], [start]])
     sizes, starts = _cut_sequences(graph, (start, stop), (first, last))

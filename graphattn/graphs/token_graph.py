@@ -13,6 +13,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from graphattn.graphs.composites import Parts
 from graphattn.graphs.edge_lists import edges_of_rows, sorted_edge_list
 from graphattn.graphs.encoding import KINDS, encode
+from graphattn.graphs.index_width import are_narrow, as_held, is_kept_wide
 from graphattn.graphs.notebook import graph_html
 from graphattn.graphs.sections import Section
 from graphattn.graphs.structure import Device, Structure
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 MOST_DERIVED = 32  # results that a graph keeps for others
+INDICES = ("_edge_index", "_neighbors", "_rowptr", "_transpose_permutation")
 
 
 class TokenGraph:
@@ -39,6 +41,10 @@ class TokenGraph:
     and kept. Edges are a set, sorted by target, then source; every per-edge value follows that
     order. Graphs are immutable, pickle, copy and compare (``==``: the same sizes, edges and
     positions).
+
+    On a CPU lists are held in 32 bits while there are less than 2^31 tokens and edges, and what
+    properties and methods return is int64, widened when it is asked for. Code that reads large
+    lists often takes :attr:`compact_edges` and the others of that name as they are held.
 
     Example:
         >>> import graphattn as ga
@@ -86,8 +92,11 @@ class TokenGraph:
         self._sizes = sizes or ((num_targets, num_sources),)
         self._starts = _starts_of(starts or ((0, 0),) * len(self._sizes), self._sizes)
         with kept_for_training():
-            self._neighbors = usable_for_training(neighbors)
-            self._edge_index = usable_for_training(edge_index)
+            if neighbors is not None:
+                neighbors = usable_for_training(self._as_held(neighbors, neighbors.numel()))
+            if edge_index is not None:
+                edge_index = usable_for_training(self._as_held(edge_index, edge_index.shape[1]))
+            self._neighbors, self._edge_index = neighbors, edge_index
             # Of targets and of sources where they do not count up, as after `permute`; the second
             # is None where both are one.
             of_targets, of_sources = _own_positions(positions)
@@ -102,6 +111,7 @@ class TokenGraph:
         if self._structure is not None or self._neighbors is not None:
             self._edge_index = None
         self._rowptr: Tensor | None = None
+        self._wide: dict[str, tuple[int, Tensor]] = {}  # small lists in int64, and their versions
         self._points_backward: bool | None = None
         self.warned_backward = False  # whether its user was told what that may mean
         self._positions = self._own_positions
@@ -109,6 +119,26 @@ class TokenGraph:
         self._transposed: TokenGraph | None = None
         self._transpose_permutation: Tensor | None = None
         self._derived: dict[Any, Any] = {}
+
+    def _as_held(self, index: Tensor, count: int) -> Tensor:
+        """A list of so many edges, or places for them, in the width that it is held in."""
+        return as_held(index, self._num_targets, self._num_sources, count)
+
+    def _widened(self, name: str, held: Tensor) -> Tensor:
+        """A list as its user sees it: in int64, and kept if it is small."""
+        if held.dtype == torch.int64:
+            return held
+        if torch.compiler.is_compiling():  # what is kept would be a reason to compile again
+            return held.long()
+        found = self._wide.get(name)
+        if found is not None and found[1]._version == found[0]:  # nobody wrote into it
+            return found[1]
+        with kept_for_training():
+            wide = held.long()
+        # Under a mode, such as that of fake tensors, it may be something else than a tensor.
+        if is_kept_wide(held) and torch._C._len_torch_dispatch_stack() == 0:
+            self._wide[name] = wide._version, wide
+        return wide
 
     # Sizes and facts.
 
@@ -173,7 +203,12 @@ class TokenGraph:
                     [ 0,  1],
                     [ 1,  2]])
         """
-        return self._neighbors
+        return None if self._neighbors is None else self._widened("neighbors", self._neighbors)
+
+    @property
+    def is_table(self) -> bool:
+        """Whether the graph is held as a table of neighbours, :attr:`neighbors`."""
+        return self._neighbors is not None
 
     @property
     def is_causal(self) -> bool:
@@ -202,7 +237,7 @@ class TokenGraph:
         if self._points_backward is None:
             if self._structure is not None:
                 return False
-            gap = self.edge_index.diff(dim=0)
+            gap = self.compact_edges.diff(dim=0)
             self._points_backward = bool((gap >= 0).all() and (gap > 0).any())
         return self._points_backward
 
@@ -254,7 +289,8 @@ class TokenGraph:
     def listed(self) -> Tensor | None:
         """What :attr:`code` does not hold, as it is: a table of neighbours, or a list of edges.
 
-        None for a structured graph. It enters an operator beside `code`, which says what it is.
+        None for a structured graph. It enters an operator beside `code`, which says what it is,
+        and has the width that it is held in: int32 on a CPU where numbers fit, int64 elsewhere.
         """
         if self._structure is not None:
             return None
@@ -264,14 +300,11 @@ class TokenGraph:
 
     @property
     def edge_index(self) -> Tensor:
-        """LongTensor [2, E]: row 0 = source j, row 1 = target i; sorted by target, then source."""
-        if self._edge_index is None:
-            with kept_for_training():
-                if self._neighbors is not None:
-                    self._edge_index = edges_of_rows(self._neighbors, is_sorted=True)
-                else:
-                    self._edge_index = cast(Structure, self._structure).edges(self._device)
-        return self._edge_index
+        """LongTensor [2, E]: row 0 = source j, row 1 = target i; sorted by target, then source.
+
+        Of a large graph it is made anew whenever it is asked for: read it once.
+        """
+        return self._widened("edge_index", self.compact_edges)
 
     def csr(self) -> tuple[Tensor, Tensor]:
         """``(rowptr [N + 1], source [E])``: target i sees ``source[rowptr[i]:rowptr[i + 1]]``."""
@@ -280,11 +313,50 @@ class TokenGraph:
     @property
     def rowptr(self) -> Tensor:
         """LongTensor [N + 1]: where the edges of every target begin."""
+        return self._widened("rowptr", self.compact_rowptr)
+
+    @property
+    def compact_edges(self) -> Tensor:
+        """:attr:`edge_index` as it is held, in int32 on a CPU where numbers fit: for reading only.
+
+        Indices of int32 do in ``index_select``, ``index_add`` and ``x[index]``, but not in
+        ``gather`` and ``scatter``; and their products may overflow.
+
+        Example:
+            >>> import graphattn as ga
+            >>> ga.causal_graph(2).compact_edges
+            tensor([[0, 0, 1],
+                    [0, 1, 1]], dtype=torch.int32)
+        """
+        if self._edge_index is None:
+            with kept_for_training():
+                if self._neighbors is not None:
+                    edges = edges_of_rows(self._neighbors, is_sorted=True)
+                else:
+                    edges = cast(Structure, self._structure).edges(self._device)
+                self._edge_index = self._as_held(edges, edges.shape[1])
+        return self._edge_index
+
+    @property
+    def compact_rowptr(self) -> Tensor:
+        """:attr:`rowptr`, as wide as :attr:`compact_edges`."""
         if self._rowptr is None:
             with kept_for_training():
                 degree = self.in_degree()
-                self._rowptr = torch.cat([degree.new_zeros(1), degree.cumsum(0)])
+                rowptr = torch.cat([degree.new_zeros(1), degree.cumsum(0)])
+                if self._device.type == "cpu" and not torch.compiler.is_compiling():
+                    rowptr = self._as_held(rowptr, int(rowptr[-1]))
+                self._rowptr = rowptr
         return self._rowptr
+
+    @property
+    def compact_neighbors(self) -> Tensor | None:
+        """:attr:`neighbors` as they are held, as wide as :attr:`compact_edges`."""
+        return self._neighbors
+
+    def compact_csr(self) -> tuple[Tensor, Tensor]:
+        """:meth:`csr` as it is held, as wide as :attr:`compact_edges`."""
+        return self.compact_rowptr, self.compact_edges[0]
 
     def in_degree(self) -> Tensor:
         """LongTensor [N]: how many sources every target sees."""
@@ -292,7 +364,7 @@ class TokenGraph:
             return self._structure.in_degree(self._device)
         if self._neighbors is not None:
             return (self._neighbors >= 0).sum(dim=1)
-        return torch.bincount(self.edge_index[1], minlength=self._num_targets)
+        return torch.bincount(self.compact_edges[1], minlength=self._num_targets)
 
     def transpose(self) -> TokenGraph:
         """The graph with sources and targets exchanged; see :meth:`transpose_permutation`."""
@@ -300,7 +372,7 @@ class TokenGraph:
             flipped = None if self._structure is None else self._structure.transpose()
             edge_index = None
             if flipped is None:
-                edge_index = self.edge_index.flip(0)[:, self.transpose_permutation()]
+                edge_index = self.compact_edges.flip(0)[:, self._order_by_source()]
             self._transposed = TokenGraph(
                 structure=flipped,
                 edge_index=edge_index,
@@ -320,10 +392,14 @@ class TokenGraph:
         Per-edge values follow: ``weights[graph.transpose_permutation()]`` belongs to
         ``graph.transpose().edge_index``.
         """
+        return self._widened("transpose_permutation", self._order_by_source())
+
+    def _order_by_source(self) -> Tensor:
         if self._transpose_permutation is None:
             # Already sorted by target, so a stable sort by source is all that is missing.
             with kept_for_training():
-                self._transpose_permutation = self.edge_index[0].argsort(stable=True)
+                order = self.compact_edges[0].argsort(stable=True)
+                self._transpose_permutation = self._as_held(order, len(order))
         return self._transpose_permutation
 
     def derived(self, key: Hashable, make: Callable[[], T]) -> T:
@@ -553,10 +629,24 @@ class TokenGraph:
         changed.__dict__.update(self.__dict__)
         changed._device = device
         changed._transposed = None
+        changed._wide, changed._derived = {}, {}
         for name, value in vars(changed).items():
             if isinstance(value, Tensor) and name != "_code":
-                setattr(changed, name, change(value))
+                if name not in INDICES:
+                    moved = change(value)
+                elif device.type == "cpu":  # narrow first: it may arrive later than this returns
+                    moved = change(self._narrowed(value, device))
+                else:
+                    moved = change(value).long()
+                setattr(changed, name, moved)
         return changed
+
+    def _narrowed(self, index: Tensor, device: torch.device) -> Tensor:
+        """A list that is about to move to a CPU."""
+        listed = self.listed if self._edge_index is None else self._edge_index
+        count = index.numel() if listed is None else listed.numel()
+        sizes = self._num_targets, self._num_sources, count
+        return index.to(torch.int32) if are_narrow(device, *sizes) else index
 
     def __getstate__(self) -> dict[str, Any]:
         small = object.__new__(TokenGraph)
@@ -573,7 +663,9 @@ class TokenGraph:
         edge_index, neighbors = state["_edge_index"], state["_neighbors"]
         num_targets, num_sources = state["_num_targets"], state["_num_sources"]
         if edge_index is not None and not edge_index.is_meta:
-            edge_index = sorted_edge_list(edge_index, num_targets, num_sources)[0]
+            edge_index = sorted_edge_list(
+                edge_index, num_targets, num_sources, return_permutation=False
+            )[0]
         if neighbors is not None and not neighbors.is_meta:
             outside = (neighbors < -1) | (neighbors >= num_sources)
             if outside.any():
@@ -616,7 +708,10 @@ class TokenGraph:
             return False
         if self._structure is not None and self._structure == other._structure:
             return True
-        return torch.equal(self.edge_index, other.edge_index)
+        edges, others = self.compact_edges, other.compact_edges
+        if edges.dtype != others.dtype:
+            edges, others = edges.long(), others.long()
+        return torch.equal(edges, others)
 
     def __hash__(self) -> int:
         return hash((self._num_targets, self._num_sources, self.num_edges, self._sizes))
@@ -643,7 +738,7 @@ class TokenGraph:
         mask = torch.zeros(
             (self._num_targets, self._num_sources), dtype=torch.bool, device=self._device
         )
-        mask[self.edge_index[1], self.edge_index[0]] = True
+        mask[self.compact_edges[1], self.compact_edges[0]] = True
         return mask
 
     @overload
@@ -764,7 +859,7 @@ def usable_for_training(x: Tensor | None) -> Tensor | None:
 
 def _check_neighbors(table: Tensor, num_targets: int) -> None:
     """Its shape and dtype: what it holds is not read, that would wait for its device."""
-    if table.dtype != torch.int64 or table.dim() != 2 or len(table) != num_targets:
+    if table.dtype not in (torch.int64, torch.int32) or table.dim() != 2 or len(table) != num_targets:
         raise ValueError(
             f"neighbors must be an int64 tensor [{num_targets}, k] (num_targets = {num_targets}), "
             f"got {table.dtype} of shape {list(table.shape)}"

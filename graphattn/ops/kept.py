@@ -22,9 +22,10 @@ def kept(graph: TokenGraph, make: Callable[[TokenGraph, Tensor], T]) -> T:
 
     A list that was changed in place since has another version, and all is made anew.
     """
-    listed = graph.edge_index if graph.neighbors is None else graph.neighbors
+    listed = graph.compact_neighbors
+    listed = graph.compact_edges if listed is None else listed
     version = None if listed.is_inference() else listed._version
-    key = make, graph.num_targets, graph.num_sources, graph.neighbors is None
+    key = make, graph.num_targets, graph.num_sources, not graph.is_table
     before, found = _of_lists.get(listed, (None, {}))
     if version is None or version != before:
         found = {}

@@ -64,15 +64,14 @@ def edge_counts(graph: TokenGraph, rows: Cut, columns: Cut) -> Tensor:
     counter = _Counter(rows, columns)
     if graph.structure is not None:
         counter.add(graph.structure)
-    elif graph.neighbors is not None:
-        table = graph.neighbors
+    elif (table := graph.compact_neighbors) is not None:
         for first in range(rows.start, rows.stop, chunk := max(1, AT_ONCE // max(1, len(table.T)))):
-            part = table[first : first + chunk].cpu()
+            part = table[first : first + chunk].cpu().long()
             target = torch.arange(first, first + len(part))[:, None].expand_as(part)
             counter.add_edges(target[part >= 0], part[part >= 0])
     else:
-        for part in graph.edge_index.split(AT_ONCE, dim=1):
-            source, target = part.cpu()
+        for part in graph.compact_edges.split(AT_ONCE, dim=1):
+            source, target = part.cpu().long()
             counter.add_edges(target, source)
     return counter.total()
 

@@ -88,7 +88,7 @@ def top_k_candidates(
     strength = _dot_scale(scale, heads, query) if sigma is None else _rbf_scale(sigma, heads, query)
     dtype = compute_dtype(query.dtype)
     query, key = (x.reshape(batch.numel(), *x.shape[-3:]).to(dtype) for x in (query, key))
-    rowptr, source = graph.csr()
+    rowptr, source = graph.compact_csr()
     degrees = rowptr.diff().tolist()
     found: list[Candidates] = []
     start = 0
@@ -121,7 +121,8 @@ def _table(
     """
     slot = torch.arange(width, device=source.device)
     present = slot < rowptr.diff()[:, None]
-    sources = source[torch.where(present, rowptr[:-1, None] + slot, 0)] if width else slot[None]
+    places = torch.where(present, rowptr[:-1, None] + slot, 0)
+    sources = source[places].long() if width else slot[None]
     present = present[None]
     of_target, of_source = valid
     if of_target is not None:

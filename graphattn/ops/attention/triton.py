@@ -263,7 +263,7 @@ def _edge_tables(graph: TokenGraph) -> EdgeTables:
 
 
 def _tables_of_list(graph: TokenGraph, listed: Tensor) -> EdgeTables:
-    kind = {"edge_index" if graph.neighbors is None else "neighbors": listed}
+    kind = {"neighbors" if graph.is_table else "edge_index": listed.long()}
     return EdgeTables(graph.num_targets, graph.num_sources, **kind)
 
 

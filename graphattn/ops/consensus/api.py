@@ -242,7 +242,7 @@ def check_energy_graph(graph: TokenGraph, stacklevel: int = 3) -> None:
         )
     traced = torch.compiler.is_compiling()  # warnings, and facts of edges, are for eager calls
     # A table of neighbours would wait for its device, and meta tensors hold nothing.
-    asked = graph.neighbors is None and graph.device.type != "meta"
+    asked = not graph.is_table and graph.device.type != "meta"
     if not traced and asked and graph.points_backward and not graph.warned_backward:
         graph.warned_backward = True
         warnings.warn(

@@ -195,7 +195,8 @@ def _listed_without_loops(graph: TokenGraph, listed: Tensor) -> ConsensusEdges:
 
 def _of_list(graph: TokenGraph, listed: Tensor, *, loops: bool) -> ConsensusEdges:
     N, M = graph.num_targets, graph.num_sources
-    if graph.neighbors is not None:
+    listed = listed.long()
+    if graph.is_table:
         target = torch.arange(N, device=listed.device).repeat_interleave(listed.shape[1])
         listed = torch.stack([listed.flatten(), target])
     if not loops:  # no edge, rather than a shorter list, whose length the device would have to tell

@@ -205,11 +205,11 @@ def _long_windows(a: Tensor, b: Tensor, c: Tensor, interval: Interval) -> Tensor
 
 
 def _edges(graph: TokenGraph) -> Tensor:
-    return graph.edge_index if graph.neighbors is None else kept(graph, _of_table)
+    return kept(graph, _of_table) if graph.is_table else graph.compact_edges
 
 
 def _of_table(graph: TokenGraph, _: Tensor) -> Tensor:
-    return graph.edge_index
+    return graph.compact_edges
 
 
 def over_edges(a: Tensor, b: Tensor, c: Tensor, source: Tensor, target: Tensor) -> Tensor:

@@ -114,7 +114,8 @@ class RowPlan(_Chunked):
     """Attention over listed edges: the sources of every target are gathered.
 
     Targets of like degree stand together, so little is padded and a hub is a chunk of its own. A
-    bias is [E, H] or [B, E, H], or with `index` [E] a table of which every edge reads a row.
+    bias is [E, H] or [B, E, H], or with `index` [E] a table of which every edge reads a row. Lists
+    are as wide as the graph holds them, and widened chunk by chunk.
     """
 
     rowptr: Tensor  # [N + 1]
@@ -146,7 +147,7 @@ class RowPlan(_Chunked):
             present = slot < self.degree[targets]
             edges = torch.where(present, self.rowptr[targets] + slot, 0)  # any edge as padding
             entries = edges if self.index is None else self.index[edges]
-            yield Chunk(targets, self.source[edges], present[:, None], entries[:, None])
+            yield Chunk(targets, self.source[edges].long(), present[:, None], entries[:, None])
             start = stop
 
 

@@ -130,7 +130,7 @@ def _most_sources(graph: TokenGraph) -> int:
 
 def gathered_rows(graph: TokenGraph, options: Options, index: Tensor | None) -> RowPlan:
     """A plan that gathers the sources of a few rows at a time."""
-    return RowPlan(options, *graph.csr(), index)
+    return RowPlan(options, *graph.compact_csr(), index)
 
 
 def tile_plan(structure: Structure, options: Options, *, table: bool, pairs: bool) -> TilePlan:
