@@ -15,6 +15,7 @@ Attention over lists of edges:
 - `tokens.h`: what a row does with the tokens of its edges.
 - `rows.cpp`: forward and backward, row by row.
 - `visits.cpp`: an order of rows in which those that share sources follow each other.
+- `edge_order.cpp`, `edge_order`: a list sorted by counting, and what is wrong with it.
 
 Attention over bands, which are windows, blocks and whole sequences:
 

@@ -36,17 +36,17 @@ constexpr int NOT_KEPT = -2;  // the edge does not count: it is no edge, or not 
 constexpr int DROPPED = -1;   // it counts, but dropout takes its value away
 
 // The edges of one target that count, and what is computed of them: [heads, edges].
-template <class T>
+template <class T, class I>
 struct Row {
-  const int64_t* source = nullptr;  // [size]: the call's own list, or `sources`
-  bool is_whole = true;             // whether all edges count; `edges` is not filled then
-  std::vector<int64_t> edges, sources;
+  const I* source = nullptr;  // [size]: the call's own list, or `sources`
+  bool is_whole = true;       // whether all edges count; `edges` is not filled then
+  std::vector<I> edges, sources;
   std::vector<T> affinity, weight, averaged, d_weight, block;
   std::vector<Ordered<T>> order;      // of the logits of one head
   std::vector<uint8_t> kept, silent;  // edges of one head; heads whose results nobody asks for
   int64_t first = 0, size = 0, stride = 0;  // stride: size, rounded up to whole vectors
 
-  int64_t edge(int64_t e) const { return is_whole ? first + e : edges[e]; }
+  int64_t edge(int64_t e) const { return is_whole ? first + e : int64_t{edges[e]}; }
 
   void reserve(int64_t heads) {
     constexpr int64_t L = Vec<T>::L;
@@ -58,15 +58,17 @@ struct Row {
   }
 };
 
-template <class T, int D, bool RBF>
+// I: what lists of edges are made of.
+template <class T, class I, int D, bool RBF>
 class Rows {
  public:
   explicit Rows(const RowsCall& call)
-      : call_(call), scale_(static_cast<const T*>(call.scale)),
+      : call_(call), rowptr_(static_cast<const I*>(call.rowptr)),
+        source_(static_cast<const I*>(call.source)), scale_(static_cast<const T*>(call.scale)),
         bias_(static_cast<const T*>(call.bias)), repeats_(call.heads / call.kv_heads) {}
 
   // `next` is the target after i, whose tokens are fetched meanwhile; -1: there is none.
-  void forward(int64_t b, int64_t i, int64_t next, Row<T>& row) const {
+  void forward(int64_t b, int64_t i, int64_t next, Row<T, I>& row) const {
     T* lse = static_cast<T*>(call_.lse) + (b * call_.targets + i) * call_.heads;
     look(b, i, row);
     weigh(b, i, next, row, lse);
@@ -85,11 +87,11 @@ class Rows {
 
   // Gradients of a query, of scales (added), and the two numbers of each of its edges and heads.
   void backward_of_target(const RowsGradients& wanted, int64_t b, int64_t i, int64_t next,
-                          Row<T>& row, T* pairs, double* d_scale) const {
+                          Row<T, I>& row, T* pairs, double* d_scale) const {
     const int64_t H = call_.heads, width = call_.width;
     look(b, i, row);
-    if (row.size < call_.rowptr[i + 1] - row.first || row.size == 0) {
-      for (int64_t e = row.first * H; e < call_.rowptr[i + 1] * H; ++e) {
+    if (row.size < rowptr_[i + 1] - row.first || row.size == 0) {
+      for (int64_t e = row.first * H; e < rowptr_[i + 1] * H; ++e) {
         pairs[e * 2] = T(NOT_KEPT);
         pairs[e * 2 + 1] = T(0);
       }
@@ -110,7 +112,7 @@ class Rows {
         d_scale[h] += gradients_of_logits(wanted, b, i, h, row, pairs);
       }
     }
-    const Tokens<T> nothing{nullptr, 0, nullptr, 0};
+    const Tokens<T, I> nothing{nullptr, 0, nullptr, 0};
     for_blocks(row.size, [&](int64_t first, int64_t count) {
       for_heads([&](int64_t h, int64_t g) __attribute__((always_inline)) {
         if (row.silent[h]) return;
@@ -125,22 +127,25 @@ class Rows {
 
   // Gradients of a key and a value, from the two numbers of all edges.
   void backward_of_source(const RowsGradients& wanted, int64_t b, int64_t j, int64_t next,
-                          Row<T>& row, const T* pairs) const {
+                          Row<T, I>& row, const T* pairs) const {
     const int64_t H = call_.heads, width = call_.width, value_width = call_.value_width;
-    const int64_t begin = wanted.colptr[j], size = wanted.colptr[j + 1] - begin;
+    const I* const colptr = static_cast<const I*>(wanted.colptr);
+    const I* const targets = static_cast<const I*>(wanted.target);
+    const I* const edges = static_cast<const I*>(wanted.edge);
+    const int64_t begin = colptr[j], size = colptr[j + 1] - begin;
     if (size == 0) {
       clear(wanted.d_key, b, j, call_.kv_heads, width);
       return clear(wanted.d_value, b, j, call_.kv_heads, value_width);
     }
     T weight[BLOCK], pull[BLOCK];
     for_blocks(size, [&](int64_t first, int64_t count) {
-      const int64_t *target = wanted.target + begin + first, *edge = wanted.edge + begin + first;
+      const I *target = targets + begin + first, *edge = edges + begin + first;
       const bool more = first + count < size;
-      const int64_t after = more ? begin + first + count : next < 0 ? 0 : wanted.colptr[next];
-      const int64_t end = more ? begin + size : next < 0 ? 0 : wanted.colptr[next + 1];
+      const int64_t after = more ? begin + first + count : next < 0 ? 0 : int64_t{colptr[next]};
+      const int64_t end = more ? begin + size : next < 0 ? 0 : int64_t{colptr[next + 1]};
       const int64_t upcoming = std::min(end - after, BLOCK);
       for (int64_t e = 0; e < upcoming; ++e) {
-        prefetch(pairs + wanted.edge[after + e] * H * 2, H * 2 * static_cast<int64_t>(sizeof(T)));
+        prefetch(pairs + edges[after + e] * H * 2, H * 2 * static_cast<int64_t>(sizeof(T)));
       }
       for_heads([&](int64_t h, int64_t g) __attribute__((always_inline)) {
         for (int64_t e = 0; e < count; ++e) {
@@ -151,10 +156,10 @@ class Rows {
         sum_up<RBF>(at<T>(wanted.d_key, b, j, g), row, first, pull, weight, T(NOT_KEPT),
                     tokens(call_.query, b, h, target, count),
                     at<T>(call_.key, b, j, g), width,
-                    tokens(call_.query, b, h, wanted.target + after, upcoming), again);
+                    tokens(call_.query, b, h, targets + after, upcoming), again);
         sum_up<false>(at<T>(wanted.d_value, b, j, g), row, first, weight, weight, T(DROPPED), tokens(wanted.d_out, b, h, target, count),
                       nullptr, value_width,
-                      tokens(wanted.d_out, b, h, wanted.target + after, upcoming), again);
+                      tokens(wanted.d_out, b, h, targets + after, upcoming), again);
       });
     });
   }
@@ -174,22 +179,22 @@ class Rows {
     for (int64_t first = 0; first < size; first += BLOCK) f(first, std::min(BLOCK, size - first));
   }
 
-  static GRAPHATTN_INLINE Tokens<T> tokens(const TokenView& view, int64_t b, int64_t head,
-                                           const int64_t* token, int64_t count) {
+  static GRAPHATTN_INLINE Tokens<T, I> tokens(const TokenView& view, int64_t b, int64_t head,
+                                           const I* token, int64_t count) {
     return {at<const T>(view, b, 0, head), view.token, token, count};
   }
 
   // The tokens that will be read after the first `done` of a row: its own next ones, or those of
   // the target `next`.
-  GRAPHATTN_INLINE Tokens<T> coming(const TokenView& view, int64_t b, int64_t g, const Row<T>& row,
+  GRAPHATTN_INLINE Tokens<T, I> coming(const TokenView& view, int64_t b, int64_t g, const Row<T, I>& row,
                                     int64_t done, int64_t next) const {
     if (done < row.size) {
       return tokens(view, b, g, row.source + done, std::min(BLOCK, row.size - done));
     }
     if (next < 0) return tokens(view, b, g, nullptr, 0);
-    const int64_t first = call_.rowptr[next];
-    return tokens(view, b, g, call_.source + first,
-                  std::min(BLOCK, call_.rowptr[next + 1] - first));
+    const int64_t first = rowptr_[next];
+    return tokens(view, b, g, source_ + first,
+                  std::min(BLOCK, rowptr_[next + 1] - first));
   }
 
   static void clear(const TokenView& view, int64_t b, int64_t token, int64_t heads, int64_t width) {
@@ -199,9 +204,9 @@ class Rows {
   // One block's part of a sum over edges, see `add_tokens`. The first block is summed up where the
   // sum belongs; `again`: there is something already.
   template <bool DIFFERENCE>
-  GRAPHATTN_INLINE void sum_up(T* into, Row<T>& row, int64_t first, const T* factor, const T* state,
-                               T counts_above, const Tokens<T>& tokens, const T* less,
-                               int64_t width, const Tokens<T>& next, bool again = false) const {
+  GRAPHATTN_INLINE void sum_up(T* into, Row<T, I>& row, int64_t first, const T* factor, const T* state,
+                               T counts_above, const Tokens<T, I>& tokens, const T* less,
+                               int64_t width, const Tokens<T, I>& next, bool again = false) const {
     if (first == 0) {
       return add_tokens<T, D, DIFFERENCE>(into, !again, factor, state, counts_above, tokens, less,
                                           width, next);
@@ -213,10 +218,10 @@ class Rows {
   }
 
   // The edges between valid tokens.
-  void look(int64_t b, int64_t i, Row<T>& row) const {
-    row.first = call_.rowptr[i];
-    row.size = call_.rowptr[i + 1] - row.first;
-    row.source = call_.source + row.first;
+  void look(int64_t b, int64_t i, Row<T, I>& row) const {
+    row.first = rowptr_[i];
+    row.size = rowptr_[i + 1] - row.first;
+    row.source = source_ + row.first;
     const uint8_t *targets = call_.valid_targets, *valid = call_.valid_sources;
     if (targets && !targets[b * call_.targets + i]) row.size = 0;
     row.is_whole = !valid;
@@ -229,7 +234,7 @@ class Rows {
       int64_t kept = 0;
       for (int64_t e = 0; e < row.size; ++e) {
         if (!valid[row.source[e]]) continue;
-        row.edges[kept] = row.first + e;
+        row.edges[kept] = static_cast<I>(row.first + e);
         row.sources[kept++] = row.source[e];
       }
       row.size = kept;
@@ -239,7 +244,7 @@ class Rows {
   }
 
   // Weights before dropout, and the logarithms of their sums.
-  void weigh(int64_t b, int64_t i, int64_t next, Row<T>& row, T* lse) const {
+  void weigh(int64_t b, int64_t i, int64_t next, Row<T, I>& row, T* lse) const {
     for_blocks(row.size, [&](int64_t first, int64_t count) {
       for_heads([&](int64_t h, int64_t g) __attribute__((always_inline)) {
         products<T, D, RBF>(at<T>(call_.query, b, i, h),
@@ -256,7 +261,7 @@ class Rows {
 
   // Gradients of the weights that values are averaged with, before dropout.
   void gradients_of_weights(const RowsGradients& wanted, int64_t b, int64_t i, int64_t next,
-                            const T* weight, Row<T>& row) const {
+                            const T* weight, Row<T, I>& row) const {
     const bool all = !call_.drop_rows && !(call_.top_k > 0 && call_.top_k < row.size);
     const T more = call_.drop_rows ? T(1 / (1 - call_.dropout)) : T(1);
     const int64_t width = call_.value_width;
@@ -266,8 +271,8 @@ class Rows {
         const int64_t place = h * row.stride + first;
         const T* d_out = at<T>(wanted.d_out, b, i, h);
         T* found = row.d_weight.data() + place;
-        const Tokens<T> values = tokens(call_.value, b, g, row.source + first, count);
-        const Tokens<T> after = coming(call_.value, b, g, row, first + count, next);
+        const Tokens<T, I> values = tokens(call_.value, b, g, row.source + first, count);
+        const Tokens<T, I> after = coming(call_.value, b, g, row, first + count, next);
         if (all) return products<T, D, false>(d_out, values, width, found, after);
         for (int64_t e = 0; e < std::max(count, after.count); ++e) {
           fetch<T, D>(after, e, width);
@@ -284,7 +289,7 @@ class Rows {
   }
 
   // Weights of one head in the place of its affinities' logits; returns their log-sum.
-  T softmax(int64_t b, int64_t h, Row<T>& row) const {
+  T softmax(int64_t b, int64_t h, Row<T, I>& row) const {
     constexpr int64_t L = Vec<T>::L;
     constexpr T NONE = -std::numeric_limits<T>::infinity();
     const T* affinity = row.affinity.data() + h * row.stride;
@@ -296,10 +301,10 @@ class Rows {
     }
     if (bias_) {
       const T* bias = bias_ + b * call_.bias_batch + h;
-      const int64_t* table = call_.bias_row;
+      const I* table = static_cast<const I*>(call_.bias_row);
       for (int64_t e = 0; e < row.size; ++e) {
         const int64_t edge = row.edge(e);
-        weight[e] += bias[(table ? table[edge] : edge) * call_.heads];
+        weight[e] += bias[(table ? int64_t{table[edge]} : edge) * call_.heads];
       }
     }
     for (int64_t e = row.size; e < row.stride; ++e) weight[e] = NONE;
@@ -337,7 +342,7 @@ class Rows {
   }
 
   // Marks the `top_k` largest logits, of equal ones the first, and puts -inf in all other places.
-  void keep_largest(Row<T>& row, T* logit) const {
+  void keep_largest(Row<T, I>& row, T* logit) const {
     constexpr T NONE = -std::numeric_limits<T>::infinity();
     const int64_t k = call_.top_k, size = row.size;
     if (static_cast<int64_t>(row.kept.size()) < size) {
@@ -359,7 +364,7 @@ class Rows {
   }
 
   // Weights after dropout: they are what values are averaged with.
-  const T* averaged(int64_t b, int64_t i, Row<T>& row) const {
+  const T* averaged(int64_t b, int64_t i, Row<T, I>& row) const {
     if (!call_.drop_rows) return row.weight.data();
     row.averaged.resize(row.weight.size());
     const T more = T(1 / (1 - call_.dropout));
@@ -380,7 +385,7 @@ class Rows {
   }
 
   // Heads whose results nobody asks for: whatever they saw, they give nothing.
-  void note_silent_heads(const RowsGradients& wanted, int64_t b, int64_t i, Row<T>& row) const {
+  void note_silent_heads(const RowsGradients& wanted, int64_t b, int64_t i, Row<T, I>& row) const {
     row.silent.resize(static_cast<size_t>(call_.heads));
     for (int64_t h = 0; h < call_.heads; ++h) {
       const T* d_out = at<const T>(wanted.d_out, b, i, h);
@@ -398,7 +403,7 @@ class Rows {
   // From gradients of one head's weights to those of its products, which take their place, and to
   // the two numbers per edge; returns the gradient of the scale.
   double gradients_of_logits(const RowsGradients& wanted, int64_t b, int64_t i, int64_t h,
-                             Row<T>& row, T* pairs) const {
+                             Row<T, I>& row, T* pairs) const {
     const T* weight = row.weight.data() + h * row.stride;
     const T* affinity = row.affinity.data() + h * row.stride;
     const T* read = (call_.drop_rows ? row.averaged : row.weight).data() + h * row.stride;
@@ -432,6 +437,7 @@ class Rows {
   }
 
   const RowsCall& call_;
+  const I *rowptr_, *source_;
   const T* scale_;
   const T* bias_;
   const int64_t repeats_;  // query heads of a key head
@@ -439,11 +445,12 @@ class Rows {
 
 // Rows in the order of visits, in tasks of about the same number of edges; how they are cut depends
 // on the graph alone.
+template <class I>
 class Tasks {
  public:
   // `before`: edges before every visit; `order`: which row it is of, or null: as they lie.
-  Tasks(const int64_t* before, const int64_t* order, int64_t rows)
-      : before_(before), order_(order), rows_(rows),
+  Tasks(const void* before, const void* order, int64_t rows)
+      : before_(static_cast<const I*>(before)), order_(static_cast<const I*>(order)), rows_(rows),
         count_(std::clamp<int64_t>(rows / 4, 1, std::clamp<int64_t>(rows / VISITS, 64, TASKS))) {}
 
   int64_t count() const { return count_; }
@@ -456,7 +463,7 @@ class Tasks {
   }
 
  private:
-  int64_t row(int64_t t) const { return order_ ? order_[t] : t; }
+  int64_t row(int64_t t) const { return order_ ? int64_t{order_[t]} : t; }
 
   int64_t first(int64_t task) const {
     if (task == 0) return 0;
@@ -466,23 +473,27 @@ class Tasks {
     return std::lower_bound(before_, before_ + rows_, edge) - before_;
   }
 
-  const int64_t *before_, *order_;
+  const I *before_, *order_;
   int64_t rows_, count_;
 };
 
-int threads_for(const RowsCall& call) {
-  const double edges = double(call.rowptr[call.targets]) * double(call.batch);
-  return threads_worth(edges * double(call.heads * (call.width + call.value_width)),
+template <class I>
+int64_t edges_of(const RowsCall& call) {
+  return static_cast<const I*>(call.rowptr)[call.targets];
+}
+
+int threads_for(const RowsCall& call, int64_t edges) {
+  return threads_worth(double(edges) * double(call.batch) * double(call.heads * (call.width + call.value_width)),
                        static_cast<int>(call.threads));
 }
 
-template <class T, int D, bool RBF>
+template <class T, class I, int D, bool RBF>
 void forward(const RowsCall& call) {
-  const Rows<T, D, RBF> rows(call);
+  const Rows<T, I, D, RBF> rows(call);
   huge(call.out.data, call.batch * call.targets * call.heads * call.value_width * sizeof(T));
-  const Tasks tasks(call.order ? call.before : call.rowptr, call.order, call.targets);
-  const int threads = threads_for(call);
-  std::vector<Row<T>> own(static_cast<size_t>(std::max(threads, 1)));
+  const Tasks<I> tasks(call.order ? call.before : call.rowptr, call.order, call.targets);
+  const int threads = threads_for(call, edges_of<I>(call));
+  std::vector<Row<T, I>> own(static_cast<size_t>(std::max(threads, 1)));
   parallel_tasks(tasks.count(), threads, [&](int64_t task, int worker) {
     for (int64_t b = 0; b < call.batch; ++b) {
       tasks.visit(task, [&](int64_t i, int64_t next) { rows.forward(b, i, next, own[worker]); });
@@ -490,15 +501,15 @@ void forward(const RowsCall& call) {
   });
 }
 
-template <class T, int D, bool RBF>
+template <class T, class I, int D, bool RBF>
 void backward(const RowsCall& call, const RowsGradients& wanted) {
-  const Rows<T, D, RBF> rows(call);
+  const Rows<T, I, D, RBF> rows(call);
   const bool ordered = call.order;
-  const Tasks of_targets(ordered ? call.before : call.rowptr, call.order, call.targets);
-  const Tasks of_sources(ordered ? wanted.before : wanted.colptr, wanted.order, call.sources);
-  const int threads = threads_for(call);
-  std::vector<Row<T>> own(static_cast<size_t>(std::max(threads, 1)));
-  const int64_t H = call.heads, numbers = call.rowptr[call.targets] * H * 2;
+  const Tasks<I> of_targets(ordered ? call.before : call.rowptr, call.order, call.targets);
+  const Tasks<I> of_sources(ordered ? wanted.before : wanted.colptr, wanted.order, call.sources);
+  const int threads = threads_for(call, edges_of<I>(call));
+  std::vector<Row<T, I>> own(static_cast<size_t>(std::max(threads, 1)));
+  const int64_t H = call.heads, numbers = edges_of<I>(call) * H * 2;
   const int64_t entries = std::clamp<int64_t>(PAIRS / std::max<int64_t>(numbers, 1), 1,
                                               std::max<int64_t>(call.batch, 1));
   huge(wanted.d_query.data, call.batch * call.targets * H * call.width * sizeof(T));
@@ -533,27 +544,28 @@ void backward(const RowsCall& call, const RowsGradients& wanted) {
   }
 }
 
-template <class T, int D>
+template <class T, class I, int D>
 void run(const RowsCall& call, const RowsGradients* wanted) {
   if (wanted) {
-    call.is_rbf ? backward<T, D, true>(call, *wanted) : backward<T, D, false>(call, *wanted);
+    call.is_rbf ? backward<T, I, D, true>(call, *wanted) : backward<T, I, D, false>(call, *wanted);
   } else {
-    call.is_rbf ? forward<T, D, true>(call) : forward<T, D, false>(call);
+    call.is_rbf ? forward<T, I, D, true>(call) : forward<T, I, D, false>(call);
   }
 }
 
 template <class T>
 void run(const RowsCall& call, const RowsGradients* wanted) {
+  if (!call.is_narrow) return run<T, int64_t, 0>(call, wanted);  // graphs of 2^31 edges and more
   // Widths that are known take a quarter less time; of float64 nobody waits for it.
   if constexpr (std::is_same_v<T, float>) {
     switch (call.width == call.value_width ? call.width : 0) {
-      case 16: return run<T, 16>(call, wanted);
-      case 32: return run<T, 32>(call, wanted);
-      case 64: return run<T, 64>(call, wanted);
-      case 128: return run<T, 128>(call, wanted);
+      case 16: return run<T, int32_t, 16>(call, wanted);
+      case 32: return run<T, int32_t, 32>(call, wanted);
+      case 64: return run<T, int32_t, 64>(call, wanted);
+      case 128: return run<T, int32_t, 128>(call, wanted);
     }
   }
-  run<T, 0>(call, wanted);
+  run<T, int32_t, 0>(call, wanted);
 }
 
 }  // namespace

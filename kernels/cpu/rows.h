@@ -18,8 +18,10 @@ struct TokenView {
 
 struct RowsCall {
   int64_t batch, targets, sources, heads, kv_heads, width, value_width;
-  const int64_t *rowptr, *source;  // [targets + 1], [edges]: the sources of every target
-  const int64_t *order, *before;   // [targets], [targets + 1]: which target is visited when, and
+  int64_t is_narrow;               // whether the lists of edges, here and below, are of int32_t;
+                                   // of int64_t otherwise
+  const void *rowptr, *source;     // [targets + 1], [edges]: the sources of every target
+  const void *order, *before;      // [targets], [targets + 1]: which target is visited when, and
                                    // how many edges before it; null: as they lie
   TokenView query, key, value;
   int64_t is_rbf;          // whether logits are -scale |q - k|^2 / 2; scale q . k otherwise
@@ -28,7 +30,7 @@ struct RowsCall {
   double softcap;          // 0: none
   const void* bias;        // [edges, heads], one such table per sample, or null
   int64_t bias_batch;      // numbers between two samples' biases; 0: they share one
-  const int64_t* bias_row; // [edges]: which row of the bias an edge reads; null: its own
+  const void* bias_row;    // [edges]: which row of the bias an edge reads; null: its own
   const uint8_t* valid_targets;  // [batch, targets], or null
   const uint8_t* valid_sources;  // [batch, sources], or null
   double dropout;
@@ -41,8 +43,8 @@ struct RowsCall {
 };
 
 struct RowsGradients {
-  const int64_t *colptr, *target, *edge;  // the same edges by source: [sources + 1], [edges] twice
-  const int64_t *order, *before;          // the same for sources; null where the call's are
+  const void *colptr, *target, *edge;  // the same edges by source: [sources + 1], [edges] twice
+  const void *order, *before;          // the same for sources; null where the call's are
   TokenView d_out;
   const void* d_lse;  // [batch, targets, heads], or null
   TokenView d_query, d_key, d_value;  // written

@@ -13,20 +13,22 @@
 
 namespace graphattn {
 
-// One head of some tokens: rows of features.
-template <class T>
+// One head of some tokens: rows of features. Their numbers are int32_t or int64_t.
+template <class T, class I = int64_t>
 struct Tokens {
-  const T* start;        // of token 0
-  int64_t stride;        // numbers between two tokens
-  const int64_t* token;  // [count]
+  const T* start;    // of token 0
+  int64_t stride;    // numbers between two tokens
+  const I* token;    // [count]
   int64_t count;
 
-  GRAPHATTN_INLINE const T* operator[](int64_t e) const { return start + token[e] * stride; }
+  GRAPHATTN_INLINE const T* operator[](int64_t e) const {
+    return start + static_cast<int64_t>(token[e]) * stride;
+  }
 };
 
 // Starts to fetch the token at place e, where there is one.
-template <class T, int D>
-GRAPHATTN_INLINE void fetch(const Tokens<T>& tokens, int64_t e, int64_t width) {
+template <class T, int D, class I>
+GRAPHATTN_INLINE void fetch(const Tokens<T, I>& tokens, int64_t e, int64_t width) {
   if (e < tokens.count) {
     prefetch(tokens[e], (D ? D : width) * static_cast<int64_t>(sizeof(T)));
   }
@@ -102,9 +104,9 @@ GRAPHATTN_INLINE V sums(const V* parts) {
 // ---- Over tokens ----
 
 // found[e] = x . token e, or with DISTANCE -|x - token e|^2 / 2; `next` are fetched meanwhile.
-template <class T, int D, bool DISTANCE>
-GRAPHATTN_INLINE void products(const T* x, const Tokens<T>& tokens, int64_t width, T* found,
-                               const Tokens<T>& next) {
+template <class T, int D, bool DISTANCE, class I>
+GRAPHATTN_INLINE void products(const T* x, const Tokens<T, I>& tokens, int64_t width, T* found,
+                               const Tokens<T, I>& next) {
   constexpr int64_t L = Vec<T>::L;
   const int64_t n = D ? D : width, count = tokens.count;
   int64_t e = 0;
@@ -148,10 +150,10 @@ GRAPHATTN_INLINE void products(const T* x, const Tokens<T>& tokens, int64_t widt
 }
 
 // C vectors of features; see `add_tokens`.
-template <class T, int D, int C, bool DIFFERENCE, bool FETCH>
+template <class T, int D, int C, bool DIFFERENCE, bool FETCH, class I>
 GRAPHATTN_INLINE void add_chunk(T* into, bool fresh, const T* factor, const T* state, T counts_above,
-                                const Tokens<T>& tokens, const T* less, int64_t width, int64_t d,
-                                const Tokens<T>& next) {
+                                const Tokens<T, I>& tokens, const T* less, int64_t width, int64_t d,
+                                const Tokens<T, I>& next) {
   constexpr int64_t L = Vec<T>::L;
   vec<T> all[C];
   for (int c = 0; c < C; ++c) all[c] = fresh ? vec<T>{} : load(into + d + c * L);
@@ -175,10 +177,10 @@ GRAPHATTN_INLINE void add_chunk(T* into, bool fresh, const T* factor, const T* s
 // into += the sum of factor[e] token[e], or with DIFFERENCE of factor[e] (token[e] - less), over
 // the edges whose state is not at most `counts_above`; `fresh`: into is written, not read. `next`
 // are fetched meanwhile.
-template <class T, int D, bool DIFFERENCE>
+template <class T, int D, bool DIFFERENCE, class I>
 GRAPHATTN_INLINE void add_tokens(T* into, bool fresh, const T* factor, const T* state,
-                                 T counts_above, const Tokens<T>& tokens, const T* less,
-                                 int64_t width, const Tokens<T>& next) {
+                                 T counts_above, const Tokens<T, I>& tokens, const T* less,
+                                 int64_t width, const Tokens<T, I>& next) {
   constexpr int64_t L = Vec<T>::L;
   constexpr int C = D ? (D / L < 8 ? D / L : 8) : 4;
   const int64_t n = D ? D : width;

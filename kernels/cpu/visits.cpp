@@ -20,21 +20,23 @@ constexpr int64_t STEPS = 32;     // per edge, after which the search is given u
 constexpr double GOOD = 0.5;
 constexpr double WORTH = 2.0 / 3;
 
+template <class I>
 struct Lists {
   int64_t targets, sources;
-  const int64_t *rowptr, *source, *colptr, *target;
+  const I *rowptr, *source, *colptr, *target;
 };
 
 // How many sources are fetched when those of one cluster stay in the cache.
-int64_t fetched(const Lists& lists, const int64_t* order) {
-  std::vector<int64_t> seen_in(static_cast<size_t>(lists.sources), -1);
+template <class I>
+int64_t fetched(const Lists<I>& lists, const I* order) {
+  std::vector<I> seen_in(static_cast<size_t>(lists.sources), -1);
   int64_t found = 0;
   for (int64_t t = 0; t < lists.targets; ++t) {
-    const int64_t i = order ? order[t] : t;
+    const int64_t i = order ? int64_t{order[t]} : t;
     for (int64_t e = lists.rowptr[i]; e < lists.rowptr[i + 1]; ++e) {
-      int64_t& seen = seen_in[lists.source[e]];
+      I& seen = seen_in[lists.source[e]];
       found += seen != t / CLUSTER;
-      seen = t / CLUSTER;
+      seen = static_cast<I>(t / CLUSTER);
     }
   }
   return found;
@@ -42,13 +44,14 @@ int64_t fetched(const Lists& lists, const int64_t* order) {
 
 // Clusters grow from one target over the sources that it sees to those who see them, and so on;
 // the next begins where one ended. Whether the search ended.
-bool cluster(const Lists& lists, int64_t* order) {
-  std::vector<int64_t> target_in(static_cast<size_t>(lists.targets), -1);  // the last cluster that
-  std::vector<int64_t> source_in(static_cast<size_t>(lists.sources), -1);  // came by
+template <class I>
+bool cluster(const Lists<I>& lists, I* order) {
+  std::vector<I> target_in(static_cast<size_t>(lists.targets), -1);  // the last cluster that
+  std::vector<I> source_in(static_cast<size_t>(lists.sources), -1);  // came by
   std::vector<uint8_t> placed(static_cast<size_t>(lists.targets), 0);
-  std::vector<int64_t> found, waiting;
-  int64_t steps = 0, count = 0;
-  for (int64_t first = 0, number = 0; count < lists.targets; ++number) {
+  std::vector<I> found, waiting;
+  int64_t steps = 0, count = 0, first = 0;
+  for (I number = 0; count < lists.targets; ++number) {
     int64_t seed = -1;
     while (!waiting.empty() && seed < 0) {
       if (!placed[waiting.back()]) seed = waiting.back();
@@ -59,11 +62,11 @@ bool cluster(const Lists& lists, int64_t* order) {
       seed = first;
     }
     const int64_t end = std::min(count + CLUSTER, lists.targets);
-    found.assign(1, seed);
+    found.assign(1, static_cast<I>(seed));
     target_in[seed] = number;
     size_t next = 0;
     for (; next < found.size() && count < end; ++next) {
-      const int64_t i = found[next];
+      const I i = found[next];
       placed[i] = 1;
       order[count++] = i;
       for (int64_t e = lists.rowptr[i]; e < lists.rowptr[i + 1]; ++e) {
@@ -74,7 +77,7 @@ bool cluster(const Lists& lists, int64_t* order) {
         source_in[j] = number;
         steps += lists.colptr[j + 1] - lists.colptr[j];
         for (int64_t c = lists.colptr[j]; c < lists.colptr[j + 1]; ++c) {
-          const int64_t other = lists.target[c];
+          const I other = lists.target[c];
           if (placed[other] || target_in[other] == number) continue;
           target_in[other] = number;
           found.push_back(other);
@@ -89,19 +92,50 @@ bool cluster(const Lists& lists, int64_t* order) {
 }
 
 // Sources in the order in which targets see them first; at the end those that nobody sees.
-void follow(const Lists& lists, const int64_t* order, int64_t* followed) {
+template <class I>
+void follow(const Lists<I>& lists, const I* order, I* followed) {
   std::vector<uint8_t> seen(static_cast<size_t>(lists.sources), 0);
   int64_t count = 0;
   for (int64_t t = 0; t < lists.targets; ++t) {
     for (int64_t e = lists.rowptr[order[t]]; e < lists.rowptr[order[t] + 1]; ++e) {
       const int64_t j = lists.source[e];
-      if (!seen[j]) followed[count++] = j;
+      if (!seen[j]) followed[count++] = static_cast<I>(j);
       seen[j] = 1;
     }
   }
   for (int64_t j = 0; j < lists.sources; ++j) {
-    if (!seen[j]) followed[count++] = j;
+    if (!seen[j]) followed[count++] = static_cast<I>(j);
   }
+}
+
+template <class I>
+void by_source(int64_t targets, int64_t sources, const I* rowptr, const I* source, I* colptr,
+               I* target, I* edge) {
+  std::fill_n(colptr, sources + 1, I{0});
+  for (int64_t e = 0; e < rowptr[targets]; ++e) ++colptr[source[e] + 1];
+  for (int64_t j = 0; j < sources; ++j) colptr[j + 1] += colptr[j];
+  std::vector<I> place(colptr, colptr + sources);
+  for (int64_t i = 0; i < targets; ++i) {
+    for (int64_t e = rowptr[i]; e < rowptr[i + 1]; ++e) {
+      const int64_t at = place[source[e]]++;
+      target[at] = static_cast<I>(i);
+      edge[at] = static_cast<I>(e);
+    }
+  }
+}
+
+template <class I>
+void visits(const Lists<I>& lists, I* of_targets, I* of_sources, int64_t* found) {
+  const double before = double(fetched<I>(lists, nullptr));
+  *found = before > GOOD * double(lists.rowptr[lists.targets]) && cluster(lists, of_targets) &&
+           double(fetched<I>(lists, of_targets)) < WORTH * before;
+  if (*found) follow<I>(lists, of_targets, of_sources);
+}
+
+// f(a number of the lists' type) for lists of int32_t or of int64_t.
+template <class F>
+void with_index(int32_t is_narrow, const F& f) {
+  is_narrow ? f(int32_t{}) : f(int64_t{});
 }
 
 }  // namespace
@@ -110,35 +144,36 @@ void follow(const Lists& lists, const int64_t* order, int64_t* followed) {
 using namespace graphattn;
 
 // The edges by source: where every source's begin [sources + 1], their targets and their numbers.
+// All lists are of int32_t where they are narrow, and otherwise of int64_t.
 GRAPHATTN_API int32_t graphattn_edges_by_source(int64_t targets, int64_t sources,
-                                                const int64_t* rowptr, const int64_t* source,
-                                                int64_t* colptr, int64_t* target, int64_t* edge) {
+                                                const void* rowptr, const void* source,
+                                                void* colptr, void* target, void* edge,
+                                                int32_t is_narrow) {
   return guarded([&] {
-    std::fill_n(colptr, sources + 1, int64_t{0});
-    for (int64_t e = 0; e < rowptr[targets]; ++e) ++colptr[source[e] + 1];
-    for (int64_t j = 0; j < sources; ++j) colptr[j + 1] += colptr[j];
-    std::vector<int64_t> place(colptr, colptr + sources);
-    for (int64_t i = 0; i < targets; ++i) {
-      for (int64_t e = rowptr[i]; e < rowptr[i + 1]; ++e) {
-        const int64_t at = place[source[e]]++;
-        target[at] = i;
-        edge[at] = e;
-      }
-    }
+    with_index(is_narrow, [&](auto index) {
+      using I = decltype(index);
+      by_source(targets, sources, static_cast<const I*>(rowptr), static_cast<const I*>(source),
+                static_cast<I*>(colptr), static_cast<I*>(target), static_cast<I*>(edge));
+    });
   });
 }
 
 // Orders of targets [targets] and sources [sources]; `found[0]`: whether they are worth following.
 GRAPHATTN_API int32_t graphattn_order_of_visits(int64_t targets, int64_t sources,
-                                                const int64_t* rowptr, const int64_t* source,
-                                                const int64_t* colptr, const int64_t* target,
-                                                int64_t* of_targets, int64_t* of_sources,
-                                                int64_t* found) {
+                                                const void* rowptr, const void* source,
+                                                const void* colptr, const void* target,
+                                                void* of_targets, void* of_sources,
+                                                int64_t* found, int32_t is_narrow) {
   return guarded([&] {
-    const Lists lists{targets, sources, rowptr, source, colptr, target};
-    const double before = double(fetched(lists, nullptr));
-    *found = before > GOOD * double(rowptr[targets]) && cluster(lists, of_targets) &&
-             double(fetched(lists, of_targets)) < WORTH * before;
-    if (*found) follow(lists, of_targets, of_sources);
+    with_index(is_narrow, [&](auto index) {
+      using I = decltype(index);
+      const Lists<I> lists{targets,
+                           sources,
+                           static_cast<const I*>(rowptr),
+                           static_cast<const I*>(source),
+                           static_cast<const I*>(colptr),
+                           static_cast<const I*>(target)};
+      visits(lists, static_cast<I*>(of_targets), static_cast<I*>(of_sources), found);
+    });
   });
 }

@@ -79,7 +79,7 @@ def test_other_graphs_have_no_table():
     windows = ga.window_path_graph(3, 1)
     assert listed.neighbors is None
     assert windows.neighbors is None
-    assert listed.listed is listed.edge_index
+    assert listed.listed is listed.compact_edges
     assert windows.listed is None
 
 
@@ -92,7 +92,7 @@ def test_counting_the_edges_of_a_table_does_not_list_them():
     hash(graph), pickle.dumps(graph), graph.positions, graph.listed
     assert graph._edge_index is None
     assert graph.edge_index is graph.edge_index, "once listed, the edges are kept"
-    assert graph.listed is graph.neighbors
+    assert graph.listed is graph.compact_neighbors
 
 
 def test_pickles_hold_the_table_and_not_the_list():
@@ -117,7 +117,7 @@ def test_a_table_of_backward_edges_points_backward():
 @pytest.mark.parametrize(
     ("table", "message"),
     [
-        (torch.zeros(3, 2, dtype=torch.int32), r"int64 tensor \[3, k\].*got torch.int32"),
+        (torch.zeros(3, 2, dtype=torch.int16), r"int64 tensor \[3, k\].*got torch.int16"),
         (torch.zeros(3, dtype=torch.int64), r"int64 tensor \[3, k\].*got .* shape \[3\]"),
         (torch.zeros(4, 2, dtype=torch.int64), r"int64 tensor \[3, k\].*got .* shape \[4, 2\]"),
     ],

@@ -49,6 +49,7 @@ class RowsCall(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("batch", "targets", "sources", "heads", "kv_heads")),
         *((name, ctypes.c_int64) for name in ("width", "value_width")),
+        ("is_narrow", ctypes.c_int64),
         *((name, ctypes.c_void_p) for name in ("rowptr", "source", "order", "before")),
         *((name, TokenView) for name in ("query", "key", "value")),
         ("is_rbf", ctypes.c_int64),
@@ -85,11 +86,19 @@ class RowsGradients(ctypes.Structure):
 
 
 class Edges:
-    """The edges of a graph in the order of their targets and, once asked for, of their sources."""
+    """The edges of a graph in the order of their targets and, once asked for, of their sources.
+
+    All lists are as wide as the given ones, int32 or int64.
+    """
 
     def __init__(self, rowptr: Tensor, source: Tensor, num_sources: int) -> None:
         self.rowptr, self.source, self.num_sources = rowptr, source, num_sources
         self.seen = False  # whether a forward has gone over them
+
+    @property
+    def is_narrow(self) -> bool:
+        """Whether lists are of int32."""
+        return self.source.dtype == torch.int32
 
     @cached_property
     def by_source(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -112,7 +121,7 @@ class Edges:
         if not is_better:
             return None
         before = (
-            torch.cat([x[:1], x.diff()[order].cumsum(0)])
+            torch.cat([x[:1], x.diff()[order].cumsum(0, dtype=x.dtype)])
             for x, order in zip(ends, orders, strict=True)
         )
         of_targets, of_sources = zip(orders, before, strict=True)
@@ -124,7 +133,8 @@ class Edges:
         sizes = (ctypes.c_int64(n) for n in (len(self.rowptr) - 1, self.num_sources))
         tensors = self.rowptr, self.source, *others
         addresses = (ctypes.c_void_p(x.data_ptr()) for x in tensors)
-        library.check(getattr(found, name)(*sizes, *addresses))
+        is_narrow = ctypes.c_int32(self.is_narrow)
+        library.check(getattr(found, name)(*sizes, *addresses, is_narrow))
 
 
 def edges_of(graph: TokenGraph) -> Edges:
@@ -133,7 +143,9 @@ def edges_of(graph: TokenGraph) -> Edges:
 
 
 def _edges(graph: TokenGraph, _: Tensor) -> Edges:
-    rowptr, source = graph.csr()
+    rowptr, source = graph.compact_csr()
+    if rowptr.dtype != source.dtype:
+        rowptr, source = rowptr.long(), source.long()
     return Edges(rowptr.contiguous(), source.contiguous(), graph.num_sources)
 
 
@@ -224,7 +236,9 @@ class _Call:
             for side in (0, 1)
         )
         self.is_double = query.dtype == torch.float64
-        self.alive = query, key, value, scale, bias, valid, hashes
+        index = plan.slow.index
+        index = None if index is None else index.to(edges.source.dtype).contiguous()
+        self.alive = query, key, value, scale, bias, valid, hashes, index
         self.numbers = RowsCall(
             batch=B,
             targets=N,
@@ -233,6 +247,7 @@ class _Call:
             kv_heads=key.shape[2],
             width=D,
             value_width=value.shape[3],
+            is_narrow=edges.is_narrow,
             rowptr=edges.rowptr.data_ptr(),
             source=edges.source.data_ptr(),
             order=of_targets[0],
@@ -246,7 +261,7 @@ class _Call:
             softcap=softcap or 0.0,
             bias=_address(bias),
             bias_batch=_per_sample(bias),
-            bias_row=_address(plan.slow.index),
+            bias_row=_address(index),
             valid_targets=_address(valid[0]),
             valid_sources=_address(valid[1]),
             threads=torch.get_num_threads(),

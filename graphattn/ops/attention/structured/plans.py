@@ -174,7 +174,7 @@ def _plan(
     graph, index = _kept(structure, like.device), None
     if table:
         source, target = graph.edge_index
-        index = structure.offset_index(target, source)
+        index = structure.offset_index(target, source).to(graph.compact_edges.dtype)
     return kernels.rows(graph, options, index)
 
 
