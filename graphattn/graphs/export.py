@@ -84,29 +84,16 @@ def _pyg_parts(
     edge_weight: Tensor | None,
 ) -> Any:
     """A PyG Batch of the graphs that stand side by side in `graph`."""
-    from torch_geometric.data import Batch
+    from graphattn.graphs.export_batches import pyg_batch_of_parts
 
-    targets, sources = (
-        torch.tensor([0, *(size[side] for size in graph.sizes)]).cumsum(0) for side in (0, 1)
-    )
-    borders = graph.rowptr[targets.to(graph.device)].tolist()
-    parts = []
-    for k, (num_targets, num_sources) in enumerate(graph.sizes):
-        own = slice(borders[k], borders[k + 1])
-        start = torch.stack([sources[k], targets[k]])[:, None].to(graph.device)
-        part = type(graph)(
-            edge_index=graph.edge_index[:, own] - start,
-            num_targets=num_targets,
-            num_sources=num_sources,
-        )
-        values = (None if value is None else value[own] for value in (edge_attr, edge_weight))
-        parts.append(pyg_of(part, edge_type, *values, as_data=True))
-    batch = Batch.from_data_list(parts)
-    if edge_type is not None:  # PyG forgets nodes without features, and then cannot separate them
-        for node_type in (edge_type[0], edge_type[2]):
-            batch._slice_dict.setdefault(node_type, {})
-            batch._inc_dict.setdefault(node_type, {})
-    return batch
+    given = {"edge_attr": edge_attr, "edge_weight": edge_weight}
+    values = {name: value for name, value in given.items() if value is not None}
+
+    def of_part(part: TokenGraph, values: dict[str, Tensor]) -> Any:
+        own = values.get("edge_attr"), values.get("edge_weight")
+        return pyg_of(part, edge_type, *own, as_data=True)
+
+    return pyg_batch_of_parts(graph, edge_type, values, of_part)
 
 
 def pyg_batch_of(batch: TokenBatch) -> Any:
