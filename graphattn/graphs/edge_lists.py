@@ -9,6 +9,7 @@ from torch import Tensor
 
 from graphattn.graphs.arguments import as_int, as_plain_edge_index
 from graphattn.graphs.index_width import are_narrow, as_held
+from graphattn.graphs.structure import masked_rows
 from graphattn.kernels.cpu.edge_order import (
     BAD_SOURCE,
     BAD_TARGET,
@@ -45,7 +46,7 @@ def edges_of_rows(index: Tensor, first_row: int = 0, *, is_sorted: bool = False)
         edges = index.new_empty((2, *index.shape))
         edges[0], edges[1] = index, row[:, None]
         return edges.flatten(1)
-    return torch.stack([index[found], row[:, None].expand_as(index)[found]])
+    return masked_rows(index, row, found)
 
 
 def sorted_edge_list(

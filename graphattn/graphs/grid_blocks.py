@@ -14,11 +14,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from graphattn.graphs.structure import Blocks, Device, GridOffsets, Structure, masked_rows
+from graphattn.graphs.structure import Blocks, Device, GridOffsets, RowsOfCells, masked_rows
 
 
 @dataclass(frozen=True)
-class GridBlocks(Structure):
+class GridBlocks(RowsOfCells):
     """Tokens of a grid in row-major order; each sees its block of `block` (down, right) tokens.
 
     Along every axis the first block ends at the axis's `shift`; the first and the last are cut.
@@ -63,8 +63,8 @@ class GridBlocks(Structure):
         same = down.contains(target // self.width, source // self.width)
         return same & across.contains(target % self.width, source % self.width)
 
-    def edges(self, device: Device = None) -> Tensor:
-        cell = torch.arange(self.num_targets, device=device)
+    def edges_of_rows(self, start: int, stop: int, device: Device = None) -> Tensor:
+        cell = torch.arange(start, stop, device=device)
         (y, tall), (x, wide) = self._sources(cell)
         source = (y[:, :, None] * self.width + x[:, None]).flatten(1)
         return masked_rows(source, cell, (tall[:, :, None] & wide[:, None]).flatten(1))

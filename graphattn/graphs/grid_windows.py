@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from graphattn.graphs.structure import Device, GridOffsets, Structure, masked_rows
+from graphattn.graphs.structure import Device, GridOffsets, RowsOfCells, masked_rows
 
 AT_ONCE = 1 << 20  # places of a piece
 
@@ -128,7 +128,7 @@ class AxisWindow:
 
 
 @dataclass(frozen=True)
-class GridWindows(Structure):
+class GridWindows(RowsOfCells):
     """Tokens of a grid in row-major order; each sees a window along every axis, and their product.
 
     `before`, `after`, `dilation`, `stride` and `shift` hold an entry per axis, those of
@@ -252,16 +252,19 @@ class GridWindows(Structure):
             inside &= hops <= self._reach
         return inside | (target == 0) | (source == 0) if self.class_token else inside
 
-    def edges(self, device: Device = None) -> Tensor:
-        lead, cells = int(self.class_token), math.prod(self.shape)
-        source, present = self._rows(torch.arange(cells, device=device), self._tables(device))
-        cell = torch.arange(lead, self.num_targets, device=device)
+    def edges_of_rows(self, start: int, stop: int, device: Device = None) -> Tensor:
+        lead = int(self.class_token)
+        first = max(start, lead)
+        cell = torch.arange(first, max(stop, first), device=device)
+        source, present = self._rows(cell - lead, self._tables(device))
         if not lead:
             return masked_rows(source, cell, present)
         # Token 0 stands first in every row, and its own row holds everything.
         always = torch.ones_like(present[:, :1])
         source = torch.cat([torch.zeros_like(source[:, :1]), source + 1], dim=1)
         grid = masked_rows(source, cell, torch.cat([always, present], dim=1))
+        if start > 0 or stop == 0:
+            return grid
         everyone = torch.arange(self.num_targets, device=device)
         return torch.cat([torch.stack([everyone, torch.zeros_like(everyone)]), grid], dim=1)
 

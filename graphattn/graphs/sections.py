@@ -22,8 +22,10 @@ from graphattn.graphs.structure import (
     GlobalTokens,
     Grid,
     OffsetTable,
+    RowsOfCells,
     Structure,
     masked_rows,
+    sort_edges,
 )
 
 AT_ONCE = 1 << 20  # edges of a piece
@@ -190,14 +192,21 @@ def edges_of_rows(whole: Structure, start: int, stop: int, device: Device = None
             hops = torch.arange(1, w + 1, device=device)
             source = ((i[:, None] + torch.cat([-hops, hops])) % N).sort(dim=1).values
             return torch.stack([source.flatten(), i.repeat_interleave(2 * w)])
+        case Complete(_, sources):
+            source = torch.arange(sources, device=device).repeat(len(i))
+            return torch.stack([source, i.repeat_interleave(sources)])
         case GlobalTokens(N):
-            source = torch.arange(N, device=device)
-            seen = torch.isin(i, whole._tokens(device))[:, None] | torch.isin(
-                source, whole._tokens(device)
-            )
-            return seen.nonzero().T.flip(0) + i.new_tensor([[0], [start]])
+            tokens = whole._tokens(device)
+            is_global = torch.isin(i, tokens)
+            lists = [
+                torch.stack([seen.repeat(len(own)), own.repeat_interleave(len(seen))])
+                for seen, own in ((tokens, i[~is_global]), (torch.arange(N, device=device), i[is_global]))
+            ]
+            return sort_edges(torch.cat(lists, dim=1), N) if is_global.any() else lists[0]
         case Grid():
             return _edges_of_cells(whole, start, stop, device)
+    if isinstance(whole, RowsOfCells):
+        return whole.edges_of_rows(start, stop, device)
     source, target = whole.edges(device)
     inside = (target >= start) & (target < stop)
     return torch.stack([source[inside], target[inside]])

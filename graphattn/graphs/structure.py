@@ -109,9 +109,21 @@ class Structure:
         raise NotImplementedError
 
 
+class RowsOfCells(Structure):
+    """Base of structures of a grid that list some of their rows by themselves."""
+
+    def edges(self, device: Device = None) -> Tensor:
+        return self.edges_of_rows(0, self.num_targets, device)
+
+    def edges_of_rows(self, start: int, stop: int, device: Device = None) -> Tensor:
+        """The edges of targets start .. stop - 1, numbered as in the whole, in its order."""
+        raise NotImplementedError
+
+
 def masked_rows(source: Tensor, target: Tensor, mask: Tensor) -> Tensor:
     """Edge list of rows of candidate sources [n, k] (ascending) of `target` [n]."""
-    return torch.stack([source[mask], target[:, None].expand_as(mask)[mask]])
+    found = source.masked_select(mask)  # in half the time of source[mask]
+    return torch.stack([found, target.repeat_interleave(mask.sum(1), output_size=len(found))])
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from graphattn.graphs.composites import Parts
 from graphattn.graphs.edge_lists import edges_of_rows, sorted_edge_list
 from graphattn.graphs.encoding import KINDS, encode
 from graphattn.graphs.index_width import are_narrow, as_held, is_kept_wide
+from graphattn.graphs.listing import edges_of_structure
 from graphattn.graphs.notebook import graph_html
 from graphattn.graphs.sections import Section
 from graphattn.graphs.structure import Device, Structure
@@ -333,7 +334,7 @@ class TokenGraph:
                 if self._neighbors is not None:
                     edges = edges_of_rows(self._neighbors, is_sorted=True)
                 else:
-                    edges = cast(Structure, self._structure).edges(self._device)
+                    edges = edges_of_structure(cast(Structure, self._structure), self._device)
                 self._edge_index = self._as_held(edges, edges.shape[1])
         return self._edge_index
 
