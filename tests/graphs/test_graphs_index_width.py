@@ -223,6 +223,14 @@ def test_lists_on_other_devices_have_64_bits():
             assert (x.dtype, x.device.type) == (torch.int64, "meta")
 
 
+def test_what_was_derived_for_one_device_is_not_used_on_another():
+    graph = listed()
+    assert graph.derived("lists", lambda: graph.rowptr).device.type == "cpu"
+    moved = graph.to("meta")
+    assert moved.derived("lists", lambda: moved.rowptr).device.type == "meta"
+    assert graph.derived("lists", lambda: graph.rowptr).device.type == "cpu"
+
+
 # Who asks, and under what.
 
 

@@ -12,18 +12,21 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
+from unittest import mock
 
 import native_entries
 import torch
 
 import graphattn as ga
-from graphattn.kernels.cpu import library
+from graphattn.graphs import index_width
+from graphattn.kernels.cpu import edge_order, library
 from graphattn.ops.attention.native import rows
 
 THREADS = (1, 2, 3)
 COUNTS = (0, 1, 3, 4, 5, 15, 16, 17, 63, 4096, 4097, 20_000)
 F32 = torch.float32
 DTYPES = (F32, torch.float64)
+WIDTHS = (index_width.MOST, -1)  # of lists of edges: 32 bits, and 64 where nothing fits
 HALVES = (torch.float16, torch.bfloat16)
 
 
@@ -83,8 +86,33 @@ def neighbors(tokens: int, width: int, dtype: torch.dtype, threads: int) -> None
 
 
 def order_of_visits(tokens: int, neighbors: int) -> None:
-    """Points in random order: less than a cluster of them, one, and more."""
-    rows.edges_of(ga.knn_graph(torch.rand(tokens, 2), min(neighbors, tokens - 1))).visits  # noqa: B018
+    """Points in random order: less than a cluster of them, one, and more; in both widths."""
+    for most in WIDTHS:
+        with mock.patch.object(index_width, "MOST", most):
+            graph = ga.knn_graph(torch.rand(tokens, 2), min(neighbors, tokens - 1))
+            rows.edges_of(graph).visits  # noqa: B018
+
+
+def wide_rows(tokens: int, width: int, dtype: torch.dtype, threads: int) -> None:
+    """Rows of lists of 64 bits."""
+    with mock.patch.object(index_width, "MOST", WIDTHS[1]):
+        attention_rows(tokens, width, dtype, threads)
+
+
+def sort_edges(targets: int, sources: int, dtype: torch.dtype) -> None:
+    """Lists in order and not, long rows, columns that lie apart, and all that is refused."""
+    edges = (torch.rand(targets, sources) < 0.4).nonzero().flip(1)
+    shuffled = edges[torch.randperm(len(edges))]
+    for given in (edges.T, shuffled.T, shuffled.T.contiguous(), shuffled.repeat(1, 2)[:, :2].T):
+        for permutation in (True, False):
+            sizes = given.to(dtype), targets, sources
+            assert not isinstance(
+                edge_order.sorted_edges(*sizes, permutation=permutation), edge_order.Wrong
+            )
+    for bad in ([[sources], [0]], [[0], [targets]], [[-1], [0]], [[0, 0], [0, 0]]):
+        given = torch.tensor(bad, dtype=dtype)
+        found = edge_order.sorted_edges(given, targets, sources, permutation=True)
+        assert isinstance(found, edge_order.Wrong)
 
 
 def attention_bands(kind: str, tokens: int, width: int, dtype: torch.dtype, threads: int) -> None:
@@ -223,6 +251,14 @@ CASES = [
         "decode",
         decode,
         itertools.product((0, 1, 3), (0, 1, 16, 19, 64), (*DTYPES, *HALVES), THREADS),
+    ),
+    Cases(
+        "wide_rows", wide_rows, itertools.product((1, 17, 100), (0, 16, 19), DTYPES, (1, 3))
+    ),
+    Cases(
+        "sort_edges",
+        sort_edges,
+        itertools.product((0, 1, 2, 40), (0, 1, 24, 25, 3000), edge_order.DTYPES),
     ),
     Cases("order_of_visits", order_of_visits, itertools.product((2, 127, 128, 1500), (1, 8, 63))),
     Cases(

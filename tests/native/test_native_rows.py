@@ -17,8 +17,10 @@ import torch
 from torch import Tensor
 
 import graphattn as ga
+from graphattn.graphs import index_width
 from graphattn.kernels.cpu import library
 from graphattn.ops.attention.native import rows
+from graphattn.ops.attention.structured import plans
 
 if library.why_not() is not None:
     pytest.skip(str(library.why_not()), allow_module_level=True)
@@ -368,3 +370,69 @@ except ValueError as error:
     )  # fmt: skip
     reason = "the compiled CPU kernels are turned off by GRAPHATTN_NATIVE=0"
     assert run.stdout.splitlines() == [reason, f"backend 'native' cannot run this case: {reason}"]
+
+
+# Lists of edges in 64 bits, as graphs have them whose numbers need it.
+
+
+def test_lists_of_64_bits_give_what_lists_of_32_bits_give(monkeypatch: pytest.MonkeyPatch) -> None:
+    for seed in range(min(CASES, 60)):
+        for dtype in (torch.float32, torch.float64):
+            narrow, wide = Case(seed, dtype), Case(seed, dtype)
+            with monkeypatch.context() as patch:
+                patch.setattr(index_width, "MOST", -1)
+                wide.graph = ga.from_edge_index(
+                    narrow.graph.edge_index, narrow.graph.num_targets, narrow.graph.num_sources
+                )
+                assert not rows.edges_of(wide.graph).is_narrow
+                theirs = wide.run("native")
+            assert rows.edges_of(narrow.graph).is_narrow
+            for mine, other in zip(narrow.run("native"), theirs, strict=True):
+                torch.testing.assert_close(mine, other, msg=f"seed {seed}, {dtype}")
+
+
+def test_an_order_of_visits_is_found_in_64_bits_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    points = torch.rand(3000, 2, generator=torch.Generator().manual_seed(0))
+    narrow = rows.edges_of(ga.knn_graph(points, 8))
+    with monkeypatch.context() as patch:
+        patch.setattr(index_width, "MOST", -1)
+        wide = rows.edges_of(ga.knn_graph(points, 8))
+        assert wide.visits is not None
+        assert narrow.visits is not None
+        lists = [[*of.by_source, *of.visits[0], *of.visits[1]] for of in (narrow, wide)]
+    for mine, other in zip(*lists, strict=True):
+        assert (mine.dtype, other.dtype) == (torch.int32, torch.int64)
+        assert torch.equal(mine.long(), other)
+    order, before = narrow.visits[0]
+    degree = narrow.rowptr.diff()
+    assert order.sort().values.tolist() == list(range(3000))
+    assert before.tolist() == [0, *degree[order].cumsum(0).tolist()]
+    colptr, target, edge = narrow.by_source
+    assert torch.equal(edge.long(), narrow.source.argsort(stable=True))
+    assert torch.equal(target, torch.arange(3000).repeat_interleave(degree)[edge].int())
+    assert torch.equal(colptr.diff(), torch.bincount(narrow.source, minlength=3000))
+
+
+@pytest.mark.parametrize("most", [index_width.MOST, -1])
+def test_a_table_of_offsets_is_read_in_either_width(
+    most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(index_width, "MOST", most)
+    graph = ga.volume_window_graph(3, 4, 5, 1)
+    structure = graph.structure
+    assert structure is not None
+    assert structure.num_offsets == 27
+    plans._kept.cache_clear()  # of the other width
+    torch.manual_seed(0)
+    bias = torch.randn(27, 2, requires_grad=True)
+    q, k, v = (torch.randn(60, 2, 19, requires_grad=True) for _ in range(3))
+    out = ga.dot_product_attention(q, k, v, graph, edge_bias=bias, backend="native")
+    exact = ga.dot_product_attention(q, k, v, graph, edge_bias=bias, backend="reference")
+    assert rows.edges_of(plans._kept(structure, graph.device)).is_narrow == (most > 0)
+    torch.testing.assert_close(out, exact)
+    for mine, theirs in zip(
+        *(torch.autograd.grad(y.square().sum(), (q, k, v, bias)) for y in (out, exact)),
+        strict=True,
+    ):
+        torch.testing.assert_close(mine, theirs)
+    plans._kept.cache_clear()

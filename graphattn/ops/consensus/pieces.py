@@ -90,12 +90,12 @@ class Piece(NamedTuple):
 
 
 def _with_loops(graph: TokenGraph) -> tuple[Tensor, Tensor, Tensor | None]:
-    source, target = graph.edge_index
+    source, target = graph.compact_edges
     return source, target, None
 
 
 def _without_loops(graph: TokenGraph) -> tuple[Tensor, Tensor, Tensor | None]:
-    source, target = graph.edge_index
+    source, target = graph.compact_edges
     apart = source != target
     if bool(apart.all()):
         return source, target, None
@@ -194,7 +194,7 @@ class Pieces:
 
     def _listed_edges(self, run: slice) -> Iterator[tuple[Tokens, Tokens, None, Tokens]]:
         places = run if self.listed is None else self.listed[run]
-        yield self.target[run], self.source[run], None, places
+        yield self.target[run].long(), self.source[run].long(), None, places
 
     def _band_edges(
         self, run: slice
