@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -47,6 +47,18 @@ def edges_of_rows(index: Tensor, first_row: int = 0, *, is_sorted: bool = False)
         edges[0], edges[1] = index, row[:, None]
         return edges.flatten(1)
     return masked_rows(index, row, found)
+
+
+@overload
+def sorted_edge_list(
+    edge_index: Any, num_targets: int, num_sources: int, *, return_permutation: Literal[True] = True
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def sorted_edge_list(
+    edge_index: Any, num_targets: int, num_sources: int, *, return_permutation: bool
+) -> tuple[Tensor, Tensor | None]: ...
 
 
 def sorted_edge_list(

@@ -68,9 +68,14 @@ def _lists_rows(structure: Structure) -> bool:
 def _fill(structure: Structure, edges: Tensor) -> None:
     """Write all edges of a structure into [2, E]."""
     if isinstance(structure, Parts):
-        return _fill_parts(structure, edges)
-    if isinstance(structure, Band):
-        return _fill_band(structure, edges)
+        _fill_parts(structure, edges)
+    elif isinstance(structure, Band):
+        _fill_band(structure, edges)
+    else:
+        _fill_rows(structure, edges)
+
+
+def _fill_rows(structure: Structure, edges: Tensor) -> None:
     count, first = edges.shape[1], 0
     rows = max(AT_ONCE * structure.num_targets // max(count, 1), 1)
     for start in range(0, structure.num_targets, rows):

@@ -200,7 +200,10 @@ def edges_of_rows(whole: Structure, start: int, stop: int, device: Device = None
             is_global = torch.isin(i, tokens)
             lists = [
                 torch.stack([seen.repeat(len(own)), own.repeat_interleave(len(seen))])
-                for seen, own in ((tokens, i[~is_global]), (torch.arange(N, device=device), i[is_global]))
+                for seen, own in (
+                    (tokens, i[~is_global]),
+                    (torch.arange(N, device=device), i[is_global]),
+                )
             ]
             return sort_edges(torch.cat(lists, dim=1), N) if is_global.any() else lists[0]
         case Grid():

@@ -860,7 +860,11 @@ def usable_for_training(x: Tensor | None) -> Tensor | None:
 
 def _check_neighbors(table: Tensor, num_targets: int) -> None:
     """Its shape and dtype: what it holds is not read, that would wait for its device."""
-    if table.dtype not in (torch.int64, torch.int32) or table.dim() != 2 or len(table) != num_targets:
+    if (
+        table.dtype not in (torch.int64, torch.int32)
+        or table.dim() != 2
+        or len(table) != num_targets
+    ):
         raise ValueError(
             f"neighbors must be an int64 tensor [{num_targets}, k] (num_targets = {num_targets}), "
             f"got {table.dtype} of shape {list(table.shape)}"

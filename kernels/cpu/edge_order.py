@@ -60,9 +60,7 @@ def sorted_edges(
     rowptr = torch.empty(num_targets + 1, dtype=torch.int32)
     found = torch.zeros(3, dtype=torch.int64)
     ends = [*edge_index, *edges, order, rowptr, found]
-    source, target, *written = (
-        ctypes.c_void_p(None if x is None else x.data_ptr()) for x in ends
-    )
+    source, target, *written = (ctypes.c_void_p(None if x is None else x.data_ptr()) for x in ends)
     numbers = (edge_index.stride(1), num_edges, num_sources, num_targets)
     library.check(
         loaded.graphattn_sort_edges(

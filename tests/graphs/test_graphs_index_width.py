@@ -217,7 +217,7 @@ def test_large_lists_are_not_kept_twice(monkeypatch):
 
 def test_lists_on_other_devices_have_64_bits():
     for graph in (listed(), GRAPHS["table"]()):
-        graph.edge_index, graph.rowptr
+        _ = graph.edge_index, graph.rowptr
         moved = graph.to("meta")
         for x in (moved.listed, moved.compact_rowptr, moved.compact_edges, moved.edge_index):
             assert (x.dtype, x.device.type) == (torch.int64, "meta")

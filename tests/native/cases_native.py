@@ -252,9 +252,7 @@ CASES = [
         decode,
         itertools.product((0, 1, 3), (0, 1, 16, 19, 64), (*DTYPES, *HALVES), THREADS),
     ),
-    Cases(
-        "wide_rows", wide_rows, itertools.product((1, 17, 100), (0, 16, 19), DTYPES, (1, 3))
-    ),
+    Cases("wide_rows", wide_rows, itertools.product((1, 17, 100), (0, 16, 19), DTYPES, (1, 3))),
     Cases(
         "sort_edges",
         sort_edges,
