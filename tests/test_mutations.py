@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import mutations_of_data
+import mutations_of_lists
 import mutations_of_models
 import mutations_of_objectives
 import mutations_of_parts
@@ -231,8 +232,8 @@ MUTATIONS = [
     Mutation(
         "row pointers count the edges of sources",
         "graphattn/graphs/token_graph.py",
-        "torch.bincount(self.edge_index[1], minlength",
-        "torch.bincount(self.edge_index[0], minlength",
+        "torch.bincount(self.compact_edges[1], minlength",
+        "torch.bincount(self.compact_edges[0], minlength",
         (
             "tests/graphs/test_graphs_token_graph.py"
             "::test_the_pair_of_a_paper_is_the_flipped_column",
@@ -1695,6 +1696,7 @@ MUTATIONS = [
     ),
 ]
 MUTATIONS += mutations_of_data.MUTATIONS
+MUTATIONS += mutations_of_lists.MUTATIONS
 MUTATIONS += mutations_of_models.MUTATIONS
 MUTATIONS += mutations_of_objectives.MUTATIONS
 MUTATIONS += mutations_of_parts.MUTATIONS

@@ -1,0 +1,54 @@
+"""Bugs of lists of edges: how wide they are, how they are sorted, and what is made of them."""
+
+from mutation import Mutation
+
+WIDTH = "tests/graphs/test_graphs_index_width.py"
+PYG_BATCHES = "tests/graphs/test_graphs_pyg_batches.py"
+
+MUTATIONS = [
+    Mutation(
+        "a list with one edge too many has 32 bits",
+        "graphattn/graphs/index_width.py",
+        "max(sizes) <= MOST",
+        "max(sizes) <= MOST + 1",
+        (f"{WIDTH}::test_the_largest_graph_of_32_bits_is_as_large_as_its_numbers[10]",),
+    ),
+    Mutation(
+        "a union multiplies in 32 bits",
+        "graphattn/graphs/combine.py",
+        "graph.compact_edges[1].long() * a.num_sources",
+        "graph.compact_edges[1] * a.num_sources",
+        (f"{WIDTH}::test_products_of_numbers_of_tokens_do_not_overflow",),
+    ),
+    Mutation(
+        "a graph hands out what somebody wrote into",
+        "graphattn/graphs/token_graph.py",
+        "if found is not None and found[1]._version == found[0]:",
+        "if found is not None:",
+        (f"{WIDTH}::test_writing_into_what_was_asked_for_does_not_change_the_graph",),
+    ),
+    Mutation(
+        "a moved graph keeps what was derived where it was",
+        "graphattn/graphs/token_graph.py",
+        "changed._wide, changed._derived = {}, {}",
+        "changed._wide = {}",
+        (f"{WIDTH}::test_what_was_derived_for_one_device_is_not_used_on_another",),
+    ),
+    Mutation(
+        "rows of a union are numbered from the first of a piece",
+        "graphattn/graphs/listing.py",
+        "    edges[1] += start\n",
+        "",
+        (
+            f"{WIDTH}::test_edges_listed_some_rows_at_a_time_are_those_that_the_structure_contains"
+            "[60-longformer]",
+        ),
+    ),
+    Mutation(
+        "sources of a batch for PyG begin where its targets do",
+        "graphattn/graphs/export_batches.py",
+        "shift = torch.stack([shift, first_target[:-1]], dim=1)[:, :, None]",
+        "shift = torch.stack([first_target[:-1], shift], dim=1)[:, :, None]",
+        (f"{PYG_BATCHES}::test_a_batch_comes_apart_again[rectangles-edge_type15]",),
+    ),
+]
