@@ -223,10 +223,9 @@ def engine_of(name: str) -> str | None:
 def test_only_api_chooses_among_the_implementations_of_an_engine(name):
     """reference, structured, triton, ... (files or folders) do not import each other."""
     # Front doors, and what torch.compile takes of them.
-    if name.endswith((".api", ".decode", ".candidates", ".operators", ".streaming")):
+    if name.endswith((".api", ".decode", ".candidates", ".operators", ".compiled", ".streaming")):
         return
     own = name.split(".")[3]
-    own = "structured" if own == "compiled" else own  # its operator for torch.compile
     others = {other.split(".")[3] for other in imported_modules(name) if engine_of(other)} - {own}
     allowed = {"structured"} if own == "native" else set()  # whose plans it has other rows for
     assert not others & IMPLEMENTATIONS - allowed

@@ -132,6 +132,10 @@ class EdgeNetwork(nn.Module):
             self.shear_bias,
         )
 
+    def is_plain(self) -> bool:
+        """Whether its second layer is all that :meth:`edge_matrix` applies: no other method."""
+        return type(self).edge_matrix is EdgeNetwork.edge_matrix and "edge_matrix" not in vars(self)
+
     def edge_matrix(self, hidden_sum: Tensor, edge_hidden: Tensor | None = None) -> EdgeMatrix:
         """R of every edge from target_hidden_i + source_hidden_j, in the dtype of that sum.
 
@@ -148,7 +152,7 @@ class EdgeNetwork(nn.Module):
         """The first layer on both sides, for an operation that applies it itself."""
         found: list[FirstLayer | Tensor] = []
         for layer, y in ((self.target, target), (self.source, source)):
-            y = y.unflatten(-1, (self.groups, -1))
+            y = y.view(*y.shape[:-1], self.groups, y.shape[-1] // self.groups)
             found.append(layer.unapplied(y) if isinstance(layer, GroupedLinear) else layer(y))
         return found[0], found[1]
 

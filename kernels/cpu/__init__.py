@@ -8,6 +8,7 @@ Like the kernels above them they know tensors and index arrays only. Read them i
 - `interface.h`: what a function of the C interface is written with.
 - `native.cpp`: what a build is, and entries for tests.
 - `library`: which build this process uses, or why none.
+- `tensors`: tensors as kernels are given them.
 
 Attention over lists of edges:
 
@@ -30,6 +31,17 @@ Attention over bands, which are windows, blocks and whole sequences:
 Nearest neighbours:
 
 - `neighbors.cpp`, `neighbors`: rounded distances propose, exact ones decide.
+
+Consensus:
+
+- `gelu.h`: the exact GELU and softplus, with their derivatives.
+- `transpose.h`: from a vector per edge to an edge per lane, and back.
+- `edge_products.h`: products of matrices for the edges of a block.
+- `consensus.h`, `consensus_steps.h`: what calls are given.
+- `consensus_walk.h`: the edges of a graph, a run of them at a time.
+- `consensus_block.h`: what the matrices of a block of edges make of a vector.
+- `consensus.cpp`: the sums of a step.
+- `consensus_steps.cpp`: the newest tokens of texts move towards those of a cache.
 
 Steps of generation:
 

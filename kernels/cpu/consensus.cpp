@@ -46,7 +46,9 @@ class Consensus {
     const int64_t most =
         call_.round ? call_.round : std::max(TASK, std::min(walk.count(), fitting));
     std::vector<Memory<T>> own(static_cast<size_t>(std::max(threads, 1)));
-    for (Memory<T>& memory : own) memory.block.reserve(call_);
+    for (Memory<T>& memory : own) {
+      memory.block.reserve(call_.trunks, call_.hidden, call_.rank, D);
+    }
     Buffer<T> pulls(most * H * D), strengths(call_.degree ? most * H : 0);
     std::vector<Edge> edges;
     edges.reserve(static_cast<size_t>(most));

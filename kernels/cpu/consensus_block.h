@@ -105,14 +105,14 @@ struct EdgeBlock {
   std::vector<T> divisor;     // [rank, EDGES]: what rows were divided by, to come into range
   bool is_usual = true;       // whether all divisors are 1
 
-  void reserve(const ConsensusCall& call) {
+  void reserve(int64_t trunks, int64_t xi, int64_t rank, int64_t width) {
     const auto resize = [](std::vector<T>& x, int64_t numbers) {
       x.resize(static_cast<size_t>(numbers * EDGES<T>));
     };
-    resize(hidden, call.trunks * call.hidden);
-    resize(rows, call.rank * call.width);
-    for (auto* x : {&difference, &pull}) resize(*x, call.width);
-    for (auto* x : {&per_square, &divisor}) resize(*x, call.rank);
+    resize(hidden, trunks * xi);
+    resize(rows, rank * width);
+    for (auto* x : {&difference, &pull}) resize(*x, width);
+    for (auto* x : {&per_square, &divisor}) resize(*x, rank);
   }
 
   // alpha, beta and the raw rows of Lambda, from the hidden vectors.

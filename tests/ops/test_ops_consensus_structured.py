@@ -319,7 +319,9 @@ def second_derivatives(backend, graph, tensors, options):
 @pytest.mark.usefixtures("short_chunks")
 @pytest.mark.parametrize("step_size", [0.1, "auto"])
 @pytest.mark.parametrize("num_tokens", [9, 1, 0])
-def test_a_tensor_in_several_places_has_the_second_derivatives_of_the_reference(backend, num_tokens, step_size):
+def test_a_tensor_in_several_places_has_the_second_derivatives_of_the_reference(
+    backend, num_tokens, step_size
+):
     """u is v and alpha is beta; and every derivative is there even where there is no edge."""
     case = case_of(ga.window_path_graph(num_tokens, 2), step_size=step_size)
     mine, theirs = (second_derivatives(name, *case) for name in (backend, "reference"))

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import ctypes
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from graphattn.graphs.structure import Structure
 from graphattn.graphs.token_graph import TokenGraph
-from graphattn.ops.attention.native.rows import KINDS, TokenView
+from graphattn.kernels.cpu.tensors import TokenView
 from graphattn.ops.consensus.pieces import equal_bands, moves_of, shift_of
 from graphattn.ops.kept import kept
 
@@ -81,25 +81,3 @@ def _of_bands(structure: Structure) -> Edges | None:
 def _listed(graph: TokenGraph, _: Tensor) -> Edges:
     rowptr, source = (x.to(torch.int64).contiguous() for x in graph.csr())
     return Edges(rowptr, source)
-
-
-def view(x: Tensor) -> TokenView:
-    """x [B, tokens, heads, features] by its address, features side by side."""
-    return TokenView(x.data_ptr(), *x.stride()[:3], KINDS.get(x.dtype, 0))
-
-
-def address(x: Tensor | None) -> Any:
-    """Where x lies; None where there is none."""
-    return None if x is None else x.data_ptr()
-
-
-def featurewise(x: Tensor) -> Tensor:
-    """x with features side by side, as they are in memory; copied where they are not."""
-    if x.is_neg():
-        x = x.resolve_neg()
-    return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
-
-
-def as_it_lies(x: Tensor) -> Tensor:
-    """x with all its numbers side by side."""
-    return x if x.is_contiguous() and not x.is_neg() else x.resolve_neg().contiguous()

@@ -14,17 +14,10 @@ from torch import Tensor
 
 from graphattn.graphs.token_graph import TokenGraph
 from graphattn.kernels.cpu import library
+from graphattn.kernels.cpu.tensors import address, as_it_lies, featurewise, view
 from graphattn.ops.consensus import structured
 from graphattn.ops.consensus.native import calls
-from graphattn.ops.consensus.native.calls import (
-    ConsensusCall,
-    ConsensusNetwork,
-    address,
-    as_it_lies,
-    edges_of,
-    featurewise,
-    view,
-)
+from graphattn.ops.consensus.native.calls import ConsensusCall, ConsensusNetwork, edges_of
 from graphattn.ops.inputs import ValidPair, full_precision, may_be_differentiated
 
 _FOUND = library.library()

@@ -1,0 +1,263 @@
+"""Steps of generation by compiled code: the newest token of every text moves towards a cache.
+
+`kernels/cpu/consensus_steps.cpp` is the code. Steps of layers come here once a token, so what stays
+the same from one to the next is kept beside the cache.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from graphattn.kernels.cpu import library
+from graphattn.kernels.cpu.tensors import KINDS, TokenView, address, as_it_lies
+from graphattn.kernels.launch import is_looked_into
+from graphattn.ops.consensus.native.calls import ConsensusNetwork
+from graphattn.ops.consensus.parameters import EdgeNetworkParameters, FirstLayer
+
+
+class ConsensusStepsCall(ctypes.Structure):
+    """One call; the fields are those of ``kernels/cpu/consensus_steps.h``, in their order."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("texts", "heads", "groups", "width", "rank")),
+        *((name, ctypes.c_int64) for name in ("hidden", "trunks", "room", "first", "held")),
+        *((name, TokenView) for name in ("state", "hidden_vectors")),
+        *((name, TokenView) for name in ("moving", "compared", "new_state")),
+        *((name, TokenView) for name in ("target_hidden", "new_hidden", "token")),
+        ("inputs", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("target_weight", "target_bias")),
+        *((name, ctypes.c_void_p) for name in ("source_weight", "source_bias")),
+        ("network", ConsensusNetwork),
+        ("is_automatic", ctypes.c_int64),
+        ("step", ctypes.c_void_p),
+        ("same_step", ctypes.c_double),
+        ("valid", ctypes.c_void_p),
+        ("new_valid", ctypes.c_void_p),
+        ("new_valid_step", ctypes.c_int64),
+        ("out", TokenView),
+        ("threads", ctypes.c_int64),
+    )
+
+
+# Looked up once: torch.compile cannot look into how a library is loaded.
+_WHY_NOT_HERE = library.why_not()
+_FOUND = library.library()
+
+StepSize = float | Tensor | Literal["auto"]  # a tensor [heads] in the dtype of the network
+
+
+def is_here() -> bool:
+    """Whether there is a library."""
+    return _WHY_NOT_HERE is None
+
+
+def is_followed() -> bool:
+    """Whether a mode of torch wants to see every operation."""
+    return torch._C._len_torch_dispatch_stack() > 0 or is_looked_into()
+
+
+def why_no_step(like: Tensor, cache_dtype: torch.dtype) -> str | None:
+    """The reason why compiled code takes no step of targets like these; None where it does."""
+    if like.device.type != "cpu":
+        return f"it runs on CPUs, not on {like.device.type}"
+    if _WHY_NOT_HERE is not None:
+        return _WHY_NOT_HERE
+    if type(like) is not Tensor and type(like) is not torch.nn.Parameter:
+        return f"it reads the memory of plain tensors, which a {type(like).__name__} is not"
+    if cache_dtype is not like.dtype and torch.float64 in (cache_dtype, like.dtype):
+        return f"it does not mix {like.dtype} and a cache of {cache_dtype}"
+    if is_followed():
+        return "the steps of an operation are looked into"
+    return None
+
+
+def applies(layer: Any, dtype: torch.dtype) -> bool:
+    """Whether compiled code applies a first layer to tokens of a dtype."""
+    if not isinstance(layer, FirstLayer) or dtype not in (torch.float32, torch.float64):
+        return False
+    for x in layer:  # plain and short: steps come here once a token
+        if x is not None and (x.dtype is not dtype or not x.is_contiguous() or x.is_neg()):
+            return False
+    return True
+
+
+def first_hidden(layer: FirstLayer) -> Tensor:
+    """The hidden vectors [*, G, features] that a step makes of tokens [*, G, in], to the bit."""
+    tokens, weight, bias = layer
+    groups, features, inputs = weight.shape
+    out = tokens.new_empty(*tokens.shape[:-1], features)
+    sizes = (ctypes.c_int64(n) for n in (tokens.shape[:-2].numel(), groups, inputs, features))
+    addresses = (ctypes.c_void_p(address(x)) for x in layer)
+    assert _FOUND is not None
+    library.check(
+        _FOUND.graphattn_first_layer(
+            *addresses, *sizes, ctypes.c_void_p(out.data_ptr()), out.dtype == torch.float64
+        )
+    )
+    return out
+
+
+class CacheCall:
+    """The part of a call that stays the same while a layer's cache keeps its buffers.
+
+    Args:
+        layer: whose steps they are.
+        state, hidden: buffers [texts * heads, room, D] and [texts * groups, room, features].
+        heads, groups: of the layer.
+        dtype: of its new tokens.
+    """
+
+    def __init__(
+        self,
+        layer: object,
+        state: Tensor,
+        hidden: Tensor,
+        heads: int,
+        groups: int,
+        dtype: torch.dtype,
+    ) -> None:
+        (entries, room, width), features = state.shape, hidden.shape[-1]
+        self.layer = weakref.ref(layer)
+        self.state, self.hidden, self.dtype = state, hidden, dtype
+        self.shape = entries // heads, heads, width
+        self.features = heads * width
+        self.is_double = dtype == torch.float64
+        self.compute = torch.promote_types(dtype, torch.float32)
+        self.kind = KINDS.get(dtype, 0)
+
+        def buffer(x: Tensor, count: int) -> TokenView:
+            steps = count * room * x.shape[-1], x.shape[-1], room * x.shape[-1]
+            return TokenView(x.data_ptr(), *steps, KINDS.get(x.dtype, 0))
+
+        states, vectors = self.tokens(heads, width), self.tokens(groups, features)
+        self.call = ConsensusStepsCall(
+            texts=entries // heads,
+            heads=heads,
+            groups=groups,
+            width=width,
+            room=room,
+            state=buffer(state, heads),
+            hidden_vectors=buffer(hidden, groups),
+            moving=states,
+            compared=states,
+            new_state=states,
+            target_hidden=vectors,
+            new_hidden=vectors,
+            out=states,
+            new_valid_step=1,
+        )
+        self.reference = ctypes.byref(self.call)
+        self.moving, self.compared = self.call.moving, self.call.compared
+        self.new_state, self.out = self.call.new_state, self.call.out
+        self.target_hidden, self.new_hidden = self.call.target_hidden, self.call.new_hidden
+        self.token, self.network = self.call.token, self.call.network
+
+    def tokens(self, heads: int, width: int) -> TokenView:
+        """One token of every text, its heads side by side."""
+        return TokenView(None, heads * width, heads * width, width, self.kind)
+
+    def serves(self, layer: object, state: Tensor, hidden: Tensor, dtype: torch.dtype) -> bool:
+        """Whether it is a call of these."""
+        same = self.state is state and self.hidden is hidden
+        return same and self.layer() is layer and self.dtype is dtype
+
+    def fits(self, layer: object, x: Any, buffers: dict[str, Tensor]) -> bool:
+        """Whether tokens and a cache like these were seen before; sizes of batches are not."""
+        return (
+            self.layer() is layer
+            and buffers["state"] is self.state
+            and type(x) is Tensor
+            and x.dtype is self.dtype
+            and x.is_cpu
+            and x.shape[-1:] == (self.features,)
+        )
+
+    def run(
+        self,
+        moving: Tensor,
+        compared: Tensor,
+        state: Tensor,
+        hidden: tuple[Tensor, Tensor] | tuple[FirstLayer, FirstLayer],
+        network: EdgeNetworkParameters,
+        step: StepSize,
+        first: int,
+        held: int,
+        valid: Tensor | None,
+        valids: Tensor | None,
+    ) -> Tensor:
+        """Moves the newest tokens of all texts, whose states and hidden vectors join the cache.
+
+        Tokens are [texts, heads, D] in some form; those returned are contiguous. `hidden` are its
+        hidden vectors as a target and as a source, or the first layers that make them of one and
+        the same token, for which :func:`applies` holds.
+        """
+        call = self.call
+        moving, compared, state = map(self._readable, (moving, compared, state))
+        out = torch.empty_like(moving)
+        self.moving.data, self.out.data = moving.data_ptr(), out.data_ptr()
+        self.compared.data, self.new_state.data = compared.data_ptr(), state.data_ptr()
+        target, source = hidden
+        if isinstance(target, FirstLayer):
+            self._set_layers(target, source)
+        else:
+            target, source = map(self._readable, hidden)
+            self.target_hidden.data, self.new_hidden.data = target.data_ptr(), source.data_ptr()
+        alive = self._set_network(network)
+        call.first, call.held, call.threads = first, held, torch.get_num_threads()
+        if isinstance(step, Tensor):
+            step = as_it_lies(step.to(self.compute))
+            call.step, call.is_automatic = step.data_ptr(), 0
+        elif isinstance(step, str):
+            call.is_automatic = 1
+        else:
+            call.step, call.same_step, call.is_automatic = None, step, 0
+        valid = None if valid is None else valid.contiguous()
+        call.valid, call.new_valid = address(valids), address(valid)
+        assert _FOUND is not None
+        status = _FOUND.graphattn_consensus_steps(self.reference, self.is_double)
+        del alive
+        if status:
+            library.check(status)
+        return out
+
+    def _readable(self, x: Tensor) -> Tensor:
+        if x.dtype is self.dtype and x.is_contiguous() and not x.is_neg():
+            return x
+        return as_it_lies(x.to(self.dtype))
+
+    def _set_network(self, network: EdgeNetworkParameters) -> EdgeNetworkParameters:
+        """The second layer as it is read; it must live as long as the call runs."""
+        compute = self.compute
+        for x in network:
+            if not (x.dtype is compute and x.is_contiguous()) or x.is_neg():
+                network = EdgeNetworkParameters(*(as_it_lies(x.to(compute)) for x in network))
+                break
+        alpha, alpha_bias, beta, beta_bias, shear, shear_bias = network
+        call, given = self.call, self.network
+        given.alpha, given.alpha_bias = alpha.data_ptr(), alpha_bias.data_ptr()
+        given.beta, given.beta_bias = beta.data_ptr(), beta_bias.data_ptr()
+        given.shear, given.shear_bias = shear.data_ptr(), shear_bias.data_ptr()
+        _, call.rank, _, call.hidden = shear.shape
+        call.trunks = self.hidden.shape[-1] // call.hidden
+        return network
+
+    def _set_layers(self, target: FirstLayer, source: Any) -> None:
+        call, inputs = self.call, target.tokens.shape[-1]
+        self.target_hidden.data = None
+        if call.inputs != inputs:
+            call.inputs, call.token = inputs, self.tokens(call.groups, inputs)
+        self.token.data = target.tokens.data_ptr()
+        call.target_weight, call.target_bias = target.weight.data_ptr(), address(target.bias)
+        call.source_weight, call.source_bias = source.weight.data_ptr(), address(source.bias)
+
+    def reads(self, *tokens: Tensor) -> bool:
+        """Whether what projections gave can be read as it lies."""
+        return all(
+            x.is_cpu and x.dtype is self.dtype and x.is_contiguous() and not x.is_neg()
+            for x in tokens
+        )
