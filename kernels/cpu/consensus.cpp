@@ -44,7 +44,9 @@ class Consensus {
         threads_worth(products * double(walk.count()), static_cast<int>(call_.threads));
     const int64_t fitting = ROUND * std::max(2, threads) / 2 / std::max<int64_t>(1, H * D);
     const int64_t most =
-        call_.round ? call_.round : std::max(TASK, std::min(walk.count(), fitting));
+        call_.kept    ? std::max<int64_t>(1, walk.count())
+        : call_.round ? call_.round
+                      : std::max(TASK, std::min(walk.count(), fitting));
     std::vector<Memory<T>> own(static_cast<size_t>(std::max(threads, 1)));
     for (Memory<T>& memory : own) {
       memory.block.reserve(call_.trunks, call_.hidden, call_.rank, D);
@@ -62,11 +64,9 @@ class Consensus {
           const int64_t size = std::min(EDGES<T>, last - e);
           T* strength = call_.degree ? strengths.data() + e * H : nullptr;
           if (size > Vec<T>::L) {
-            compute<2>(edges.data() + e, size, group, pulls.data() + e * H * D, strength,
-                       own[worker]);
+            compute<2>(edges, e, size, group, pulls.data() + e * H * D, strength, own[worker]);
           } else {
-            compute<1>(edges.data() + e, size, group, pulls.data() + e * H * D, strength,
-                       own[worker]);
+            compute<1>(edges, e, size, group, pulls.data() + e * H * D, strength, own[worker]);
           }
         }
       });
@@ -92,8 +92,9 @@ class Consensus {
 
   // What a block of edges gives, for the heads of a group.
   template <int V>
-  void compute(const Edge* edges, int64_t size, int64_t group, T* pulls, T* strengths,
-               Memory<T>& own) const {
+  void compute(const std::vector<Edge>& all, int64_t first, int64_t size, int64_t group, T* pulls,
+               T* strengths, Memory<T>& own) const {
+    const Edge* edges = all.data() + first;
     const int64_t xi = call_.hidden, D = call_.width, H = call_.heads;
     EdgeBlock<T>& block = own.block;
     own.of_hidden.read(call_.target_hidden, call_.source_hidden, group, call_.trunks * xi, edges,
@@ -104,6 +105,7 @@ class Consensus {
     for (int64_t h = group * feeds_; h < (group + 1) * feeds_; ++h) {
       const HeadNetwork<T> network(call_.network, h, xi, rows_);
       block.template find_rows<V>(network, xi, call_.trunks, rows_);
+      if (T* kept = kept_of<T>(call_, first / EDGES<T>, h)) block.keep(kept, rows_);
       block.template find_squares<V>(call_.rank, D);
       own.of_states.read(call_.u, call_.v, h, D, edges, size, own.ends);
       by_feature<T, V>(own.ends, D, block.difference.data(),

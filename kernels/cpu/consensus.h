@@ -31,8 +31,19 @@ struct ConsensusCall {
   const uint8_t* valid_sources;  // [batch, sources], or null
   TokenView gradient;            // [batch, targets, heads, width], written
   void* degree;                  // [batch, targets, heads], written; or null
+  void* kept;                    // what a forward leaves for its backward, of every block of edges
+                                 // and head: logits and raw rows, [2 + rank * width, EDGES]; or
+                                 // null. All edges are then one round
   int64_t round;                 // edges whose results are there at a time; 0: as suits the cache
   int64_t threads;
+};
+
+// What the backward of a call reads and writes beside it.
+struct ConsensusGradients {
+  TokenView d_gradient;  // [batch, targets, heads, width]
+  const void* d_degree;  // [batch, targets, heads], or null
+  TokenView target_hidden, source_hidden, u, v;  // written; null where nobody asks: both of a pair
+  ConsensusNetwork network;                      // written; all null where nobody asks
 };
 
 }  // namespace graphattn

@@ -92,6 +92,14 @@ GRAPHATTN_INLINE void by_edge(const T* x, int64_t width, int64_t edges, const Gi
   }
 }
 
+// Where a call keeps what belongs to one head of a block of edges; null where it keeps nothing.
+template <class T>
+GRAPHATTN_INLINE T* kept_of(const ConsensusCall& call, int64_t block, int64_t head) {
+  if (!call.kept) return nullptr;
+  const int64_t size = (2 + call.rank * call.width) * EDGES<T>;
+  return static_cast<T*>(call.kept) + (block * call.heads + head) * size;
+}
+
 constexpr double LARGEST_SQUARE = 1099511627776.0;  // 2^40: it and its reciprocal are in range
 
 template <class T>
@@ -124,6 +132,26 @@ struct EdgeBlock {
     forward_row<T, V>(network.beta, network.beta_bias, xi, from + third, beta_logit);
     forward_product<T, V>(network.shear, network.shear_bias, count, xi, from + 2 * third,
                           rows.data());
+    find_strengths<V>();
+  }
+
+  // What `find_rows` found, kept for the backward, and as the backward reads it.
+  void keep(T* kept, int64_t count) const {
+    std::copy_n(alpha_logit, EDGES<T>, kept);
+    std::copy_n(beta_logit, EDGES<T>, kept + EDGES<T>);
+    std::copy_n(rows.data(), count * EDGES<T>, kept + 2 * EDGES<T>);
+  }
+
+  template <int V>
+  void recall(const T* kept, int64_t count) {
+    std::copy_n(kept, EDGES<T>, alpha_logit);
+    std::copy_n(kept + EDGES<T>, EDGES<T>, beta_logit);
+    std::copy_n(kept + 2 * EDGES<T>, count * EDGES<T>, rows.data());
+    find_strengths<V>();
+  }
+
+  template <int V>
+  void find_strengths() {
     for (int v = 0; v < V; ++v) {
       store(alpha + v * Vec<T>::L, softplus(load(alpha_logit + v * Vec<T>::L)));
       store(beta + v * Vec<T>::L, softplus(load(beta_logit + v * Vec<T>::L)));

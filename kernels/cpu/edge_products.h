@@ -87,4 +87,87 @@ inline void forward_row(const T* weight, T bias, int64_t count, const T* x, T* o
   }
 }
 
+// ---- The same weights in a backward pass ----
+
+// out[k, e] = sum_r weight[r, k] x[r, e] for R columns k, and V vectors of edges; `again`: added.
+template <class T, int R, int V>
+GRAPHATTN_INLINE void backward_tile(const T* weight, int64_t stride, int64_t rows, const T* x,
+                                    bool again, T* out) {
+  constexpr int64_t L = Vec<T>::L;
+  vec<T> sums[R][V] = {};
+  for (int64_t r = 0; r < rows; ++r, x += EDGES<T>, weight += stride) {
+    vec<T> of_edges[V];
+#pragma GCC unroll 2
+    for (int v = 0; v < V; ++v) of_edges[v] = load(x + v * L);
+#pragma GCC unroll 16
+    for (int k = 0; k < R; ++k) {
+      const vec<T> factor = broadcast(weight[k]);
+#pragma GCC unroll 2
+      for (int v = 0; v < V; ++v) sums[k][v] += factor * of_edges[v];
+    }
+  }
+#pragma GCC unroll 16
+  for (int k = 0; k < R; ++k) {
+    for (int v = 0; v < V; ++v) {
+      T* to = out + k * EDGES<T> + v * L;
+      store(to, again ? load(to) + sums[k][v] : sums[k][v]);
+    }
+  }
+}
+
+// The same for any number of columns: weight [rows, count], x [rows, edges], out [count, edges].
+template <class T, int V>
+inline void backward_product(const T* weight, int64_t rows, int64_t count, const T* x, bool again,
+                             T* out) {
+  int64_t k = 0;
+  for (; k + TILE_ROWS <= count; k += TILE_ROWS) {
+    backward_tile<T, TILE_ROWS, V>(weight + k, count, rows, x, again, out + k * EDGES<T>);
+  }
+  for (; k + 2 <= count; k += 2) {
+    backward_tile<T, 2, V>(weight + k, count, rows, x, again, out + k * EDGES<T>);
+  }
+  if (k < count) backward_tile<T, 1, V>(weight + k, count, rows, x, again, out + k * EDGES<T>);
+}
+
+// total[r, k] += sum_e x[r, e] hidden[e, k] for R rows and two vectors of columns k.
+template <class T, int R>
+GRAPHATTN_INLINE void outer_tile(const T* x, const T* hidden, int64_t stride, int64_t edges,
+                                 T* total) {
+  constexpr int64_t L = Vec<T>::L;
+  vec<T> sums[R][2];
+#pragma GCC unroll 16
+  for (int r = 0; r < R; ++r) {
+    for (int v = 0; v < 2; ++v) sums[r][v] = load(total + r * EDGES<T> + v * L);
+  }
+  for (int64_t e = 0; e < edges; ++e, hidden += stride) {
+    const vec<T> first = load(hidden), second = load(hidden + L);
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r) {
+      const vec<T> factor = broadcast(x[r * EDGES<T> + e]);
+      sums[r][0] += factor * first, sums[r][1] += factor * second;
+    }
+  }
+#pragma GCC unroll 16
+  for (int r = 0; r < R; ++r) {
+    for (int v = 0; v < 2; ++v) store(total + r * EDGES<T> + v * L, sums[r][v]);
+  }
+}
+
+// The same for any number of rows: x [rows, EDGES], hidden [edges, stride]. Of the total, two
+// vectors of columns of all its rows stand together, and `panel` numbers further on the next two:
+// [columns / EDGES, all rows, EDGES]. Hidden vectors can be read up to whole pairs of vectors.
+template <class T>
+inline void outer_product(const T* x, int64_t rows, const T* hidden, int64_t stride, int64_t edges,
+                          T* total, int64_t panel, int64_t columns) {
+  for (int64_t k = 0; k < columns; k += EDGES<T>, total += panel) {
+    int64_t r = 0;
+    for (; r + TILE_ROWS <= rows; r += TILE_ROWS) {
+      outer_tile<T, TILE_ROWS>(x + r * EDGES<T>, hidden + k, stride, edges, total + r * EDGES<T>);
+    }
+    for (; r < rows; ++r) {
+      outer_tile<T, 1>(x + r * EDGES<T>, hidden + k, stride, edges, total + r * EDGES<T>);
+    }
+  }
+}
+
 }  // namespace graphattn

@@ -82,20 +82,27 @@ GRAPHATTN_INLINE V minus_size(V x) {
   return bit_cast<V>(bit_cast<Bits>(x) | sign);
 }
 
+// 2^p for p between -126 and 0; elsewhere some number.
+template <class V>
+GRAPHATTN_INLINE V power_of_two(V p) {
+  using T = lane_t<V>;
+  using Bits = typename Vec<T, sizeof(V)>::bits;
+  using Numbers = NormalNumbers<T>;
+  const V rounded = p + Numbers::round_by;
+  const Bits exponent = bit_cast<Bits>(rounded) << Numbers::mantissa_bits;
+  const V power = polynomial(p - (rounded - Numbers::round_by), Numbers::power);
+  return bit_cast<V>(bit_cast<Bits>(power) + exponent);
+}
+
 // Phi(x); of NaN some number.
 template <class V>
 GRAPHATTN_INLINE V normal_distribution(V x) {
   using T = lane_t<V>;
-  using Bits = typename Vec<T, sizeof(V)>::bits;
   using Numbers = NormalNumbers<T>;
   const V t = -minus_size(x);
   const V q = polynomial(t * (T(2) / Numbers::highest) - T(1), Numbers::tail);
-  const V p = t * q - T(1);  // log2 Phi(-t)
-  const V rounded = p + Numbers::round_by;
-  const Bits exponent = bit_cast<Bits>(rounded) << Numbers::mantissa_bits;
-  const V power = polynomial(p - (rounded - Numbers::round_by), Numbers::power);
-  const V scaled = bit_cast<V>(bit_cast<Bits>(power) + exponent);
-  const V tail = t <= Numbers::highest ? scaled : V{};
+  const V found = power_of_two(t * q - T(1));
+  const V tail = t <= Numbers::highest ? found : V{};
   return x < T(0) ? tail : T(1) - tail;
 }
 
@@ -104,12 +111,17 @@ GRAPHATTN_INLINE V gelu(V x) {
   return x * normal_distribution(x);
 }
 
-// gelu'(x), from Phi(x).
+// gelu'(x), from Phi(x). (Where Phi is 0 or 1 after rounding, x times the density is 0, too.)
 template <class V>
 GRAPHATTN_INLINE V gelu_derivative(V x, V distribution) {
   using T = lane_t<V>;
+  constexpr T half_log2_e = T(0.721347520444481703679970437060);
   constexpr T density_at_0 = T(0.398942280401432677939946059934);
-  return distribution + x * density_at_0 * exp(x * x * T(-0.5));
+  const V square = x * x;
+  const V found = power_of_two(square * -half_log2_e);
+  const V density =
+      square <= NormalNumbers<T>::highest * NormalNumbers<T>::highest ? found : V{};
+  return distribution + x * (density_at_0 * density);
 }
 
 constexpr double softplus_threshold = 20;  // torch's: beyond, softplus(x) is x

@@ -92,12 +92,17 @@ def _consensus_sums_backward(*arguments: Any) -> tuple[Tensor, ...]:
     """Gradients of the ten inputs and of what edges have: empty where nobody wants those."""
     tensors, graph, valid, options = _understood(arguments)
     d_gradient, d_degree, *wanted = arguments[PLACES + 2 :]
-    plan = structured.plan_of(graph, tensors, valid, **options)
     d_sums = d_gradient.contiguous(), d_degree if options["degrees"] else None
     needed = (*[True] * COUNT, *wanted)
-    found = structured.gradients_of_sums(tensors, needed, plan, d_sums)
+    found: tuple[Tensor | None, ...]
+    if arguments[PLACES - 1] == "native":
+        own = tensors[:COUNT], needed[:COUNT]
+        found = *native.gradients_of_sums(graph, *own, valid, d_sums, options["energy"]), None, None
+    else:
+        plan = structured.plan_of(graph, tensors, valid, **options)
+        found = structured.gradients_of_sums(tensors, needed, plan, d_sums)
     return tuple(
-        d_gradient.new_empty(0) if x is None else x.reshape(like.shape)
+        d_gradient.new_empty(0) if x is None or like is None else x.reshape(like.shape)
         for x, like in zip(found, tensors, strict=True)
     )
 

@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 from graphattn.kernels.cpu import library
-from graphattn.ops.consensus.native.sums import sums_over_edges
+from graphattn.ops.consensus.native.sums import gradients_of_sums, sums_over_edges
 
 # Looked up once: torch.compile cannot look into how a library is loaded.
 _WHY_NOT_HERE = library.why_not()
 
-__all__ = ["sums_over_edges", "why_not"]
+__all__ = ["gradients_of_sums", "sums_over_edges", "why_not"]
 
 
 def why_not(like: Tensor, edge_hidden: bool = False) -> str | None:

@@ -15,6 +15,8 @@ from graphattn.kernels.cpu.tensors import TokenView
 from graphattn.ops.consensus.pieces import equal_bands, moves_of, shift_of
 from graphattn.ops.kept import kept
 
+KEPT = 1 << 18  # numbers of all edges' matrices that a backward does not compute again
+EDGES_OF_BLOCK = 32  # at most; memory for them is whole blocks
 EDGES_OF_ROUND = 0  # at most, whose results are there at a time; 0: as many as stay in cache
 
 
@@ -44,8 +46,20 @@ class ConsensusCall(ctypes.Structure):
         ("valid_sources", ctypes.c_void_p),
         ("gradient", TokenView),
         ("degree", ctypes.c_void_p),
+        ("kept", ctypes.c_void_p),
         ("round", ctypes.c_int64),
         ("threads", ctypes.c_int64),
+    )
+
+
+class ConsensusGradients(ctypes.Structure):
+    """What the backward of a call reads and writes beside it."""
+
+    _fields_ = (
+        ("d_gradient", TokenView),
+        ("d_degree", ctypes.c_void_p),
+        *((name, TokenView) for name in ("target_hidden", "source_hidden", "u", "v")),
+        ("network", ConsensusNetwork),
     )
 
 
@@ -56,6 +70,12 @@ class Edges(NamedTuple):
     source: Tensor | None = None
     moves: Tensor | None = None
     borders: Tensor | None = None  # where sequences begin, but for the first
+
+    def most(self, targets: int) -> int:
+        """How many there may be, of so many targets."""
+        if self.source is not None:
+            return len(self.source)
+        return 0 if self.moves is None else targets * len(self.moves)
 
 
 def edges_of(graph: TokenGraph) -> Edges:

@@ -1,6 +1,7 @@
 """The sums of a consensus step by compiled code, forward and backward.
 
-`kernels/cpu/consensus.cpp` is the code. This file hands it tensors by their addresses.
+`kernels/cpu/consensus.cpp` and `consensus_backward.cpp` are the code. This file hands it tensors by
+their addresses.
 """
 
 from __future__ import annotations
@@ -14,13 +15,19 @@ from torch import Tensor
 
 from graphattn.graphs.token_graph import TokenGraph
 from graphattn.kernels.cpu import library
-from graphattn.kernels.cpu.tensors import address, as_it_lies, featurewise, view
+from graphattn.kernels.cpu.tensors import TokenView, address, as_it_lies, featurewise, view
 from graphattn.ops.consensus import structured
 from graphattn.ops.consensus.native import calls
-from graphattn.ops.consensus.native.calls import ConsensusCall, ConsensusNetwork, edges_of
+from graphattn.ops.consensus.native.calls import (
+    ConsensusCall,
+    ConsensusGradients,
+    ConsensusNetwork,
+    edges_of,
+)
 from graphattn.ops.inputs import ValidPair, full_precision, may_be_differentiated
 
 _FOUND = library.library()
+OF_TOKENS, OF_NETWORK = 4, 6  # how many tensors: of tokens first, then those of the second layer
 
 
 class Call:
@@ -29,35 +36,27 @@ class Call:
     Args:
         tensors: hidden vectors [B, N, G, W] twice, what is compared [B, N, H, D] twice, and the
             second layer.
+        energy: whether both ends of an edge move.
     """
 
     def __init__(
-        self,
-        graph: TokenGraph,
-        tensors: Sequence[Tensor],
-        valid: ValidPair,
-        *,
-        energy: bool,
-        degrees: bool,
+        self, graph: TokenGraph, tensors: Sequence[Tensor], valid: ValidPair, *, energy: bool
     ) -> None:
-        of_tokens = tuple(featurewise(x) for x in tensors[:4])
-        network = tuple(as_it_lies(x) for x in tensors[4:10])
-        target_hidden, source_hidden, u, v = of_tokens
-        B, N, H, D = u.shape
-        heads, rank, _, xi = network[4].shape
+        target_hidden, source_hidden, u, v = (featurewise(x) for x in tensors[:OF_TOKENS])
+        network = tuple(as_it_lies(x) for x in tensors[OF_TOKENS : OF_TOKENS + OF_NETWORK])
+        B, N, _, _ = self.shape = u.shape
+        heads, rank, width, xi = network[4].shape
         edges = edges_of(graph)
         masks = tuple(_mask(mask, B) for mask in valid)
-        self.dtype = network[0].dtype
-        self.gradient = torch.empty(u.shape, dtype=self.dtype)
-        self.degree = torch.empty(u.shape[:-1], dtype=self.dtype) if degrees else None
-        self.alive = of_tokens, network, edges, masks
+        self.dtype, self.most_edges = network[0].dtype, B * edges.most(N)
+        self.alive = target_hidden, source_hidden, u, v, network, edges, masks
         self.numbers = ConsensusCall(
             batch=B,
             targets=N,
             sources=v.shape[1],
             heads=heads,
             groups=target_hidden.shape[2],
-            width=D,
+            width=width,
             rank=rank,
             hidden=xi,
             trunks=target_hidden.shape[3] // xi,
@@ -75,21 +74,72 @@ class Call:
             network=ConsensusNetwork(*(x.data_ptr() for x in network)),
             valid_targets=address(masks[0]),
             valid_sources=address(masks[1]),
-            gradient=view(self.gradient),
-            degree=address(self.degree),
             round=calls.EDGES_OF_ROUND,
             threads=torch.get_num_threads(),
         )
 
-    def forward(self) -> tuple[Tensor, Tensor | None]:
-        """g [B, N, H, D], and the degrees [B, N, H] where they are wanted."""
+    def keep(self) -> Tensor | None:
+        """Memory for the matrices of edges, where they are so few that they shall be kept."""
+        call = self.numbers
+        edges = -(-self.most_edges // calls.EDGES_OF_BLOCK) * calls.EDGES_OF_BLOCK
+        numbers = edges * call.heads * (2 + call.rank * call.width)
+        # What edges give to their ends in a backward is there at a time, too.
+        given = edges * (call.heads * call.width + call.groups * call.trunks * call.hidden)
+        if numbers > calls.KEPT or given > 4 * calls.KEPT or calls.EDGES_OF_ROUND:
+            return None
+        return torch.empty(numbers, dtype=self.dtype)
+
+    def forward(
+        self, *, degrees: bool, kept: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """g [B, N, H, D], and the degrees [B, N, H] where they are wanted.
+
+        `kept` is for the backward, and from :meth:`keep`.
+        """
         assert _FOUND is not None
+        self.numbers.kept = address(kept)
+        gradient = torch.empty(self.shape, dtype=self.dtype)
+        degree = torch.empty(self.shape[:-1], dtype=self.dtype) if degrees else None
+        self.numbers.gradient, self.numbers.degree = view(gradient), address(degree)
         is_double = self.dtype == torch.float64
         library.check(_FOUND.graphattn_consensus(ctypes.byref(self.numbers), is_double))
-        return self.gradient, self.degree
+        return gradient, degree
+
+    def backward(
+        self,
+        tensors: Sequence[Tensor],
+        needed: Sequence[bool],
+        d_gradient: Tensor,
+        d_degree: Tensor | None,
+        kept: Tensor | None = None,
+    ) -> tuple[Tensor | None, ...]:
+        """The gradients of `tensors` that are needed; what was not kept is computed again."""
+        assert _FOUND is not None
+        self.numbers.kept = address(kept)
+        d_gradient = featurewise(d_gradient)
+        d_degree = None if d_degree is None else as_it_lies(d_degree)
+        # Of two ends, or of the six of the network, all or none.
+        wanted = [any(needed[:2])] * 2 + [any(needed[2:4])] * 2 + [any(needed[4:10])] * 6
+        found = [
+            torch.empty(x.shape, dtype=self.dtype) if want else None
+            for x, want in zip(tensors, wanted, strict=True)
+        ]
+        of_tokens = (TokenView() if x is None else view(x) for x in found[:OF_TOKENS])
+        gradients = ConsensusGradients(
+            view(d_gradient),
+            address(d_degree),
+            *of_tokens,
+            ConsensusNetwork(*(address(x) for x in found[OF_TOKENS:])),
+        )
+        status = _FOUND.graphattn_consensus_backward(
+            ctypes.byref(self.numbers), ctypes.byref(gradients), self.dtype == torch.float64
+        )
+        library.check(status)
+        return tuple(x if need else None for x, need in zip(found, needed, strict=True))
 
 
 def _mask(mask: Tensor | None, entries: int) -> Tensor | None:
+    """A mask [entries, tokens] as it is read."""
     if mask is None:
         return None
     flat = mask.reshape(mask.shape[:-1].numel(), mask.shape[-1])
@@ -110,7 +160,10 @@ class _Sums(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None]:
         ctx.save_for_backward(*tensors)
         ctx.options = graph, valid, {"energy": energy, "degrees": degrees}
-        return Call(graph, tensors, valid, energy=energy, degrees=degrees).forward()
+        ctx.set_materialize_grads(False)
+        call = Call(graph, tensors, valid, energy=energy)
+        ctx.kept = call.keep()
+        return call.forward(degrees=degrees, kept=ctx.kept)
 
     @staticmethod
     def backward(ctx: Any, *d_sums: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -118,22 +171,48 @@ class _Sums(torch.autograd.Function):
         graph, valid, options = ctx.options
         needed = ctx.needs_input_grad[4:]
         with full_precision(tensors[0].device):
-            # With create_graph=True, that is with gradients, somebody differentiates this again.
-            plan = structured.plan_of(graph, tensors, valid, **options)
-            of_sums = (
-                structured.gradients_plainly
-                if torch.is_grad_enabled()
-                else structured.gradients_of_sums
-            )
-            return None, None, None, None, *of_sums(tensors, needed, plan, d_sums)
+            if torch.is_grad_enabled():
+                # create_graph=True: somebody differentiates this again.
+                plan = structured.plan_of(graph, tensors, valid, **options)
+                found = structured.gradients_plainly(tensors, needed, plan, _there(tensors, d_sums))
+            else:
+                own = d_sums, options["energy"], ctx.kept
+                found = gradients_of_sums(graph, tensors, needed, valid, *own)
+            return None, None, None, None, *found
+
+
+def _there(tensors: Sequence[Tensor], d_sums: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
+    """Gradients of the sums, zeros for those that nobody has."""
+    u = tensors[2]
+    shapes = u.shape, u.shape[:-1]
+    return tuple(
+        u.new_zeros(shape) if d is None else d for d, shape in zip(d_sums, shapes, strict=True)
+    )
+
+
+def gradients_of_sums(
+    graph: TokenGraph,
+    tensors: Sequence[Tensor],
+    needed: Sequence[bool],
+    valid: ValidPair,
+    d_sums: Sequence[Tensor | None],
+    energy: bool,
+    kept: Tensor | None = None,
+) -> tuple[Tensor | None, ...]:
+    """The gradients of the ten tensors of :func:`sums_over_edges`, where they are needed."""
+    d_gradient, d_degree = d_sums
+    if d_gradient is None:
+        d_gradient = _there(tensors, d_sums)[0]
+    call = Call(graph, tensors, valid, energy=energy)
+    return call.backward(tensors, needed, d_gradient, d_degree, kept)
 
 
 def sums_over_edges(
     graph: TokenGraph, tensors: Sequence[Any], valid: ValidPair, *, energy: bool, degrees: bool
 ) -> tuple[Tensor, Tensor | None]:
     """g [B, N, H, D], and the sums of alpha + beta [B, N, H] where they are wanted."""
-    tensors = tensors[:10]  # compiled code knows no features of edges
+    tensors = tensors[: OF_TOKENS + OF_NETWORK]  # compiled code knows no features of edges
     if not may_be_differentiated(tensors):
-        return Call(graph, tensors, valid, energy=energy, degrees=degrees).forward()
+        return Call(graph, tensors, valid, energy=energy).forward(degrees=degrees)
     gradient, degree = _Sums.apply(graph, valid, energy, degrees, *tensors)
     return gradient, degree
