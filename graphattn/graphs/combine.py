@@ -147,10 +147,10 @@ def _lists_side_by_side(graphs: list[TokenGraph]) -> Tensor:
     sizes = [[graph.num_sources for graph in graphs], [graph.num_targets for graph in graphs]]
     edges = as_held(torch.cat(lists, dim=1), *map(sum, sizes), sum(x.shape[1] for x in lists))
     count = torch.tensor([x.shape[1] for x in lists], device=edges.device)
-    for side in (0, 1):
-        size = torch.tensor(sizes[side], dtype=edges.dtype, device=edges.device)
-        start = size.cumsum(0, dtype=edges.dtype) - size
-        edges[side] += start.repeat_interleave(count, output_size=edges.shape[1])
+    size = torch.tensor(sizes, dtype=edges.dtype, device=edges.device)
+    start = size.cumsum(1, dtype=edges.dtype) - size
+    for ends, first in zip(edges, start, strict=True):
+        ends += first.repeat_interleave(count, output_size=len(ends))
     return edges
 
 

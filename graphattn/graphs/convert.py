@@ -106,9 +106,8 @@ def from_mask(mask: Tensor) -> TokenGraph:
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.dim() != 2:
         got = f"{mask.dtype} of shape {list(mask.shape)}" if isinstance(mask, Tensor) else mask
         raise ValueError(f"mask must be a bool tensor of shape [N, M], got {got}")
-    target, source = mask.nonzero().T
     return TokenGraph(
-        edge_index=torch.stack([source, target]),
+        edge_index=mask.nonzero().T.flip(0),
         num_targets=mask.shape[0],
         num_sources=mask.shape[1],
     )
@@ -258,14 +257,14 @@ def from_scipy(
     coo = matrix.tocoo()
     edge = coo.data != 0
     values = coo.data[edge]
-    rows = torch.from_numpy(coo.row[edge].astype("int64"))
-    columns = torch.from_numpy(coo.col[edge].astype("int64"))
+    ends = torch.stack([torch.from_numpy(coo.row[edge]), torch.from_numpy(coo.col[edge])])
     num_sources, num_targets = coo.shape
-    graph, permutation = from_edge_index(
-        torch.stack([rows, columns]), num_targets, num_sources, return_permutation=True
-    )
     if return_edge_weight:
+        graph, permutation = from_edge_index(
+            ends, num_targets, num_sources, return_permutation=True
+        )
         return graph, torch.from_numpy(values)[permutation]
+    graph = from_edge_index(ends, num_targets, num_sources)
     if (values != 1).any():
         warnings.warn(
             "from_scipy leaves the matrix's values behind: return_edge_weight=True returns them "

@@ -15,6 +15,7 @@ from graphattn.kernels.cpu.edge_order import (
     BAD_TARGET,
     REPEATED,
     Wrong,
+    edges_by_source,
     has_edge_order,
     sorted_edges,
 )
@@ -95,6 +96,21 @@ def sorted_edge_list(
         if count
         else f"edge_index has edges, but there are no {name}s"
     )
+
+
+def order_by_source(rowptr: Tensor, source: Tensor, num_sources: int) -> Tensor:
+    """The order by source, then target, of edges that are sorted by target, [E].
+
+    Example:
+        >>> import torch
+        >>> from graphattn.graphs.edge_lists import order_by_source
+        >>> order_by_source(torch.tensor([0, 2, 3]), torch.tensor([1, 2, 1]), num_sources=3)
+        tensor([0, 2, 1])
+    """
+    # By source alone: that it is stable does the rest.
+    if has_edge_order(source) and rowptr.dtype == source.dtype:
+        return edges_by_source(rowptr.contiguous(), source.contiguous(), num_sources)[2]
+    return source.argsort(stable=True)
 
 
 def _sorted_by_key(

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from graphattn.graphs.composites import Parts
-from graphattn.graphs.edge_lists import edges_of_rows, sorted_edge_list
+from graphattn.graphs.edge_lists import edges_of_rows, order_by_source, sorted_edge_list
 from graphattn.graphs.encoding import KINDS, encode
 from graphattn.graphs.index_width import are_narrow, as_held, is_kept_wide
 from graphattn.graphs.listing import edges_of_structure
@@ -397,9 +397,8 @@ class TokenGraph:
 
     def _order_by_source(self) -> Tensor:
         if self._transpose_permutation is None:
-            # Already sorted by target, so a stable sort by source is all that is missing.
             with kept_for_training():
-                order = self.compact_edges[0].argsort(stable=True)
+                order = order_by_source(*self.compact_csr(), self._num_sources)
                 self._transpose_permutation = self._as_held(order, len(order))
         return self._transpose_permutation
 

@@ -75,3 +75,25 @@ def sorted_edges(
     if kind:
         return Wrong(kind, (place[0], place[1]) if kind == REPEATED else place[0])
     return edges, order
+
+
+def edges_by_source(
+    rowptr: Tensor, source: Tensor, num_sources: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Where the edges of every source begin [M + 1], and of each its target and number, [E].
+
+    All as wide as `rowptr` [N + 1] and `source` [E], both int32 or both int64, and contiguous.
+    """
+    loaded = library.library()
+    assert loaded is not None
+    colptr = rowptr.new_empty(num_sources + 1)
+    target, edge = torch.empty_like(source), torch.empty_like(source)
+    library.check(
+        loaded.graphattn_edges_by_source(
+            ctypes.c_int64(len(rowptr) - 1),
+            ctypes.c_int64(num_sources),
+            *(ctypes.c_void_p(x.data_ptr()) for x in (rowptr, source, colptr, target, edge)),
+            ctypes.c_int32(source.dtype == torch.int32),
+        )
+    )
+    return colptr, target, edge

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from graphattn.graphs.token_graph import TokenGraph
 from graphattn.kernels.cpu import library
+from graphattn.kernels.cpu.edge_order import edges_by_source
 from graphattn.ops.attention.structured.chunked import RowPlan
 from graphattn.ops.attention.structured.options import Options
 from graphattn.ops.attention.structured.plans import gathered_rows
@@ -103,10 +104,7 @@ class Edges:
     @cached_property
     def by_source(self) -> tuple[Tensor, Tensor, Tensor]:
         """Where every source's edges begin [M + 1], and of each its target and number, [E]."""
-        colptr = self.rowptr.new_empty(self.num_sources + 1)
-        target, edge = torch.empty_like(self.source), torch.empty_like(self.source)
-        self._call("graphattn_edges_by_source", colptr, target, edge)
-        return colptr, target, edge
+        return edges_by_source(self.rowptr, self.source, self.num_sources)
 
     @cached_property
     def visits(self) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]] | None:
@@ -117,7 +115,13 @@ class Edges:
         ends = self.rowptr, self.by_source[0]
         orders = tuple(torch.empty_like(x[1:]) for x in ends)
         is_better = torch.zeros(1, dtype=torch.int64)
-        self._call("graphattn_order_of_visits", *self.by_source[:2], *orders, is_better)
+        found = library.library()
+        assert found is not None
+        sizes = (ctypes.c_int64(n) for n in (len(self.rowptr) - 1, self.num_sources))
+        tensors = self.rowptr, self.source, *self.by_source[:2], *orders, is_better
+        addresses = (ctypes.c_void_p(x.data_ptr()) for x in tensors)
+        is_narrow = ctypes.c_int32(self.is_narrow)
+        library.check(found.graphattn_order_of_visits(*sizes, *addresses, is_narrow))
         if not is_better:
             return None
         before = (
@@ -126,15 +130,6 @@ class Edges:
         )
         of_targets, of_sources = zip(orders, before, strict=True)
         return of_targets, of_sources
-
-    def _call(self, name: str, *others: Tensor) -> None:
-        found = library.library()
-        assert found is not None
-        sizes = (ctypes.c_int64(n) for n in (len(self.rowptr) - 1, self.num_sources))
-        tensors = self.rowptr, self.source, *others
-        addresses = (ctypes.c_void_p(x.data_ptr()) for x in tensors)
-        is_narrow = ctypes.c_int32(self.is_narrow)
-        library.check(getattr(found, name)(*sizes, *addresses, is_narrow))
 
 
 def edges_of(graph: TokenGraph) -> Edges:
