@@ -24,7 +24,7 @@ PARTS = {
     "a list and a structure": lambda: [*lists((4, 4)), ga.complete_graph(3)],
 }
 APART = {
-    "rectangles": lambda: lists((3, 5), (2, 1), (0, 4), (4, 0)),
+    "rectangles": lambda: lists((3, 5), (4, 6), (0, 4), (4, 0)),
     "two sides": lambda: [ga.bipartite_complete_graph(2, 3), ga.bipartite_complete_graph(1, 4)],
 }
 

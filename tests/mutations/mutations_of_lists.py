@@ -49,6 +49,6 @@ MUTATIONS = [
         "graphattn/graphs/export_batches.py",
         "shift = torch.stack([shift, first_target[:-1]], dim=1)[:, :, None]",
         "shift = torch.stack([first_target[:-1], shift], dim=1)[:, :, None]",
-        (f"{PYG_BATCHES}::test_a_batch_comes_apart_again[rectangles-edge_type15]",),
+        (f"{PYG_BATCHES}::test_a_batch_comes_apart_again[two sides-edge_type16]",),
     ),
 ]
