@@ -59,6 +59,7 @@ EDGES = "tests/kernels/test_kernels_edges.py"
 EDGES_TOP_K = "tests/kernels/test_kernels_edges_top_k.py"
 EDGES_NAN = "tests/kernels/test_kernels_edges_nan.py"
 NEIGHBORS = "tests/kernels/test_kernels_knn.py"
+COMPILED = "tests/graphs/test_graphs_compiled_neighbors.py"
 NO_WAITING = "tests/kernels/test_kernels_no_waiting.py"
 TABLES = "tests/graphs/test_graphs_neighbor_tables.py"
 FUSED = "tests/kernels/test_kernels_consensus.py"
@@ -209,18 +210,32 @@ MUTATIONS = [
         ("tests/graphs/test_graphs_knn.py::test_products_exchange_no_neighbours[torch]",),
     ),
     Mutation(
-        "a compiled search for neighbours trusts the rounding of products",
-        "graphattn/graphs/distances.py",
-        "slack = 2 * self.rounding[",
-        "slack = 0 * self.rounding[",
-        ("tests/graphs/test_graphs_knn.py::test_products_exchange_no_neighbours[compiled]",),
-    ),
-    Mutation(
         "nearest neighbours trust a tree to have left nobody out",
         "graphattn/graphs/kd_tree.py",
         "return rows[last <= ",
         "return rows[last < 0 * ",
         ("tests/graphs/test_graphs_kd_tree.py::test_neighbours_are_those_of_float64[lattice-3]",),
+    ),
+    Mutation(
+        "edges beyond the memory that was laid by are not looked for again",
+        "kernels/cpu/neighbors.py",
+        "while edges < 0 or edges > room:",
+        "while edges < 0:",
+        (f"{COMPILED}::test_more_edges_than_memory_is_laid_by_for",),
+    ),
+    Mutation(
+        "compiled neighbours within a radius may be farther",
+        "kernels/cpu/neighbors.py",
+        "*given, ctypes.c_double(radius), index)",
+        "*given, ctypes.c_double(math.inf), index)",
+        (f"{COMPILED}::test_the_nearest_within_a_radius_are_no_farther",),
+    ),
+    Mutation(
+        "compiled neighbours of points that are views are those of their memory",
+        "kernels/cpu/neighbors.py",
+        "    points = points.contiguous()\n    candidates = points if",
+        "    candidates = points if",
+        (f"{COMPILED}::test_any_number_of_points_and_neighbours",),
     ),
     Mutation(
         "a tree forgets the first of many equal points",

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from graphattn.kernels.cpu.neighbors import SmallestOfRows, has_neighbors, squared_distances
+from graphattn.kernels.cpu.neighbors import has_neighbors, squared_distances
 from graphattn.kernels.launch import is_looked_into, untraced
 
 TILE = 1 << 21  # distances held at a time
@@ -49,10 +49,6 @@ class DistanceProducts:
     BLOCK = 32  # sources whose smallest s is found first
     COLUMNS = 2048  # sources multiplied at a time, so that minima are taken in cache
     MOST = 8  # candidates per neighbour, beyond which differences are better
-    # The same where compiled code looks through products: a piece is two megabytes of float32.
-    SCANNED_ROWS, SCANNED_COLUMNS = 1024, 512
-    SCANNED_MOST = 4
-    SCANNED = 1 << 18  # candidates at a time
 
     def __init__(self, rows: Tensor, columns: Tensor, rounding: Tensor) -> None:
         self.rows, self.columns, self.rounding = rows, columns, rounding
@@ -117,28 +113,6 @@ class DistanceProducts:
         near = near.repeat_interleave(within.sum(dim=1))
         row = near.div(blocks, rounding_mode="floor")
         return row, (near - row * blocks) * self.BLOCK + places % self.BLOCK
-
-    def scan(self, start: int, count: int, k: int, own: float | None) -> SmallestOfRows:
-        """Candidates by looking through pieces of the products while they are in the cache."""
-        rows, M = self.rows[start : start + count], len(self.columns)
-        slack = 2 * self.rounding[start : start + count, 0]
-        smallest = SmallestOfRows(slack, k, self._room(k))
-        products = rows.new_empty((count, min(self.SCANNED_COLUMNS, M)))
-        for j in range(0, M, self.SCANNED_COLUMNS):
-            columns = self.columns[j : j + self.SCANNED_COLUMNS]
-            piece = products[:, : len(columns)]
-            torch.mm(rows, columns.T, out=piece)
-            if own is not None and start - j < len(columns) and j - start < count:
-                piece.diagonal(start - j).fill_(own)
-            smallest.take(piece, j, is_last=j + len(columns) == M)
-        return smallest
-
-    def scanned_rows(self, k: int) -> int:
-        """Rows of a scan, so that neither products nor candidates take much memory."""
-        return max(1, min(self.SCANNED_ROWS, self.SCANNED // self._room(k)))
-
-    def _room(self, k: int) -> int:
-        return self.SCANNED_MOST * k + self.BLOCK
 
 
 def kth_smallest(values: Tensor, k: int) -> Tensor:

@@ -22,7 +22,7 @@ from graphattn.graphs.distances import (
 from graphattn.graphs.kd_tree import is_for_trees, nearest_by_tree
 from graphattn.graphs.structure import Complete, Structure
 from graphattn.graphs.token_graph import TokenGraph, as_token_graph
-from graphattn.kernels.cpu.neighbors import has_neighbors
+from graphattn.kernels.cpu.neighbors import has_nearest, has_neighbors, nearest, squared_distances
 from graphattn.kernels.launch import is_looked_into, untraced, why_not_on
 
 BACKENDS = ("auto", "reference", "triton")
@@ -216,7 +216,10 @@ def _squared_distances(x: Tensor, sources: Tensor, index: Tensor) -> Tensor:
     N, k = index.shape
     found, place = index >= 0, index.clamp(min=0)
     differentiated = torch.is_grad_enabled() and (x.requires_grad or sources.requires_grad)
-    if not differentiated and not is_looked_into() and (has_neighbors(x) or x.shape[1] <= IN_ORDER):
+    if not differentiated and has_neighbors(x):
+        row = torch.arange(N).repeat_interleave(k)
+        return untraced(squared_distances)(x, sources, row, index.flatten()).view(N, k)
+    if not differentiated and not is_looked_into() and x.shape[1] <= IN_ORDER:
         squared = torch.full((N, k), torch.inf, dtype=torch.float64, device=x.device)
         row, slot = found.nonzero().unbind(1)
         squared[row, slot] = exact_squared_distances(x, sources, row, place[row, slot])
@@ -259,7 +262,7 @@ def _why_no_kernels(search: _Search) -> str | None:
 
 
 def _nearest_by_kernels(search: _Search) -> Tensor:
-    from graphattn.kernels.knn import nearest
+    from graphattn.kernels.knn import nearest as nearest_by_triton
 
     points, candidates = search.points
     structure: Structure = Complete(len(points), len(candidates))
@@ -267,7 +270,7 @@ def _nearest_by_kernels(search: _Search) -> Tensor:
         assert search.within.structure is not None
         structure = search.within.structure
     tables = band_tables(structure, points.device)
-    return nearest(
+    return nearest_by_triton(
         points,
         candidates,
         tables,
@@ -280,10 +283,13 @@ def _nearest_by_kernels(search: _Search) -> Tensor:
 def nearest_of_all(
     points: Tensor, candidates: Tensor, k: int, to_self: bool, self_loops: bool
 ) -> Tensor:
-    """Among all candidates: by a tree where coordinates are few, by products where they are many.
+    """Among all candidates: by compiled code where it is there.
 
-    Rows in which a tree cannot tell the nearest from others look at all pairs, too.
+    Otherwise by a tree where coordinates are few, by products where they are many. Rows in which a
+    tree cannot tell the nearest from others look at all pairs, too.
     """
+    if has_nearest(points, candidates):
+        return untraced(nearest)(points, candidates, k, to_self, self_loops)
     found = None
     if is_for_trees(points, candidates, k):
         found = untraced(nearest_by_tree)(points, candidates, k, to_self, self_loops)

@@ -20,6 +20,7 @@ from graphattn.graphs.edge_lists import edges_of_rows
 from graphattn.graphs.kd_tree import is_for_trees, nearest_by_tree, pairs_by_tree
 from graphattn.graphs.nearest_neighbors import nearest_in_items, nearest_index
 from graphattn.graphs.token_graph import TokenGraph
+from graphattn.kernels.cpu.neighbors import edges_within, has_nearest, nearest
 from graphattn.kernels.launch import is_looked_into, untraced
 
 
@@ -168,6 +169,11 @@ def _pairs_within(
     """Pieces [2, n] of the sorted edges between points at distance <= radius."""
     reach = float(points.new_tensor(radius))  # 0.1 means the 0.1 of the coordinates' own dtype
     N = len(points)
+    if has_nearest(points) and N > 1:
+        if max_neighbors is None:
+            return [untraced(edges_within)(points, reach, self_loops)]
+        k = min(max_neighbors, N - (not self_loops))
+        return [edges_of_rows(untraced(nearest)(points, points, k, True, self_loops, reach))]
     if max_neighbors is None and is_for_trees(points, points):
         pairs = untraced(pairs_by_tree)(points, reach)
         if pairs is not None:

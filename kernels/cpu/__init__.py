@@ -30,7 +30,14 @@ Attention over bands, which are windows, blocks and whole sequences:
 
 Nearest neighbours:
 
-- `neighbors.cpp`, `neighbors`: rounded distances propose, exact ones decide.
+- `exact_distances.h`: squared distances in float64, which decide.
+- `masks.h`: which lanes of a vector are small enough, and lists of those.
+- `shortlist.h`: what may be among the nearest of a target, while rounded distances come by.
+- `point_blocks.h`: points in blocks, and boxes around blocks.
+- `neighbor_blocks.cpp`: few coordinates; the nearest blocks first, and none that are too far.
+- `columns.h`, `neighbor_products.cpp`: many coordinates; products in registers, never stored.
+- `neighbors.cpp`: squared distances of given pairs.
+- `neighbors`: which of them is called, and with what.
 
 Consensus:
 

@@ -1,83 +1,106 @@
-"""Nearest neighbours by compiled code, `neighbors.cpp`: rounded distances propose, exact decide."""
+"""Nearest neighbours by compiled code: rounded distances propose, float64 decides.
+
+Points of few coordinates stand in blocks, of which most are too far to be looked at
+(`neighbor_blocks.cpp`); those of many coordinates are multiplied with each other, in registers
+(`neighbor_products.cpp`). Both find the same, whatever the points, the threads and the build.
+"""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable
+import math
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
 
 from graphattn.kernels.cpu import library
 from graphattn.kernels.launch import is_looked_into, untraced
 
 DTYPES = {torch.float32: "float", torch.float64: "double"}
-VECTOR = 16  # numbers of the widest vector
+# Coordinates up to which blocks are faster than products, as measured with normally distributed
+# points and 16 neighbours of each; more of them where points are many, and blocks small.
+WIDEST = 6
+WIDEST_OF_MANY = 8
+MANY = 1 << 15
+EDGES = 64  # of a point, for which memory is laid by; more are looked for once again
+
+_Given = Tensor | int | ctypes.c_int32 | ctypes.c_double
 
 
 def has_neighbors(x: Tensor) -> bool:
     """Whether there is compiled code for points like these, and nobody looks into its steps."""
     is_read = x.device.type == "cpu" and x.dtype in DTYPES and not is_looked_into()
-    return is_read and untraced(library.library)() is not None
+    return is_read and untraced(_is_there)(x)
 
 
-class SmallestOfRows:
-    """What may be among the k smallest numbers of a row, as pieces of a matrix come by.
+def _is_there(x: Tensor) -> bool:
+    """Whether a library is there, and the numbers are: fake tensors have none."""
+    mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+    return mode is None and not isinstance(x, FakeTensor) and library.library() is not None
 
-    Numbers are known up to rounding, so all that exceed the k-th smallest by no more than the
-    slack of their row are kept.
+
+def has_nearest(*points: Tensor) -> bool:
+    """Whether the compiled searches take points like these."""
+    return all(x.shape[1] >= 1 and len(x) < 2**31 and has_neighbors(x) for x in points)
+
+
+def nearest(
+    points: Tensor,
+    candidates: Tensor,
+    k: int,
+    to_self: bool,
+    self_loops: bool,
+    radius: float = math.inf,
+) -> Tensor:
+    """The k nearest candidates of every point, int64 [N, k]; -1 where fewer are within the radius.
+
+    By squared distances in float64; of equal ones the smaller index is nearer. Points that hold NaN
+    or infinity are no neighbours and have none.
 
     Args:
-        slack: [rows], >= 0, in the dtype of the numbers.
+        points, candidates: [N, C] and [M, C] in one dtype, C >= 1.
         k: at least 1.
-        room: how many numbers of a row can be kept, more than k.
+        to_self: whether the points are the candidates.
+        self_loops: whether they are then their own first neighbours, or none of their neighbours.
+        radius: neighbours are no farther.
     """
+    points = points.contiguous()
+    candidates = points if to_self else candidates.contiguous()
+    index = torch.empty((len(points), k), dtype=torch.int64)
+    given: list[_Given] = [points, candidates, len(points), len(candidates), points.shape[1], k]
+    given += [ctypes.c_int32(to_self), ctypes.c_int32(self_loops)]
+    widest = WIDEST if len(candidates) < MANY else WIDEST_OF_MANY
+    if points.shape[1] <= widest or radius < math.inf:
+        _call("nearest_by_blocks", points.dtype, *given, ctypes.c_double(radius), index)
+    else:
+        _call("nearest_by_products", points.dtype, *given, index)
+    return index
 
-    def __init__(self, slack: Tensor, k: int, room: int) -> None:
-        rows, room = len(slack), room + VECTOR
-        self.k, self.slack = k, slack.contiguous()
-        self.kept = slack.new_empty((rows, room))
-        self.column = torch.empty((rows, room), dtype=torch.int64)
-        self.count = torch.zeros(rows, dtype=torch.int64)
-        self.limit = slack.new_full((rows,), torch.finfo(slack.dtype).max)
 
-    def take(self, numbers: Tensor, first: int, *, is_last: bool) -> None:
-        """Looks at columns `first` and after, [rows, columns], which are never NaN."""
-        rows, columns = numbers.shape
-        _call(
-            "keep_smallest",
-            numbers.dtype,
-            [numbers, rows, columns, numbers.stride(0), first, self.k, self.slack],
-            [self.kept.shape[1], self.kept, self.column, self.count, self.limit],
-            [ctypes.c_int32(is_last)],
-        )
+def edges_within(points: Tensor, radius: float, self_loops: bool) -> Tensor:
+    """The edges [2, E] between points at distance <= radius, by target, then by source.
 
-    @property
-    def has_all(self) -> bool:
-        """Whether there was room for all that had to be kept."""
-        return not bool((self.count < 0).any())
-
-    def nearest(
-        self, points: Tensor, candidates: Tensor, own: int | None, self_loops: bool
-    ) -> Tensor:
-        """The k nearest of the candidates that were kept, int64 [rows, k]; -1 where none is left.
-
-        By squared distances in float64; of equal ones the smaller index is nearer.
-
-        Args:
-            points, candidates: [rows, C] and [columns, C], contiguous.
-            own: the candidate that the first row is itself, the next row the next; or None.
-            self_loops: whether they are their own first neighbours, or none of their neighbours.
-        """
-        index = torch.empty((len(points), self.k), dtype=torch.int64)
-        _call(
-            "nearest",
-            points.dtype,
-            [points, candidates, *points.shape, -1 if own is None else own],
-            [ctypes.c_int32(self_loops), self.k, self.kept.shape[1], self.column, self.count],
-            [index],
-        )
-        return index
+    Args:
+        points: [N, C], C >= 1; those that hold NaN or infinity have no edges.
+        radius: in their unit, >= 0.
+        self_loops: whether points have edges to themselves.
+    """
+    points = points.contiguous()
+    N = len(points)
+    start, count = torch.empty((2, N), dtype=torch.int64)
+    total = torch.zeros(1, dtype=torch.int64)
+    room, edges = min(EDGES, N) * N, -1
+    while edges < 0 or edges > room:
+        room = max(room, edges)
+        found = torch.empty(room, dtype=torch.int32)  # touched as far as it is needed
+        reach = ctypes.c_double(radius), ctypes.c_int32(self_loops)
+        lists = found, start, count
+        _call("within_radius", points.dtype, points, *points.shape, *reach, room, *lists, total)
+        edges = int(total)
+    edge_index = torch.empty((2, edges), dtype=torch.int64)
+    _call("edges_of_lists", None, found, start, count, N, edges, edge_index)
+    return edge_index
 
 
 def squared_distances(points: Tensor, candidates: Tensor, row: Tensor, column: Tensor) -> Tensor:
@@ -89,23 +112,20 @@ def squared_distances(points: Tensor, candidates: Tensor, row: Tensor, column: T
     """
     points, candidates, row, column = (x.contiguous() for x in (points, candidates, row, column))
     squared = torch.empty(len(row), dtype=torch.float64)
-    places: list[Tensor | int] = [points.shape[1], len(row), row, column]
-    _call("squared_distances", points.dtype, [points, candidates, *places, squared])
+    sizes = points.shape[1], len(row)
+    _call("squared_distances", points.dtype, points, candidates, *sizes, row, column, squared)
     return squared
 
 
-def _call(
-    name: str, dtype: torch.dtype, *arguments: Iterable[Tensor | int | ctypes.c_int32]
-) -> None:
+def _call(name: str, dtype: torch.dtype | None, *arguments: _Given) -> None:
     """A function of the library: tensors by their addresses, numbers as int64; threads at last."""
     loaded = library.library()
     assert loaded is not None
-    given: list[ctypes.c_int32 | ctypes.c_int64 | ctypes.c_void_p] = []
-    for some in arguments:
-        for x in some:
-            if isinstance(x, Tensor):
-                given.append(ctypes.c_void_p(x.data_ptr()))
-            else:
-                given.append(ctypes.c_int64(x) if isinstance(x, int) else x)
-    function = loaded[f"graphattn_{name}_{DTYPES[dtype]}"]
+    given: list[ctypes.c_int32 | ctypes.c_int64 | ctypes.c_double | ctypes.c_void_p] = []
+    for x in arguments:
+        if isinstance(x, Tensor):
+            given.append(ctypes.c_void_p(x.data_ptr()))
+        else:
+            given.append(ctypes.c_int64(x) if isinstance(x, int) else x)
+    function = loaded[f"graphattn_{name}" + (f"_{DTYPES[dtype]}" if dtype else "")]
     library.check(function(*given, ctypes.c_int32(torch.get_num_threads())))

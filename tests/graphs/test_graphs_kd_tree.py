@@ -1,13 +1,10 @@
-"""Neighbours found by a tree: those of all pairs, bit for bit, whatever the points do to a tree."""
+"""Neighbours found by a tree, without compiled code: those of all pairs, whatever the points."""
 
-import math
 import multiprocessing
-import subprocess
-import sys
 
-import numpy as np
 import pytest
 import torch
+from hard_points import POINTS, N, cloud, generator, lattice, nearest_by_numpy, on_a_sphere, wide
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,78 +13,13 @@ from graphattn.graphs import kd_tree, nearest_neighbors, neighbors
 from graphattn.graphs.all_pairs import nearest_by_pairs
 from graphattn.graphs.kd_tree import FEWEST, PointTree, is_for_trees, nearest_by_tree
 from graphattn.graphs.nearest_neighbors import nearest_index
-
-N = 400
-
-
-def generator(seed):
-    return torch.Generator().manual_seed(seed)
+from graphattn.kernels.cpu import library
 
 
-def cloud(width, seed=0, *, count=N, dtype=torch.float32):
-    return torch.randn(count, width, generator=generator(seed), dtype=dtype)
-
-
-def holed(x):
-    x = x.clone()
-    x[5, 0], x[17, -1], x[18] = math.nan, math.inf, -math.inf
-    return x
-
-
-def with_outlier(x):
-    return torch.cat([x, torch.full_like(x[:1], 1e30)])
-
-
-def lattice(width):
-    """Shuffled, so that places and indices have nothing to do with each other."""
-    side = math.ceil(500 ** (1 / width))
-    points = torch.cartesian_prod(*[torch.arange(float(side))] * width).reshape(-1, width)
-    return points[torch.randperm(len(points), generator=generator(1))]
-
-
-POINTS = {
-    "random": cloud,
-    "float64": lambda width: cloud(width, dtype=torch.float64),
-    "half": lambda width: cloud(width).half(),
-    "bfloat16": lambda width: cloud(width).bfloat16(),
-    "lattice": lattice,
-    "thirds": lambda width: lattice(width) / 3,
-    "on a line": lambda width: torch.linspace(-1, 1, N)[:, None].repeat(1, width),
-    "on an axis": lambda width: cloud(width) * torch.eye(width)[0],
-    "all equal": lambda width: torch.ones(N, width),
-    "four places": lambda width: cloud(width, count=4)[torch.arange(N) % 4],
-    "pairs": lambda width: cloud(width, count=N // 2).repeat(2, 1),
-    "outlier": lambda width: with_outlier(cloud(width)),
-    "offset": lambda width: cloud(width) + 1e6,
-    "holed": lambda width: holed(cloud(width)),
-    "holed copies": lambda width: holed(torch.ones(N, width)),
-    "hardly any": lambda width: torch.where(torch.arange(N)[:, None] < 3, cloud(width), math.nan),
-    "denormal": lambda width: cloud(width) * 1e-43,
-    "vanishing squares": lambda width: cloud(width, dtype=torch.float64) * 1e-162,
-    "vanished squares": lambda width: cloud(width, dtype=torch.float64) * 1e-200,
-    "overflowing squares": lambda width: cloud(width, dtype=torch.float64) * 1e160,
-    "large": lambda width: cloud(width) * 1e37,
-    "halving": lambda width: 0.5 ** torch.arange(N, dtype=torch.float64)[:, None].repeat(1, width),
-    "signed zeros": lambda width: cloud(width).round() * 0.0,
-}
-
-
-def nearest_by_numpy(x, k, source=None, self_loops=False):
-    """All differences in float64, sorted by distance, then index."""
-    a = x.double().numpy()
-    b = a if source is None else source.double().numpy()
-    with np.errstate(all="ignore"):
-        squared = np.nan_to_num(np.square(a[:, None] - b[None]).sum(-1), nan=np.inf, posinf=np.inf)
-    if source is None:
-        own = np.where(np.isfinite(a).all(1) & self_loops, -1.0, np.inf)
-        np.fill_diagonal(squared, own)
-    order = np.argsort(squared, axis=1, kind="stable")[:, :k]
-    found = np.take_along_axis(squared, order, axis=1) < np.inf
-    return torch.from_numpy(np.where(found, order, -1))
-
-
-def wide(x):
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+@pytest.fixture(autouse=True)
+def no_compiled_code(monkeypatch):
+    """Where it is there, no tree is asked."""
+    monkeypatch.setattr(library, "library", lambda: None)
 
 
 @pytest.mark.parametrize("width", [1, 3])
@@ -161,14 +93,6 @@ def test_ties_beyond_the_candidates_are_seen_and_looked_for(monkeypatch):
     trusted, left = nearest_by_tree(x, x, 2, True, False)
     assert not len(left)
     assert not torch.equal(trusted, nearest_by_numpy(x, 2)), "without it the tree's choice stands"
-
-
-def on_a_sphere():
-    """Hundreds of whole numbers x^2 + y^2 + z^2 = 1001, all exactly as far from the origin."""
-    whole = torch.cartesian_prod(*[torch.arange(-31.0, 32.0)] * 3)
-    sphere = whole[whole.square().sum(1) == 1001]
-    assert len(sphere) > 300
-    return sphere[torch.randperm(len(sphere), generator=generator(2))]
 
 
 def test_a_row_with_hundreds_of_equal_distances_looks_at_all_pairs(monkeypatch):
@@ -309,27 +233,3 @@ def test_other_points_are_left_to_products():
     assert not is_for_trees(cloud(16), cloud(16))
     assert not is_for_trees(x, x, N // 10)
     assert not is_for_trees(x.to("meta"), x.to("meta"))
-
-
-PEAK = """
-import resource, sys
-import torch
-import graphattn as ga
-
-N, C, k = map(int, sys.argv[1:])
-ga.knn_graph(torch.randn(2000, C), 4)
-x = torch.randn(N, C)
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-ga.knn_graph(x, k)
-print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
-"""
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(("count", "width"), [(65_536, 3), (16_384, 64)])
-def test_neighbours_take_the_memory_of_points_and_neighbours(count, width):
-    """Distances of all pairs would be 17 GB and 1 GB."""
-    pytest.importorskip("resource")
-    command = [sys.executable, "-c", PEAK, str(count), str(width), "16"]
-    run = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert int(run.stdout) < 8 * (4 * count * (16 + width)) + 2**25

@@ -83,6 +83,9 @@ def neighbors(tokens: int, width: int, dtype: torch.dtype, threads: int) -> None
         ga.knn(x, 5)
     ga.knn(x, 20, source=source)
     ga.knn(torch.ones_like(x), 3, source=torch.ones_like(source).repeat(9, 1))  # no room for all
+    for radius in (0.0, 1.0, 1e9):
+        ga.radius_graph(x, radius, self_loops=True)
+        ga.radius_graph(x, radius, max_neighbors=2)
 
 
 def order_of_visits(tokens: int, neighbors: int) -> None:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import ctypes
 import math
 
-import numpy as np
 import pytest
 import torch
 
 import graphattn as ga
 from graphattn.kernels.cpu import library
-from graphattn.kernels.cpu.neighbors import SmallestOfRows, squared_distances
+from graphattn.kernels.cpu.neighbors import edges_within, nearest, squared_distances
 
 pytestmark = pytest.mark.every_case
 
@@ -21,59 +20,64 @@ def every_build(native: ctypes.CDLL, monkeypatch):
     monkeypatch.setattr(library, "library", lambda: native)
 
 
-def scanned(numbers, slack, k, room, pieces):
-    """A matrix given in pieces of so many columns."""
-    smallest = SmallestOfRows(slack, k, room)
-    for first in range(0, numbers.shape[1], pieces):
-        some = numbers[:, first : first + pieces]
-        smallest.take(some, first, is_last=first + pieces >= numbers.shape[1])
-    return smallest
-
-
-def columns_of(smallest):
-    return [row[: int(n)].tolist() for row, n in zip(smallest.column, smallest.count, strict=True)]
+def nearest_by_float64(x, k, source=None):
+    """Of all differences; a tie stands in order of index."""
+    a, b = x.double(), (x if source is None else source).double()
+    squared = (a[:, None] - b).square().sum(2)
+    if source is None:
+        squared.fill_diagonal_(math.inf)
+    return squared.sort(dim=1, stable=True).indices[:, :k]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("columns", [1, 7, 64, 65, 1000])
-@pytest.mark.parametrize("pieces", [9, 64, 513])
-def test_all_within_the_slack_of_the_kth_smallest_are_kept(dtype, columns, pieces):
-    generator = torch.Generator().manual_seed(columns)
-    numbers = torch.randn(33, columns, generator=generator, dtype=dtype)
-    slack = 0.02 * torch.rand(33, generator=generator, dtype=dtype)
-    for k in (1, 5):
-        found = scanned(numbers, slack, k, 8 * k + 32, pieces)
-        assert found.has_all
-        limit = np.sort(numbers.numpy(), axis=1)[:, min(k, columns) - 1] + slack.numpy()
-        if columns < k:
-            limit[:] = np.inf
-        expected = [
-            np.flatnonzero(row <= own).tolist() for row, own in zip(numbers, limit, strict=True)
-        ]
-        assert columns_of(found) == expected
+@pytest.mark.parametrize("width", [1, 2, 3, 6, 7, 13, 100])
+def test_the_nearest_are_those_of_float64(dtype, width):
+    """Less than a vector, a block, a panel and a tile of points; lists that are thinned out."""
+    generator = torch.Generator().manual_seed(width)
+    for count in (2, 7, 16, 25, 33, 400):
+        x = torch.randn(count, width, generator=generator, dtype=dtype)
+        source = torch.randn(count + 9, width, generator=generator, dtype=dtype)
+        for k in (1, count // 2 or 1, count - 1):
+            for to_self, other in ((True, x), (False, source)):
+                found = nearest(x, other, k, to_self, False)
+                assert torch.equal(found, nearest_by_float64(x, k, None if to_self else source))
 
 
-def test_oneself_may_be_first_or_out_of_reach():
-    numbers = torch.arange(40.0).flip(0).repeat(3, 1)
-    numbers[0, 3], numbers[1, 39] = -math.inf, math.inf
-    found = scanned(numbers, torch.zeros(3), 2, 10, 16)
-    assert columns_of(found) == [[3, 39], [37, 38], [38, 39]]
+@pytest.mark.parametrize("width", [3, 12])
+def test_float64_decides_among_points_that_rounded_distances_cannot_tell(width):
+    """Hundreds of sources at distances that differ by less than float32 knows: lists overflow."""
+    generator = torch.Generator().manual_seed(0)
+    source = torch.nn.functional.normalize(torch.randn(900, width, generator=generator), dim=1)
+    x = 1e-4 * torch.randn(40, width, generator=generator)
+    assert torch.equal(nearest(x, source, 5, False, False), nearest_by_float64(x, 5, source))
 
 
-def test_rows_with_too_many_near_the_kth_smallest_are_told():
-    numbers = torch.stack([torch.zeros(200), torch.arange(200.0)])
-    found = scanned(numbers, torch.zeros(2), 3, 20, 64)
-    assert not found.has_all
-    assert int(found.count[0]) == -1
-    assert found.column[1, :3].tolist() == [0, 1, 2]  # the other row is none the worse
+@pytest.mark.parametrize("width", [1, 4, 9])
+def test_ties_stand_by_index_and_who_is_not_finite_is_no_neighbour(width):
+    points = torch.zeros(6, width)
+    points[:, 0] = torch.tensor([0.0, 1.0, 0.0, 2.0, math.nan, math.inf])
+    without = nearest(points, points, 4, True, False)
+    none = [-1] * 4
+    expected = [[2, 1, 3, -1], [0, 2, 3, -1], [0, 1, 3, -1], [1, 0, 2, -1], none, none]
+    assert without.tolist() == expected
+    # Oneself is first, even after an equal point, where it may be.
+    assert nearest(points, points, 3, True, True)[2].tolist() == [2, 0, 1]
+    assert nearest(points, points, 3, False, False)[2].tolist() == [0, 2, 1]
+    assert nearest(points, points, 4, True, False, 1.0)[0].tolist() == [2, 1, -1, -1]
 
 
-def test_a_view_of_wider_rows_is_read_as_it_is():
-    wide = torch.randn(5, 100, generator=torch.Generator().manual_seed(0))
-    view, slack = wide[:, 10:77], torch.zeros(5)
-    found, copied = (scanned(x, slack, 4, 40, 200) for x in (view, view.contiguous()))
-    expected = np.sort(np.argsort(view.numpy(), axis=1)[:, :4], axis=1).tolist()
-    assert columns_of(found) == columns_of(copied) == expected
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("width", [1, 2, 9])
+def test_edges_within_a_radius_are_those_of_float64(dtype, width):
+    generator = torch.Generator().manual_seed(width)
+    for count in (1, 2, 17, 300):
+        x = torch.randn(count, width, generator=generator, dtype=dtype)
+        squared = (x.double()[:, None] - x.double()).square().sum(2)
+        for radius in (0.0, 0.5, 3.0, 1e6):
+            inside = squared <= radius**2
+            for self_loops in (True, False):
+                inside.fill_diagonal_(self_loops)
+                assert torch.equal(edges_within(x, radius, self_loops), inside.nonzero().T.flip(0))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -95,20 +99,8 @@ def test_squared_distances_are_those_of_float64(dtype, width):
     assert (found[column < 0] == math.inf).all()
 
 
-def test_exact_distances_decide_ties_by_index_and_leave_out_who_is_no_neighbour():
-    points = torch.tensor([[0.0], [1.0], [0.0], [2.0]])
-    smallest = scanned(torch.zeros(4, 4), torch.zeros(4), 3, 20, 4)
-    without = smallest.nearest(points, points, 0, False)
-    assert without.tolist() == [[2, 1, 3], [0, 2, 3], [0, 1, 3], [1, 0, 2]]
-    # Of a row that is itself, first, even after an equal point; and of other points.
-    assert smallest.nearest(points, points, 0, True)[2].tolist() == [2, 0, 1]
-    assert smallest.nearest(points, points, None, False)[2].tolist() == [0, 2, 1]
-    far = torch.tensor([[0.0], [math.inf], [math.nan], [2.0]])
-    assert smallest.nearest(points, far, None, False)[0].tolist() == [0, 3, -1]
-
-
 @pytest.mark.parametrize("width", [3, 16, 70])
-def test_the_nearest_are_those_of_float64_for_any_number_of_threads(width):
+def test_any_number_of_threads_finds_the_same(width):
     x = torch.randn(700, width, generator=torch.Generator().manual_seed(width))
     before, found = torch.get_num_threads(), []
     try:
