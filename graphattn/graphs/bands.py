@@ -49,6 +49,15 @@ class Bands:
         return bool((same & (before >= 0) & (after >= 0) & (loops == 1)).all())
 
     @cached_property
+    def _covered(self) -> tuple[int, int]:
+        """How many targets and sources the sequences hold."""
+        return int(self.sequences[:, 1].sum()), int(self.sequences[:, 3].sum())
+
+    def covers(self, num_targets: int, num_sources: int) -> bool:
+        """Whether so many targets and sources all are in some sequence."""
+        return self._covered == (num_targets, num_sources)
+
+    @cached_property
     def is_symmetric(self) -> bool:
         """Targets and sources are the same tokens, and see each other."""
         target, targets, source, sources, _, before, after, loops = self.sequences.unbind(1)

@@ -13,6 +13,7 @@ from torch_geometric.typing import OptTensor
 
 from graphattn.graphs.arguments import as_float, as_int
 from graphattn.graphs.token_graph import TokenGraph
+from graphattn.nn.flat_call import flat_call
 from graphattn.nn.graph_layer import Positions, Rotations, edge_mask, valid_for_propagate
 from graphattn.nn.layer_cache import LayerCache
 from graphattn.nn.overrides import (
@@ -141,9 +142,15 @@ class GraphAttention(StreamingLayer):
         self, x: Tensor, context: Tensor, rotations: Rotations
     ) -> tuple[Tensor, Tensor, Tensor]:
         """:meth:`project` where the rotations are known."""
-        query = self.split(self.query_proj(x), self.heads)
-        key = self.split(self.key_proj(context), self.kv_heads)
+        query, key = self.query_proj(x), self.key_proj(context)
         value = context if self.value_proj is None else self.value_proj(context)
+        return self.turned(query, key, value, rotations)
+
+    def turned(
+        self, query: Tensor, key: Tensor, value: Tensor, rotations: Rotations
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """What projections gave, [*, N, H * D], by head; queries and keys rotated."""
+        query, key = self.split(query, self.heads), self.split(key, self.kv_heads)
         query, key = self.rotate(query, key, rotations)
         # Autocast leaves an unprojected value in float32 beside bfloat16 queries.
         return query, key, self.split(value, self.kv_heads).to(query.dtype)
@@ -289,6 +296,11 @@ class GraphAttention(StreamingLayer):
         Weights that are only looked at are "detached": nothing is kept for their gradients, so that
         a gradient checkpoint, which repeats the call without them, finds what it expects.
         """
+        is_plain = valid is None and positions is None and edge_bias is None
+        if is_plain and context is x and return_attention_weights is False:
+            found = flat_call(self, x, context_dim, graph)
+            if found is not None:
+                return found
         sorted_edges = bool(return_attention_weights) or edge_bias is not None
         x, context, graph, pair = self.prepare(
             x, context, context_dim, graph, valid, per_edge=sorted_edges
@@ -513,8 +525,8 @@ class GraphAttention(StreamingLayer):
 
         No value where values are keys; nothing at all where turning is not the last to be done.
         """
-        value = x if self.value_proj is None else self.value_proj(x)
-        return self.query_proj(x), self.key_proj(x), value
+        query, key = self.query_proj(x), self.key_proj(x)
+        return query, key, x if self.value_proj is None else self.value_proj(x)
 
     def step_scale(self) -> tuple[Tensor | None, float]:
         """For the kernel: log(sigma) [heads] or [1], or None where scores are scaled products."""

@@ -12,6 +12,7 @@ from torch_geometric.typing import OptTensor
 from graphattn.graphs.arguments import as_float, as_int
 from graphattn.graphs.token_graph import TokenGraph
 from graphattn.graphs.windows import causal_graph
+from graphattn.nn.flat_call import flat_linear_call
 from graphattn.nn.graph_layer import Positions, Rotations, edge_mask, valid_for_propagate
 from graphattn.nn.layer_cache import LayerCache
 from graphattn.nn.overrides import (
@@ -158,6 +159,11 @@ class LinearAttention(StreamingLayer):
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Average the values of the sources of every target."""
         context = x if context is None else context
+        is_plain = valid is None and positions is None and return_attention_weights is False
+        if is_plain and context is x:
+            found = flat_linear_call(self, x, graph)
+            if found is not None:
+                return found
         x, context, graph, pair = self.prepare(
             x, context, self.context_dim, graph, valid, per_edge=bool(return_attention_weights)
         )
@@ -172,9 +178,15 @@ class LinearAttention(StreamingLayer):
 
     def project_features(self, x: Tensor, context: Tensor, rotations: Rotations) -> Features:
         """Features of queries [*, N, H, D], of keys [*, M, Hk, D], and values; all in float32."""
-        query = self.split(self.query_proj(x), self.heads)
-        key = self.split(self.key_proj(context), self.kv_heads)
-        value = self.split(self.value_proj(context), self.kv_heads)
+        projected = self.query_proj(x), self.key_proj(context), self.value_proj(context)
+        return self.features_of(*projected, rotations)
+
+    def features_of(
+        self, query: Tensor, key: Tensor, value: Tensor, rotations: Rotations
+    ) -> Features:
+        """Features of what projections gave, [*, N, H * D]."""
+        query, key = self.split(query, self.heads), self.split(key, self.kv_heads)
+        value = self.split(value, self.kv_heads)
         dtype = compute_dtype(query.dtype)
         query, key = elu_features(query.to(dtype)), elu_features(key.to(dtype))
         return Features(query, key, value.to(dtype), *self.rotate(query, key, rotations))

@@ -35,6 +35,14 @@ FORWARD_METHODS = (
 )  # fmt: skip
 STEP_TWINS = ("step", "project_step", "step_rows", *ROW_TWINS)
 
+# What a plain forward pass restates (`flat_call`), beside what happens at edges.
+CALL_METHODS = (
+    *EDGE_METHODS, "fused", "mix", "sigma", "prepare", "check_dtype", "project", "project_rotated",
+    "project_flat", "turned", "split", "rotate", "rotations", "rotation_of", "resolve_positions",
+    "uses_propagate", "current_dropout", "step_scale", "project_features", "features_of",
+    "mixed_dtype",
+)  # fmt: skip
+
 MADE_BY_PYG = ("propagate", "edge_updater")  # PyG sets compiled ones at classes and instances
 HOOKS = tuple(
     f"_{method}_forward{when}_hooks"
@@ -54,6 +62,8 @@ class ClassOverrides(NamedTuple):
     in_kernel: tuple[str, ...]  # what a compiled step restates, whatever is replaced with them
     as_shipped: bool  # whether nothing that a step runs is replaced
     methods: dict[str, Any]  # all as they were then; somebody may patch the class later
+    call_as_shipped: bool  # whether nothing that a plain forward pass restates is replaced
+    call_methods: dict[str, Any]  # those, as they were then
 
 
 def overrides_of_class(cls: type) -> ClassOverrides:
@@ -69,7 +79,8 @@ def overrides_of_class(cls: type) -> ClassOverrides:
                 if known is None or name in MADE_BY_PYG:
                     return NOWHERE
                 own = base.__dict__[name]
-                return NOWHERE if known.methods.get(name, own) is own else place
+                before = known.methods.get(name, known.call_methods.get(name, own))
+                return NOWHERE if before is own else place
         return NOWHERE
 
     def replaced(names: tuple[str, ...], *twins: str) -> tuple[str, ...]:
@@ -88,6 +99,12 @@ def overrides_of_class(cls: type) -> ClassOverrides:
         as_shipped=not replaced(FORWARD_METHODS, *STEP_TWINS)
         and all(depth(name) == NOWHERE for name in shortened),
         methods={name: getattr(cls, name) for name in sorted(watched) if hasattr(cls, name)},
+        call_as_shipped=all(depth(name) == NOWHERE for name in CALL_METHODS),
+        call_methods={
+            name: getattr(cls, name)
+            for name in CALL_METHODS
+            if name not in MADE_BY_PYG and hasattr(cls, name)
+        },
     )
 
 
@@ -138,13 +155,22 @@ def is_as_shipped(layer: Any) -> bool:
 
     Then one that restates all of it gives the same. Asked once a token, so it is short.
     """
+    overrides = type(layer).class_overrides
+    return overrides.as_shipped and _is_untouched(layer, overrides.methods)
+
+
+def is_called_as_shipped(layer: Any) -> bool:
+    """The same of what a plain forward pass runs."""
+    overrides = type(layer).class_overrides
+    return overrides.call_as_shipped and _is_untouched(layer, overrides.call_methods)
+
+
+def _is_untouched(layer: Any, known: dict[str, Any]) -> bool:
+    """Whether neither an instance nor its class has other methods by now, and nobody looks on."""
     cls, attributes = type(layer), vars(layer)
-    overrides = cls.class_overrides
-    if not overrides.as_shipped or layer._explain:
-        return False
-    known = overrides.methods
     return (
-        attributes.keys().isdisjoint(known)
+        not attributes["_explain"]
+        and attributes.keys().isdisjoint(known)
         and all(map(operator.is_, map(getattr, itertools.repeat(cls), known), known.values()))
         and not any(map(attributes.__getitem__, HOOKS))
     )

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from graphattn.graphs.arguments import as_float, as_int
 from graphattn.nn.config import Configured
+from graphattn.ops.rotary import can_turn, turn
 
 Rotation = tuple[Tensor, Tensor]  # cos and sin of the angles at some positions, [*, N, 1, D / 2]
 
@@ -72,6 +73,8 @@ class RotaryEmbedding(Configured, nn.Module):
     def turn(self, x: Tensor, rotation: Rotation, *, back: bool = False) -> Tensor:
         """`x` [*, N, H, D] rotated as :meth:`rotation` says, or rotated back."""
         cos, sin = rotation
+        if can_turn(x, cos, sin):
+            return turn(x, cos, sin, back=back)
         if back:
             sin = -sin
         first, second = x.to(cos.dtype).chunk(2, dim=-1)

@@ -20,6 +20,7 @@ import torch
 import graphattn as ga
 from graphattn.graphs import index_width
 from graphattn.kernels.cpu import edge_order, library
+from graphattn.ops import rotary
 from graphattn.ops.attention.native import rows
 
 THREADS = (1, 2, 3)
@@ -230,6 +231,22 @@ BANDS: dict[str, Callable[[int], ga.TokenGraph]] = {
     "wide": lambda n: ga.window_path_graph(n, 300, self_loops=True),
 }
 
+
+def turn(tokens: int, width: int, dtype: torch.dtype, threads: int) -> None:
+    """Queries alone where features lie apart, and both sides with the sizes kept."""
+    torch.set_num_threads(threads)
+    x = torch.randn(2, 3, tokens, width, dtype=torch.float64).to(dtype).transpose(1, 2)
+    angle = torch.rand(2, tokens, 1, width // 2, dtype=torch.promote_types(dtype, F32))
+    rotary.turn(x, angle.cos(), angle.sin(), back=True)
+    if dtype in DTYPES:
+        query, key = x.contiguous(), x[:, :, :1].contiguous()
+        one = rotary.KnownTurn(
+            tuple(query.shape), tuple(key.shape), (angle[0].cos(), angle[0].sin())
+        )
+        one.back(*one(query, key))
+        one.back(*one(query, None))
+
+
 CASES = [
     Cases("exp", exp, itertools.product(COUNTS, DTYPES, THREADS)),
     Cases("reduce", reduce, itertools.product(DTYPES)),
@@ -260,6 +277,11 @@ CASES = [
         "sort_edges",
         sort_edges,
         itertools.product((0, 1, 2, 40), (0, 1, 24, 25, 3000), edge_order.DTYPES),
+    ),
+    Cases(
+        "turn",
+        turn,
+        itertools.product((0, 1, 65, 9000), (2, 6, 18, 64), (*DTYPES, *HALVES), THREADS),
     ),
     Cases("order_of_visits", order_of_visits, itertools.product((2, 127, 128, 1500), (1, 8, 63))),
     Cases(

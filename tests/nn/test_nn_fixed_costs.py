@@ -23,12 +23,12 @@ GRAPHS = {
 }
 # By layer: how many operators of torch a forward pass may call, and one with its backward pass.
 LAYERS = {
-    "dot": (lambda: ga.nn.DotProductAttention(DIM, HEADS), 75, 215),
-    "rope": (lambda: ga.nn.DotProductAttention(DIM, HEADS, rope=True), 105, 275),
-    "gka": (lambda: ga.nn.GaussianKernelAttention(DIM, HEADS), 50, 135),
-    "gka, eps": (lambda: ga.nn.GaussianKernelAttention(DIM, HEADS, eps=1e-3), 80, 180),
-    "krause": (lambda: ga.nn.KrauseAttention(DIM, HEADS, top_k=4), 85, 240),
-    "linear": (lambda: ga.nn.LinearAttention(DIM, HEADS), 180, 480),
+    "dot": (lambda: ga.nn.DotProductAttention(DIM, HEADS), 60, 175),
+    "rope": (lambda: ga.nn.DotProductAttention(DIM, HEADS, rope=True), 65, 185),
+    "gka": (lambda: ga.nn.GaussianKernelAttention(DIM, HEADS), 40, 115),
+    "gka, eps": (lambda: ga.nn.GaussianKernelAttention(DIM, HEADS, eps=1e-3), 80, 170),
+    "krause": (lambda: ga.nn.KrauseAttention(DIM, HEADS, top_k=4), 75, 200),
+    "linear": (lambda: ga.nn.LinearAttention(DIM, HEADS), 160, 430),
     "target": (lambda: ga.nn.SelfConsensus(DIM, HEADS, update="target"), 260, 720),
     "automatic": (
         lambda: ga.nn.SelfConsensus(DIM, HEADS, update="target", step_size="auto"),

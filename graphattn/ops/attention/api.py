@@ -402,6 +402,33 @@ def _attend(
         )
 
 
+def known_backend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    graph: TokenGraph,
+    *,
+    score: Score,
+    top_k: Any,
+    softcap: Any,
+    backend: str,
+) -> tuple[str, int | None, float | None]:
+    """The backend of all calls of this kind, and their top_k and softcap as numbers.
+
+    Sizes and dtypes of tensors count, not what they hold. There are no masks, biases or dropout.
+
+    Raises:
+        ValueError: as in the operation itself.
+    """
+    _check_qkv(query, key, value)
+    softcap = as_softcap(softcap) if score == "dot" else None
+    check_backend(backend)
+    check_graph(graph, query, query.shape[-3], key.shape[-3])
+    top_k = None if top_k is None else as_int("top_k", top_k, 1)
+    able = support(query, value.shape[-1], softcap=softcap)
+    return choose_backend(backend, able, query.device), top_k, softcap
+
+
 def support(
     query: Tensor,
     value_width: int | None = None,
@@ -467,6 +494,9 @@ def _rbf_scale(sigma: float | Tensor, heads: int, query: Tensor) -> Tensor:
     scale = per_head**-2
     if scale.device.type == "cpu" and not torch.compiler.is_compiling():
         sigmas, scales = per_head.tolist(), scale.tolist()
+        # Of lists with NaN the least says nothing, but their sum is NaN.
+        if sigmas and min(sigmas) > 0 and min(scales) > 0 and math.isfinite(sum(scales)):
+            return scale
         if not (all(s > 0 for s in sigmas) and all(0 < s < math.inf for s in scales)):
             got = sigma.tolist() if isinstance(sigma, Tensor) else sigma
             raise ValueError(f"sigma must be > 0 and finite, like 1 / sigma^2, got {got}")

@@ -50,8 +50,15 @@ def sums_over_graph(
     return out.masked_fill((a == 0).all(-1, keepdim=True), 0)
 
 
+def plain_sums(a: Tensor, b: Tensor, c: Tensor, graph: TokenGraph) -> Tensor:
+    """:func:`sums_over_graph` for who looks at the sums: NaN spreads to whatever it stands near."""
+    if a.device.type == "cpu":
+        keep_freed_memory()
+    return _sums(a, b, c, graph, False)
+
+
 def _sums(a: Tensor, b: Tensor, c: Tensor, graph: TokenGraph, transposed: bool) -> Tensor:
-    runs = runs_of(graph.structure)
+    runs = graph.derived(runs_of, lambda: runs_of(graph.structure))
     if runs is None:
         source, target = _edges(graph)
         return over_edges(a, b, c, *((target, source) if transposed else (source, target)))
@@ -113,6 +120,18 @@ def _outside(interval: Interval, device: torch.device) -> Tensor:
     with torch.inference_mode(False):
         hop = torch.arange(M, device=device) - torch.arange(N, device=device)[:, None]
         return (hop < first) | (hop > last)
+
+
+def pairs_outside(graph: TokenGraph) -> Tensor | None:
+    """Bool [N, M]: the pairs that are no edges, where sums of a few tokens go over all pairs."""
+    runs = graph.derived(runs_of, lambda: runs_of(graph.structure))
+    if runs is None or len(runs) != 1 or runs[0].times != 1 or len(runs[0].intervals) != 1:
+        return None
+    (interval,) = runs[0].intervals
+    N, M, first, last = interval
+    is_some = 0 < N <= CHUNK and 0 < M <= CHUNK and first <= last and first < M and last > -N
+    is_all = first + N <= 1 and last >= M - 1  # then products go another way
+    return _outside(interval, graph.device) if is_some and not is_all else None
 
 
 def _rows(x: Tensor, first: int, count: int) -> Tensor:

@@ -37,6 +37,8 @@ def why_not(like: Tensor) -> str | None:
     """The reason why compiled code does not take a case, whatever its graph; None where it does."""
     if like.device.type != "cpu":
         return f"it runs on CPUs, not on {like.device.type}"
+    if not torch.compiler.is_compiling() and torch._C._get_tracing_state() is not None:
+        return "a trace (torch.jit.trace) would not have its steps"
     if not torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack() == 0:
         kind = type(like)
         if kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:

@@ -111,10 +111,11 @@ class NativeBandPlan:
     def forward(self, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
         """Output, log-sums, and the numbers by which the backward finds the weights again."""
         query, _, value, scale, _ = inputs
-        out = query.new_empty((*query.shape[:-1], value.shape[-1]))
         B, N, H, _ = query.shape
-        lse, kept = (scale.new_empty((B, N, H * n)) for n in (1, self.saved_per_head))
-        _Call(self, inputs, out, lse, kept).run(None)
+        out = query.new_empty((B, N, H, value.shape[-1]))
+        lse = scale.new_empty((B, N, H))
+        kept = scale.new_empty((B, N, H * self.saved_per_head))
+        _run(self, inputs, out, lse, kept, None)
         return out, lse, kept
 
     def backward(
@@ -122,31 +123,27 @@ class NativeBandPlan:
     ) -> Gradients:
         """Gradients of the five inputs; every tile is computed again."""
         query, key, value, scale, table = inputs
-        call = _Call(self, inputs, _featurewise(out), None, saved.contiguous())
-        of_sequences = self.bands.sequences
-        covered = int(of_sequences[:, 3].sum()) == key.shape[1]
-        covered = covered and int(of_sequences[:, 1].sum()) == query.shape[1]
-        new = torch.empty_like if covered else torch.zeros_like
-        dtypes = query.dtype, scale.dtype, scale.dtype  # what is added to is not half precision
+        is_covered = self.bands.covers(query.shape[1], key.shape[1])
+        # What is added to is not half precision.
+        shapes = (query, query.dtype), (key, scale.dtype), (value, scale.dtype)
         d_query, d_key, d_value = (
-            new(x, dtype=dtype, memory_format=torch.contiguous_format)
-            for x, dtype in zip((query, key, value), dtypes, strict=True)
+            x.new_empty(x.shape, dtype=dtype) if is_covered else x.new_zeros(x.shape, dtype=dtype)
+            for x, dtype in shapes
         )
         d_scale = torch.zeros(scale.shape, dtype=torch.float64)
         d_table = None if table is None else torch.zeros(table.shape, dtype=torch.float64)
         d_out = _featurewise(d_out)
         d_lse = None if d_lse is None else d_lse.contiguous()
-        call.run(
-            BandsGradients(
-                _view(d_out),
-                _address(d_lse),
-                _view(d_query),
-                _view(d_key),
-                _view(d_value),
-                d_scale.data_ptr(),
-                _address(d_table),
-            )
+        wanted = BandsGradients(
+            _view(d_out),
+            _address(d_lse),
+            _view(d_query),
+            _view(d_key),
+            _view(d_value),
+            d_scale.data_ptr(),
+            _address(d_table),
         )
+        _run(self, inputs, _featurewise(out), None, saved.contiguous(), wanted)
         of_table = None if d_table is None or table is None else d_table.to(table.dtype)
         d_key, d_value = d_key.to(key.dtype), d_value.to(value.dtype)
         return d_query, d_key, d_value, d_scale.to(scale.dtype), of_table
@@ -163,60 +160,55 @@ def in_dtype_of_scale(inputs: Inputs) -> Inputs:
     return query.to(scale.dtype), key.to(scale.dtype), value.to(scale.dtype), scale, bias
 
 
-class _Call:
-    """The numbers and addresses of a call, and the tensors that must live as long."""
-
-    def __init__(
-        self,
-        plan: NativeBandPlan,
-        inputs: Inputs,
-        out: Tensor,
-        lse: Tensor | None,
-        kept: Tensor,
-    ) -> None:
-        query, key, value, scale, table = inputs
-        query, key, value = (_featurewise(x) for x in (query, key, value))
-        options, sequences = plan.slow.options, plan.bands.sequences
-        B, N, H, D = query.shape
-        scale = scale.contiguous()
-        table = None if table is None else table.contiguous()
-        valid = tuple(None if x is None else x.contiguous() for x in options.valid)
-        self.is_double = scale.dtype == torch.float64
-        self.alive = query, key, value, scale, table, valid, sequences, out, lse, kept
-        self.numbers = BandsCall(
-            batch=B,
-            targets=N,
-            sources=key.shape[1],
-            heads=H,
-            kv_heads=key.shape[2],
-            width=D,
-            value_width=value.shape[3],
-            count=len(sequences),
-            sequences=sequences.data_ptr(),
-            query=_view(query),
-            key=_view(key),
-            value=_view(value),
-            is_rbf=options.score == "rbf",
-            scale=scale.data_ptr(),
-            top_k=options.top_k or 0,
-            softcap=options.softcap or 0.0,
-            table=_address(table),
-            offsets=0 if table is None else len(table),
-            origin=plan.bands.origin or 0,
-            valid_targets=_address(valid[0]),
-            valid_sources=_address(valid[1]),
-            out=_view(out),
-            lse=_address(lse),
-            kept=kept.data_ptr(),
-            keeps_outputs=plan.keeps_outputs > 0,
-            threads=torch.get_num_threads(),
-        )
-
-    def run(self, wanted: BandsGradients | None) -> None:
-        """Forward, or backward to what is `wanted`."""
-        found = library.library()
-        assert found is not None
-        given = None if wanted is None else ctypes.byref(wanted)
-        library.check(
-            found.graphattn_attention_bands(ctypes.byref(self.numbers), given, self.is_double)
-        )
+def _run(
+    plan: NativeBandPlan,
+    inputs: Inputs,
+    out: Tensor,
+    lse: Tensor | None,
+    kept: Tensor,
+    wanted: BandsGradients | None,
+) -> None:
+    """Forward, or backward to what is `wanted`."""
+    query, key, value, scale, table = inputs
+    query, key, value = _featurewise(query), _featurewise(key), _featurewise(value)
+    options = plan.slow.options
+    B, N, H, D = query.shape
+    scale = scale.contiguous()
+    table = None if table is None else table.contiguous()
+    of_target, of_source = options.valid
+    of_target = None if of_target is None else of_target.contiguous()
+    of_source = None if of_source is None else of_source.contiguous()
+    sequences = plan.bands.sequences
+    call = BandsCall(  # in the order of its fields: names take longer
+        B,
+        N,
+        key.shape[1],
+        H,
+        key.shape[2],
+        D,
+        value.shape[3],
+        sequences.shape[0],
+        sequences.data_ptr(),
+        _view(query),
+        _view(key),
+        _view(value),
+        options.score == "rbf",
+        scale.data_ptr(),
+        options.top_k or 0,
+        options.softcap or 0.0,
+        _address(table),
+        0 if table is None else len(table),
+        plan.bands.origin or 0,
+        _address(of_target),
+        _address(of_source),
+        _view(out),
+        _address(lse),
+        kept.data_ptr(),
+        plan.keeps_outputs > 0,
+        torch.get_num_threads(),
+    )
+    found = library.library()
+    assert found is not None
+    given = None if wanted is None else ctypes.byref(wanted)
+    is_double = scale.dtype == torch.float64
+    library.check(found.graphattn_attention_bands(ctypes.byref(call), given, is_double))

@@ -60,8 +60,12 @@ def is_here() -> bool:
 
 
 def is_followed() -> bool:
-    """Whether a mode of torch wants to see every operation."""
-    return torch._C._len_torch_dispatch_stack() > 0 or is_looked_into()
+    """Whether a mode of torch, or a trace, wants to see every operation."""
+    if torch._C._len_torch_dispatch_stack() > 0:
+        return True
+    if torch.compiler.is_compiling():
+        return False
+    return torch._C._get_tracing_state() is not None or is_looked_into()
 
 
 def why_no_step(like: Tensor, *others: torch.dtype) -> str | None:

@@ -52,6 +52,8 @@ def keep_best(
         row, hidden = exact(place), ranked[place] == -torch.inf
         row = row.masked_fill(row.isnan(), torch.inf).masked_fill(hidden, -torch.inf)
         order = row.argsort(dim=-1, descending=True, stable=True)[:, :top_k]
-        first = torch.zeros_like(hidden).scatter_(-1, order, True)
+        first = torch.zeros_like(hidden).scatter(
+            -1, order, torch.ones_like(order, dtype=torch.bool)
+        )
         best[place] = first & (row > -torch.inf)
     return best

@@ -1,0 +1,258 @@
+"""Attention of features as projections give them, turned and averaged in one step of autograd.
+
+Calls of few tokens cost what is asked and kept in between, more than what is computed. So what is
+known of one kind of call (sizes, dtype, options) is found once, by the checks of every other call,
+and steps that every call has are one: views by head, rotations, averages, and back.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphattn.graphs.token_graph import TokenGraph
+from graphattn.ops.attention import native
+from graphattn.ops.attention.api import known_backend
+from graphattn.ops.attention.native.bands import NativeBandPlan
+from graphattn.ops.attention.native.known import KnownBands
+from graphattn.ops.attention.reference import Score
+from graphattn.ops.attention.structured.recompute import Plan
+from graphattn.ops.inputs import full_precision
+from graphattn.ops.rotary import KnownTurn
+
+Rotation = tuple[Tensor, Tensor]
+
+
+class FlatCall:
+    """The part of a call that others of its kind share.
+
+    Args:
+        plan: of the graph.
+        query, key: shapes [B, N, H, D] and [B, M, Hk, D]; values have that of keys.
+        out: the shape [*, N, H * D].
+        dtype: float32 or float64.
+        rotation: cosines and sines [N, 1, D / 2] by which queries and keys are turned, or None.
+        scale: [H], of dot products; None where every call brings its own.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        query: tuple[int, ...],
+        key: tuple[int, ...],
+        out: tuple[int, ...],
+        dtype: torch.dtype,
+        rotation: Rotation | None,
+        scale: Tensor | None,
+    ) -> None:
+        self.scale = scale
+        self.plan, self.query, self.key, self.rotation = plan, query, key, rotation
+        self.turn = None if rotation is None else KnownTurn(query, key, rotation)
+        if isinstance(plan, NativeBandPlan):
+            self.engine: KnownBands | _ByPlan = KnownBands(plan, query, key, out, dtype)
+        else:
+            self.engine = _ByPlan(plan, query, key, out)
+
+    def turned(self, query: Tensor, key: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Both as compiled code reads them, and turned where there is a rotation."""
+        query = _contiguous(query)
+        key = None if key is None else _contiguous(key)
+        if self.turn is not None:
+            query, key = self.turn(query, key)
+        return query, query if key is None else key
+
+    def plainly(
+        self, query: Tensor, key: Tensor | None, value: Tensor | None, scale: Tensor
+    ) -> Tensor:
+        """Averages in operations that can be differentiated any number of times, [B, N, H, D]."""
+        query = self._plainly_turned(query.reshape(self.query))
+        key = query if key is None else self._plainly_turned(key.reshape(self.key))
+        value = key if value is None else value.reshape(self.key)
+        return self.plan.plainly((query, key, value, scale, None))[0]
+
+    def _plainly_turned(self, x: Tensor) -> Tensor:
+        if self.rotation is None:
+            return x
+        cosines, sines = self.rotation
+        first, second = x.chunk(2, dim=-1)
+        return torch.cat(
+            [first * cosines - second * sines, second * cosines + first * sines], dim=-1
+        )
+
+
+class _ByPlan:
+    """The same as :class:`KnownBands` by any other plan."""
+
+    def __init__(
+        self, plan: Plan, query: tuple[int, ...], key: tuple[int, ...], out: tuple[int, ...]
+    ) -> None:
+        self.plan, self.query, self.key, self.out = plan, query, key, out
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, scale: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        out, _, saved = self.plan.forward(self._inputs(query, key, value, scale))
+        # Resized in place: a view could not be changed in place by those who get it.
+        return out.contiguous().resize_(self.out), saved
+
+    def backward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: Tensor,
+        out: Tensor,
+        saved: Tensor,
+        d_out: Tensor,
+        needs_scale: bool,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        inputs = self._inputs(query, key, value, scale)
+        results = out.view(self.query), saved, d_out.reshape(self.query), None
+        d_query, d_key, d_value, d_scale, _ = self.plan.backward(inputs, *results)
+        of_tokens = (
+            d.contiguous().view(x.shape)
+            for d, x in ((d_query, query), (d_key, key), (d_value, value))
+        )
+        return *of_tokens, d_scale if needs_scale else None  # type: ignore[return-value]
+
+    def _inputs(self, query: Tensor, key: Tensor, value: Tensor, scale: Tensor) -> Any:
+        by_head = query.view(self.query), key.view(self.key), value.view(self.key)
+        return *by_head, scale, None
+
+
+def known_call(
+    like: Tensor,
+    graph: TokenGraph,
+    heads: int,
+    kv_heads: int,
+    width: int,
+    *,
+    scale: Tensor | None,
+    top_k: Any,
+    softcap: Any,
+    backend: str,
+    rotation: Rotation | None,
+) -> FlatCall | None:
+    """What calls of tokens like these [*, N, F] share; None where compiled code does not run them.
+
+    They are of dot products where there is a `scale` [H], and of distances otherwise.
+
+    Raises:
+        ValueError: for what the operation refuses.
+    """
+    score: Score = "rbf" if scale is None else "dot"
+    lead, (N, M) = like.shape[:-2], (graph.num_targets, graph.num_sources)
+    nothing = like.detach().new_empty(())  # sizes count, not what there is
+    query = nothing.expand(*lead, N, heads, width)
+    key = nothing.expand(*lead, M, kv_heads, width)
+    chosen, top_k, softcap = known_backend(
+        query, key, key, graph, score=score, top_k=top_k, softcap=softcap, backend=backend
+    )
+    if chosen != "native":
+        return None
+    options = {"top_k": top_k, "softcap": softcap, "per_offset": False, "valid": (None, None)}
+    inputs = query, key, key, nothing.expand(heads), None
+    (query, key, *_), plan = native.plan_call(inputs, graph, score=score, **options)
+    out = *lead, N, heads * width
+    return FlatCall(plan, tuple(query.shape), tuple(key.shape), out, like.dtype, rotation, scale)
+
+
+def flat_attention(
+    call: FlatCall, query: Tensor, key: Tensor | None, value: Tensor | None, scale: Tensor
+) -> Tensor:
+    """Averages [*, N, H * D] of a known kind of call, on the CPU, by compiled code.
+
+    Args:
+        call: what :func:`known_call` told of it.
+        query: [*, N, H * D], or by head.
+        key, value: [*, M, Hk * D]; None for the query, and for the key, both turned.
+        scale: [H].
+    """
+    if torch.is_grad_enabled() and (
+        query.requires_grad
+        or scale.requires_grad
+        or (key is not None and key.requires_grad)
+        or (value is not None and value.requires_grad)
+    ):
+        found: Tensor = _Flat.apply(call, query, key, value, scale)
+        return found
+    return _averages(call, query, key, value, scale)[0]
+
+
+def _averages(
+    call: FlatCall, query: Tensor, key: Tensor | None, value: Tensor | None, scale: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The averages, and what the backward wants to see again."""
+    query, key = call.turned(query, key)
+    return call.engine.forward(query, key, key if value is None else _contiguous(value), scale)
+
+
+class _Flat(torch.autograd.Function):
+    """Saved is what was given: rotations are cheap, and made again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        call: FlatCall,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        scale: Tensor,
+    ) -> Tensor:
+        out, saved = _averages(call, query, key, value, scale)
+        ctx.call = call
+        ctx.save_for_backward(query, key, value, scale, out, saved)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, scale, out, saved = ctx.saved_tensors  # asked for once
+        call: FlatCall = ctx.call
+        needs_query, needs_key, needs_value, needs_scale = ctx.needs_input_grad[1:]
+        with full_precision(out.device):
+            if torch.is_grad_enabled():  # create_graph=True: somebody differentiates this again
+                return None, *_plain_gradients(ctx, (query, key, value, scale), d_out)
+            turned, turned_key = call.turned(query, key)
+            read = turned_key if value is None else _contiguous(value)
+            results = out, saved, d_out, needs_scale
+            d_query, d_key, d_value, d_scale = call.engine.backward(
+                turned, turned_key, read, scale, *results
+            )
+            if value is None:  # added up as autograd does, one after the other
+                if key is None:
+                    d_query.add_(d_key).add_(d_value)
+                else:
+                    d_key.add_(d_value)
+            if call.turn is not None:
+                call.turn.back(d_query, None if key is None else d_key)
+        return (
+            None,
+            d_query if needs_query else None,
+            d_key if needs_key else None,
+            d_value if needs_value else None,
+            d_scale,
+        )
+
+
+def _plain_gradients(
+    ctx: Any, tensors: tuple[Tensor | None, ...], d_out: Tensor
+) -> list[Tensor | None]:
+    # Each apart, also where one tensor was given several times: each gets a share of the gradient.
+    query, key, value, scale = (None if x is None else x.view_as(x) for x in tensors)
+    assert query is not None
+    assert scale is not None
+    out = ctx.call.plainly(query, key, value, scale)
+    needed = ctx.needs_input_grad[1:]
+    given = zip((query, key, value, scale), needed, strict=True)
+    wanted = [x for x, n in given if n and x is not None]
+    found = torch.autograd.grad(
+        out, wanted, d_out.reshape(out.shape), create_graph=True, allow_unused=True
+    )
+    each = iter(found)
+    return [next(each) if n else None for n in needed]
+
+
+def _contiguous(x: Tensor) -> Tensor:
+    return x if x.is_contiguous() and not x.is_neg() else x.contiguous().resolve_neg()

@@ -1,0 +1,495 @@
+"""Plain calls of attention layers take a short way: it gives what the long way gives, and no more
+calls take it than it is right for."""
+
+import copy
+import gc
+import pickle
+import threading
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+import graphattn as ga
+from graphattn.kernels.cpu import library
+from graphattn.nn import flat_call
+
+if library.why_not() is not None:
+    pytest.skip(str(library.why_not()), allow_module_level=True)
+
+DIM, HEADS, N = 16, 4, 11
+LAYERS = {
+    "dot": lambda: ga.nn.DotProductAttention(DIM, HEADS),
+    "turned": lambda: ga.nn.DotProductAttention(DIM, HEADS, kv_heads=2, rope=True, bias=False),
+    "no values": lambda: ga.nn.DotProductAttention(DIM, HEADS, value_projection=False, rope=True),
+    "capped": lambda: ga.nn.DotProductAttention(DIM, 1, softcap=2.0, top_k=3),
+    "gka": lambda: ga.nn.GaussianKernelAttention(DIM, HEADS),
+    "gka, turned": lambda: ga.nn.GaussianKernelAttention(DIM, HEADS, rope=True),
+    "gka, normalized": lambda: ga.nn.GaussianKernelAttention(DIM, HEADS, normalize=True),
+    "krause": lambda: ga.nn.KrauseAttention(DIM, HEADS, top_k=3, rope=True),
+    "one sigma": lambda: ga.nn.KrauseAttention(DIM, HEADS, sigma_per_head=False, kv_heads=1),
+    "linear": lambda: ga.nn.LinearAttention(DIM, HEADS),
+    "linear, eps": lambda: ga.nn.LinearAttention(DIM, HEADS, eps=0.3, bias=False),
+}
+GRAPHS = {
+    "window": lambda: ga.causal_window_graph(N, 4),
+    "complete": lambda: ga.complete_graph(N),
+    "batch": lambda: ga.batch([ga.causal_graph(N - 4), ga.complete_graph(4)]),
+    "list": lambda: ga.from_edge_index(torch.tensor([[0, 4, 2, 9, 9], [0, 0, 1, 5, 9]]), N, N),
+    "moved": lambda: ga.causal_window_graph(N, 4).permute(torch.arange(N).flip(0)),
+    "neighbors": lambda: ga.knn_graph(torch.arange(N).double().square()[:, None], k=3),
+}
+each_layer = pytest.mark.parametrize("name", LAYERS)
+each_graph = pytest.mark.parametrize("graph", GRAPHS)
+
+
+def layer_of(name, dtype=torch.float64):
+    torch.manual_seed(0)
+    return LAYERS[name]().to(dtype)
+
+
+def tokens(*shape, dtype=torch.float64):
+    return torch.randn(*shape, DIM, generator=torch.Generator().manual_seed(1), dtype=dtype)
+
+
+def by_messages(layer, x, graph):
+    with ga.use_backend("reference"):
+        return layer(x, graph)
+
+
+@pytest.fixture
+def short_ways(monkeypatch):
+    """How many calls went the short way to its end, counted."""
+    taken = []
+    for name in ("flat_attention", "flat_linear_attention"):
+        run = getattr(flat_call, name)
+        monkeypatch.setattr(
+            flat_call, name, lambda *given, run=run: taken.append(run) or run(*given)
+        )
+    return taken
+
+
+@each_graph
+@each_layer
+@pytest.mark.parametrize("lead", [(), (2,), (2, 0), (1, 3)], ids=str)
+def test_values_and_gradients_are_those_of_messages(name, graph, lead, short_ways):
+    layer, graph = layer_of(name), GRAPHS[graph]()
+    x = tokens(*lead, N).requires_grad_()
+    upstream = tokens(*lead, N).flip(-1)
+    wanted = [x, *layer.parameters()]
+    expected = by_messages(layer, x, graph)
+    gradients = torch.autograd.grad(expected, wanted, upstream)
+    assert not short_ways
+    for _ in range(2):  # the first finds out, the second knows
+        out = layer(x, graph)
+        torch.testing.assert_close(out, expected)
+        for mine, other in zip(torch.autograd.grad(out, wanted, upstream), gradients, strict=True):
+            torch.testing.assert_close(mine, other)
+        with torch.no_grad():
+            assert torch.equal(layer(x, graph), out)
+    assert len(short_ways) == 4
+
+
+@each_layer
+def test_second_derivatives_are_right(name):
+    layer, graph = layer_of(name), ga.causal_window_graph(4, 2)
+    x = tokens(2, 4).requires_grad_()
+    weight = layer.output_proj.weight
+    assert torch.autograd.gradgradcheck(
+        lambda x, _: layer(x, graph), (x, weight), atol=1e-4, fast_mode=True
+    )
+
+
+@each_layer
+def test_few_tensors_may_ask_for_gradients(name, short_ways):
+    layer, graph = layer_of(name), GRAPHS["window"]()
+    named = dict(layer.named_parameters())
+    for asked in ("x", "output_proj.weight", "query_proj.weight", "value_proj.weight", "log_sigma"):
+        if asked != "x" and asked not in named:
+            continue
+        layer.requires_grad_(False)
+        x = tokens(N)
+        leaf = x.requires_grad_() if asked == "x" else named[asked].requires_grad_()
+        mine, other = (
+            torch.autograd.grad(run(layer, x, graph).square().sum(), leaf)[0]
+            for run in (lambda layer, x, graph: layer(x, graph), by_messages)
+        )
+        torch.testing.assert_close(mine, other)
+    assert short_ways
+
+
+@each_layer
+def test_projections_of_somebody_else_are_read_as_they_are(name, short_ways):
+    """Features that lie apart, and hooks that change them."""
+
+    class Apart(nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x):
+            return self.inner(x).mT.contiguous().mT
+
+    layer, graph, x = layer_of(name), GRAPHS["window"](), tokens(2, N)
+    called = []
+    for role in ("query_proj", "key_proj", "value_proj"):
+        if getattr(layer, role, None) is not None:
+            setattr(layer, role, Apart(getattr(layer, role)))
+            getattr(layer, role).register_forward_hook(
+                lambda module, given, out: called.append(module) or 2 * out
+            )
+    for _ in range(2):
+        called.clear()
+        out = layer(x, graph)
+        hooked = len(called)
+        assert len({*called}) == hooked  # once each
+        torch.testing.assert_close(out, by_messages(layer, x, graph))
+        assert len(called) == 2 * hooked
+    assert len(short_ways) == 2
+
+
+@pytest.mark.parametrize("name", ["dot", "linear"])
+def test_projections_of_another_width_are_refused_after_plain_calls_too(name, short_ways):
+    layer, graph, x = layer_of(name), GRAPHS["window"](), tokens(N)
+    layer(x, graph)
+    layer.key_proj = nn.Linear(DIM, DIM // 2).double()
+    with pytest.raises((ValueError, RuntimeError)) as mine:
+        layer(x, graph)
+    with pytest.raises((ValueError, RuntimeError)) as fresh:
+        layer(x, copy.deepcopy(graph))
+    assert str(mine.value) == str(fresh.value)
+    assert len(short_ways) == 1
+
+
+@each_layer
+def test_a_projection_of_half_precision_ends_as_it_does_on_a_new_graph(name):
+    layer, graph, x = layer_of(name, torch.float32), GRAPHS["window"](), tokens(N).float()
+    layer(x, graph)
+    layer.output_proj.register_forward_hook(lambda *given: given[-1] + 1)
+    if hasattr(layer, "query_proj"):
+        layer.query_proj.register_forward_hook(lambda *given: given[-1].bfloat16())
+
+    def outcome(graph):
+        try:
+            return layer(x, graph)
+        except (ValueError, RuntimeError) as error:
+            return str(error)
+
+    mine, fresh = outcome(graph), outcome(copy.deepcopy(graph))
+    assert type(mine) is type(fresh)
+    assert mine == fresh if isinstance(mine, str) else torch.equal(mine, fresh)
+
+
+def replace_in_instance(layer, method):
+    setattr(layer, method, lambda *given, **named: 1 / 0)
+
+
+def replace_in_class(layer, method):
+    layer.__class__ = type("Own", (type(layer),), {method: lambda self, *given, **named: 1 / 0})
+
+
+@pytest.mark.parametrize("replace", [replace_in_instance, replace_in_class])
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [
+        *(
+            ("turned", method)
+            for method in (
+                "message", "log_affinity", "aggregate", "fused", "mix", "project_rotated",
+                "project", "split", "rotate", "rotations", "prepare", "turned", "uses_propagate",
+            )
+        ),
+        ("krause", "sigma"),
+        *(("linear", method) for method in ("message", "fused", "mix", "project_features")),
+    ],
+)  # fmt: skip
+def test_what_somebody_replaces_is_run(name, method, replace):
+    """After plain calls, too; of a copy that goes on as before nothing changes."""
+    layer, graph, x = layer_of(name), GRAPHS["window"](), tokens(N)
+    expected = layer(x, graph)
+    other = copy.deepcopy(layer)
+    replace(layer, method)
+    with pytest.raises(ZeroDivisionError):
+        layer(x, graph)
+    assert torch.equal(other(x, graph), expected)
+
+
+def test_a_method_that_is_patched_in_the_class_is_run(monkeypatch):
+    layer, graph, x = layer_of("dot"), GRAPHS["window"](), tokens(N)
+    layer(x, graph)
+    monkeypatch.setattr(ga.nn.DotProductAttention, "mix", lambda *given, **named: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        layer(x, graph)
+    own = type("Own", (ga.nn.DotProductAttention,), {})(DIM, HEADS).double()
+    with pytest.raises(ZeroDivisionError):
+        own(x, graph)
+
+
+@pytest.mark.parametrize("name", ["dot", "linear"])
+def test_hooks_of_messages_are_run(name):
+    layer, graph, x = layer_of(name), GRAPHS["window"](), tokens(N)
+    layer(x, graph)
+    seen = []
+    layer.register_message_forward_hook(lambda *given: seen.append(given))
+    layer(x, graph)
+    assert seen
+
+
+@pytest.mark.parametrize(
+    ("name", "attribute", "value", "message"),
+    [
+        ("krause", "top_k", True, "top_k"),
+        ("krause", "top_k", 0, "top_k"),
+        ("capped", "softcap", -1.0, "softcap"),
+        ("dot", "backend", "triton", "triton"),
+        ("dot", "backend", "fast", "backend"),
+        ("linear", "eps", -1.0, "eps"),
+        ("linear", "backend", "native", "native"),
+    ],
+)
+def test_options_that_are_changed_to_wrong_ones_are_refused(name, attribute, value, message):
+    layer, graph, x = layer_of(name), GRAPHS["window"](), tokens(N)
+    layer(x, graph)
+    setattr(layer, attribute, value)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=message):
+            layer(x, graph)
+
+
+def test_true_is_not_taken_for_the_number_1_that_was_checked():
+    layer, graph, x = layer_of("krause"), GRAPHS["window"](), tokens(N)
+    layer.top_k = 1
+    layer(x, graph)
+    layer.top_k = True
+    with pytest.raises(ValueError, match="top_k must be an integer"):
+        layer(x, graph)
+
+
+@each_layer
+def test_wrong_tokens_are_refused_after_right_ones(name):
+    layer, graph, x = layer_of(name), GRAPHS["window"](), tokens(N)
+    layer(x, graph)
+    for wrong, message in (
+        (x.float(), "dtype"),
+        (x[:-1], "graph has 11 targets"),
+        (x[..., :-1], "shape"),
+        (x.long(), "floating-point"),
+        (x.to("meta"), "meta"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            layer(wrong, graph)
+    layer.float()
+    with pytest.raises(ValueError, match="dtype"):
+        layer(x, graph)
+    assert layer(x.float(), graph).dtype == torch.float32
+
+
+def test_options_that_are_changed_to_right_ones_count(short_ways):
+    layer, graph, x = layer_of("krause"), GRAPHS["complete"](), tokens(N)
+    for top_k in (3, 1, None, 5):
+        layer.top_k = top_k
+        torch.testing.assert_close(layer(x, graph), by_messages(layer, x, graph))
+    layer.rotary = ga.nn.RotaryEmbedding(DIM // HEADS, base=3.0)
+    torch.testing.assert_close(layer(x, graph), by_messages(layer, x, graph))
+    assert len(short_ways) == 5
+    layer.attention_dropout = 0.999
+    layer(x, graph)
+    assert len(short_ways) == 5
+    layer.eval()
+    layer(x, graph)
+    assert len(short_ways) == 6
+
+
+def test_positions_that_are_changed_in_place_count():
+    layer, graph, x = layer_of("turned"), GRAPHS["moved"](), tokens(N)
+    before = layer(x, graph)
+    graph.positions.mul_(3)
+    expected = layer(x, graph, positions=3 * torch.arange(N).flip(0))
+    assert not torch.allclose(before, expected)
+    torch.testing.assert_close(layer(x, graph), expected)
+
+
+def test_a_list_of_edges_that_is_changed_in_place_counts():
+    graph, x = ga.from_edge_index(torch.tensor([[0, 1], [0, 1]]), 2, 2), tokens(2)
+    for name in ("dot", "linear"):
+        layer = layer_of(name)
+        layer(x, graph)
+        graph.listed[0, 0] = 1 - graph.listed[0, 0]
+        torch.testing.assert_close(layer(x, graph), by_messages(layer, x, graph))
+
+
+@each_layer
+def test_what_is_not_plain_goes_the_long_way(name, short_ways):
+    layer, graph, x = layer_of(name), GRAPHS["window"](), tokens(2, N)
+    expected = layer(x, graph)
+    assert len(short_ways) == 1
+    valid = torch.ones(N, dtype=torch.bool)
+    for options in (
+        {"valid": valid},
+        {"positions": torch.arange(N)},
+        {"return_attention_weights": True},
+        {"context": x.clone()},
+    ):
+        out = layer(x, graph, **options)
+        torch.testing.assert_close(out[0] if isinstance(out, tuple) else out, expected)
+    torch.testing.assert_close(layer(x, graph.edge_index), expected)
+    torch.testing.assert_close(torch.func.vmap(lambda x: layer(x, graph))(x), expected)
+    torch.testing.assert_close(
+        torch.func.functional_call(layer, dict(layer.named_parameters()), (x, graph)), expected
+    )
+    assert len(short_ways) == 2  # the call with other parameters is a plain one
+    torch.func.jvp(lambda x: layer(x, graph), (x,), (x,))
+    torch.func.grad(lambda x: layer(x, graph).sum())(x)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        layer.float()(x.float(), graph)
+    assert len(short_ways) == 2
+
+
+class Over(nn.Module):
+    """A layer with its graph."""
+
+    def __init__(self, layer, graph):
+        super().__init__()
+        self.layer, self.graph = layer, graph
+
+    def forward(self, x):
+        return self.layer(x, self.graph)
+
+
+@pytest.mark.parametrize("trains", [False, True])
+@each_layer
+def test_a_traced_layer_gives_what_the_layer_gives(name, trains):
+    """Of other tokens and with other parameters."""
+    layer = Over(layer_of(name), GRAPHS["window"]()).requires_grad_(trains)
+    layer(tokens(2, N))
+    traced = torch.jit.trace(layer, tokens(2, N), check_trace=False)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.mul_(1.1)
+    other = tokens(2, N).flip(-2)
+    torch.testing.assert_close(traced(other), layer(other))
+
+
+@each_layer
+def test_nan_that_nobody_sees_stays_where_it_is(name):
+    """Forward and in gradients: token 5 sees itself, and nobody else sees it."""
+    mask = torch.ones(N, N, dtype=torch.bool)
+    mask[5], mask[:, 5] = False, False
+    mask[5, 5] = True
+    graphs = {"list": ga.from_mask(mask)}
+    split = ga.batch([ga.causal_window_graph(5, 3), ga.complete_graph(1), ga.causal_graph(N - 6)])
+    graphs["batch"] = split
+    layer = layer_of(name)
+    for graph in graphs.values():
+        x = tokens(N)
+        rest = torch.arange(N) != 5
+        expected = layer(x, graph)[rest]
+        x[5] = torch.nan
+        x.requires_grad_()
+        out = layer(x, graph)
+        assert torch.equal(out[rest], expected)
+        out[rest].square().sum().backward()
+        assert x.grad[rest].isfinite().all()
+
+
+@each_layer
+def test_a_last_token_without_readers_may_hold_nan(name):
+    """Within one window of few tokens."""
+    graph, layer = ga.causal_window_graph(N, 4), layer_of(name)
+    x = tokens(N)
+    expected = layer(x, graph)[:-1]
+    x[-1] = torch.nan
+    x.requires_grad_()
+    out = layer(x, graph)
+    assert torch.equal(out[:-1], expected)
+    out[:-1].square().sum().backward()
+    assert x.grad[:-1].isfinite().all()
+
+
+@each_layer
+def test_inference_first_and_training_then(name):
+    layer, graph = layer_of(name), GRAPHS["window"]()
+    with torch.inference_mode():
+        first = layer(tokens(N), graph)
+    out = layer(tokens(N).requires_grad_(), graph)
+    out.sum().backward()
+    assert torch.equal(first, out)
+
+
+@each_layer
+def test_results_may_be_written_to(name):
+    layer, graph = layer_of(name), GRAPHS["window"]()
+    layer.output_proj = nn.Identity()
+    layer.output_proj.weight = torch.empty(0, dtype=torch.float64)
+    x = tokens(2, N).requires_grad_()
+    out = layer(x, graph)
+    out.add_(1)
+    if not isinstance(layer, ga.nn.LinearAttention):  # its gradients read what it gave
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            out.sum().backward()
+    else:
+        out.sum().backward()
+        assert x.grad.isfinite().all()
+
+
+@each_layer
+def test_threads_share_a_graph(name):
+    layer, graph = layer_of(name), GRAPHS["window"]()
+    inputs = [tokens(N) * k for k in range(1, 5)]
+    expected = [layer(x, copy.deepcopy(graph)).detach() for x in inputs]
+    wrong = []
+
+    def work(k):
+        for _ in range(20):
+            x = inputs[k].clone().requires_grad_()
+            out = layer(x, graph)
+            torch.autograd.grad(out.sum(), x)
+            if not torch.equal(out, expected[k]):
+                wrong.append(k)
+
+    threads = [threading.Thread(target=work, args=(k,)) for k in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_a_graph_keeps_what_few_kinds_of_calls_share_and_no_layer():
+    graph = ga.causal_window_graph(N, 4)
+    for batch in range(1, 60):
+        layer_of("dot")(tokens(batch, N), graph)
+    assert len(graph._derived) <= 32
+    layer = layer_of("krause")
+    layer(tokens(N), graph)
+    alive = weakref.ref(layer)
+    del layer
+    gc.collect()
+    assert alive() is None
+    for same in (copy.deepcopy(graph), pickle.loads(pickle.dumps(graph)), copy.copy(graph)):
+        assert not same._derived
+        assert torch.equal(layer_of("dot")(tokens(N), same), layer_of("dot")(tokens(N), graph))
+
+
+@each_layer
+def test_hooks_of_saved_tensors_are_asked_for_them_once(name):
+    layer, graph, x = layer_of(name), GRAPHS["window"](), tokens(N).requires_grad_()
+    layer(x, graph)
+    packed, asked = [], []
+
+    def pack(t):
+        packed.append(t)
+        return len(packed) - 1
+
+    def unpack(k):
+        asked.append(k)
+        return packed[k]
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        out = layer(x, graph)
+    out.sum().backward()
+    assert len({*asked}) == len(asked)
+    torch.testing.assert_close(
+        x.grad, torch.autograd.grad(by_messages(layer, x, graph).sum(), x)[0]
+    )
