@@ -112,7 +112,8 @@ class TokenGraph:
         if self._structure is not None or self._neighbors is not None:
             self._edge_index = None
         self._rowptr: Tensor | None = None
-        self._wide: dict[str, tuple[int, Tensor]] = {}  # small lists in int64, and their versions
+        # Small lists in int64, with the versions that they and what they were made of had then.
+        self._wide: dict[str, tuple[tuple[int, int], Tensor]] = {}
         self._points_backward: bool | None = None
         self.warned_backward = False  # whether its user was told what that may mean
         self._positions = self._own_positions
@@ -132,13 +133,13 @@ class TokenGraph:
         if torch.compiler.is_compiling():  # what is kept would be a reason to compile again
             return held.long()
         found = self._wide.get(name)
-        if found is not None and found[1]._version == found[0]:  # nobody wrote into it
+        if found is not None and found[0] == (held._version, found[1]._version):  # nobody wrote
             return found[1]
         with kept_for_training():
             wide = held.long()
         # Under a mode, such as that of fake tensors, it may be something else than a tensor.
         if is_kept_wide(held) and torch._C._len_torch_dispatch_stack() == 0:
-            self._wide[name] = wide._version, wide
+            self._wide[name] = (held._version, wide._version), wide
         return wide
 
     # Sizes and facts.
