@@ -52,6 +52,7 @@ MESSAGES = "tests/nn/test_nn_message_passing.py"
 GUARANTEES = "tests/nn/test_nn_consensus_guarantees.py"
 ROTARY = "tests/nn/test_nn_rotary.py"
 FIXED_COSTS = "tests/nn/test_nn_fixed_costs.py"
+FLAT_CALLS = "tests/nn/test_nn_flat_calls.py"
 KERNELS = "tests/kernels/test_kernels_attention.py"
 GAUSSIAN = "tests/kernels/test_kernels_gaussian.py"
 BANDS = "tests/kernels/test_kernels_nan.py"
@@ -1665,6 +1666,55 @@ MUTATIONS = [
         (
             "tests/integrations/test_integrations_torch.py::test_no_fused_path_goes_round_a_converted_module",
         ),
+    ),
+    Mutation(
+        "a known call of projection-free attention forgets the gradient of values",
+        "graphattn/ops/attention/flat.py",
+        "d_query.add_(d_key).add_(d_value)",
+        "d_query.add_(d_key)",
+        (f"{FLAT_CALLS}::test_values_and_gradients_are_those_of_messages",),
+    ),
+    Mutation(
+        "rotations of a known call outlive the positions that they are of",
+        "graphattn/nn/flat_call.py",
+        "(rotary.dim, rotary.base, graph.positions._version)",
+        "(rotary.dim, rotary.base)",
+        (f"{FLAT_CALLS}::test_positions_that_are_changed_in_place_count",),
+    ),
+    Mutation(
+        "a known call takes True for the number 1",
+        "graphattn/nn/flat_call.py",
+        "(top_k, type(top_k), softcap,",
+        "(top_k, softcap,",
+        (f"{FLAT_CALLS}::test_true_is_not_taken_for_the_number_1_that_was_checked",),
+    ),
+    Mutation(
+        "plain calls do not ask what a subclass replaces",
+        "graphattn/nn/overrides.py",
+        "call_as_shipped=all(depth(name) == NOWHERE for name in CALL_METHODS),",
+        "call_as_shipped=True,",
+        (f"{FLAT_CALLS}::test_what_somebody_replaces_is_run",),
+    ),
+    Mutation(
+        "gradients of few tokens show NaN that nobody sees",
+        "graphattn/ops/linear_attention/flat.py",
+        "if math.isfinite(d_a.sum() + d_out.sum()):",
+        "if True:",
+        (f"{FLAT_CALLS}::test_a_last_token_without_readers_may_hold_nan",),
+    ),
+    Mutation(
+        "compiled code runs unseen in a trace",
+        "graphattn/ops/attention/native/__init__.py",
+        "torch._C._get_tracing_state() is not None",
+        "False",
+        (f"{FLAT_CALLS}::test_a_traced_layer_gives_what_the_layer_gives",),
+    ),
+    Mutation(
+        "gradients are turned the same way as features",
+        "graphattn/ops/rotary.py",
+        "back=not ctx.back",
+        "back=ctx.back",
+        ("tests/native/test_native_rotary.py::test_it_has_the_bits_of_torch",),
     ),
     Mutation(
         "a mask of PyTorch that changed is not read again",
