@@ -408,6 +408,20 @@ def test_a_last_token_without_readers_may_hold_nan(name):
 
 
 @each_layer
+def test_a_gradient_that_is_nan_reaches_what_its_row_saw_alone(name, short_ways):
+    """The last row sees the last four tokens."""
+    graph, layer, x = ga.causal_window_graph(N, 4), layer_of(name), tokens(N).requires_grad_()
+    out = layer(x, graph)
+    upstream = torch.ones_like(out)
+    (clean,) = torch.autograd.grad(out, x, upstream, retain_graph=True)
+    upstream[-1] = torch.nan
+    (found,) = torch.autograd.grad(out, x, upstream)
+    assert torch.equal(found[:-4], clean[:-4])
+    assert found[-1].isnan().all()
+    assert short_ways
+
+
+@each_layer
 def test_inference_first_and_training_then(name):
     layer, graph = layer_of(name), GRAPHS["window"]()
     with torch.inference_mode():
