@@ -33,6 +33,7 @@ Nearest neighbours:
 - `exact_distances.h`: squared distances in float64, which decide.
 - `masks.h`: which lanes of a vector are small enough, and lists of those.
 - `shortlist.h`: what may be among the nearest of a target, while rounded distances come by.
+- `points.h`: which points are finite, which are copies of others, how large they are.
 - `point_blocks.h`: points in blocks, and boxes around blocks.
 - `neighbor_blocks.cpp`: few coordinates; the nearest blocks first, and none that are too far.
 - `columns.h`, `neighbor_products.cpp`: many coordinates; products in registers, never stored.

@@ -20,7 +20,7 @@
 
 #include "columns.h"
 #include "interface.h"
-#include "point_blocks.h"
+#include "points.h"
 #include "shortlist.h"
 #include "simd.h"
 #include "tasks.h"
@@ -225,7 +225,9 @@ Slack slack_of_products(double norm, const Frame<T>& frame, int64_t width) {
 template <class T>
 void find(const Search<T>& search, int threads) {
   const int64_t width = search.width;
-  const std::vector<int32_t> finite = finite_rows(search.candidates, search.columns, width);
+  const std::vector<int32_t> finite =
+      first_copies(search.candidates, finite_rows(search.candidates, search.columns, width), width,
+                   search.k + 1);
   const auto count = static_cast<int64_t>(finite.size());
   const Frame<T> frame = frame_of(search, finite);
   const int64_t panels = (count + PANEL<T> - 1) / PANEL<T>, stride = (width + 1) * PANEL<T>;
@@ -244,7 +246,7 @@ void find(const Search<T>& search, int threads) {
   const int64_t tiles = std::clamp<int64_t>(CACHED / of_tile, 1,
                                             std::clamp<int64_t>(all_tiles / (4 * threads), 1, 16));
   const int64_t tasks = (all_tiles + tiles - 1) / tiles;
-  // Rows of candidates are looked up by place: without those that are not finite, a copy.
+  // Rows of candidates are looked up by place: where some are left out, in a copy.
   std::vector<T> copied;
   const T* rows = search.candidates;
   if (count < search.columns) {

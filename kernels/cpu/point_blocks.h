@@ -7,12 +7,11 @@
 #pragma once
 
 #include <algorithm>
-#include <cmath>
 #include <cstdint>
 #include <limits>
-#include <numeric>
 #include <vector>
 
+#include "points.h"
 #include "simd.h"
 #include "tasks.h"
 
@@ -22,61 +21,6 @@ constexpr int64_t BLOCK_POINTS = 16;  // of a block, and children of a box
 
 template <class T>
 constexpr int BLOCK_VECTORS = BLOCK_POINTS / Vec<T>::L;
-
-// Coordinates are multiplied by a power of two, so that the largest is of this order: its square
-// does not overflow, and those of small ones do not vanish.
-template <class T>
-constexpr int LARGEST_EXPONENT = sizeof(T) == 4 ? 50 : 400;
-
-template <class T>
-bool is_finite_row(const T* x, int64_t width) {
-  constexpr int64_t L = Vec<T>::L;
-  vec<T> zeros{};  // 0 times what is not finite is NaN, and stays so
-  int64_t c = 0;
-  for (; c + L <= width; c += L) zeros += load(x + c) * T(0);
-  T zero = sum(zeros);
-  for (; c < width; ++c) zero += x[c] * T(0);
-  return zero == T(0);
-}
-
-// The largest finite coordinate, without its sign.
-template <class T>
-double largest_coordinate(const T* x, int64_t count) {
-  constexpr int64_t L = Vec<T>::L;
-  const vec<T> most = broadcast(std::numeric_limits<T>::max());
-  vec<T> found{};
-  for (int64_t i = 0; i < count; i += L) {
-    const vec<T> given = count - i < L ? load_first(x + i, count - i) : load(x + i);
-    const vec<T> size = maximum(given, -given);
-    found = maximum(found, size <= most ? size : vec<T>{});
-  }
-  return largest(found);
-}
-
-template <class T>
-double largest_coordinate(const T* x, int64_t rows, const T* others, int64_t other_rows,
-                          int64_t width) {
-  const double found = largest_coordinate(x, rows * width);
-  return x == others ? found : std::max(found, largest_coordinate(others, other_rows * width));
-}
-
-template <class T>
-int scale_exponent(double largest) {
-  return largest > 0 ? std::min(LARGEST_EXPONENT<T> - std::ilogb(largest), 1000) : 0;
-}
-
-// Places of rows that are finite.
-template <class T>
-std::vector<int32_t> finite_rows(const T* x, int64_t rows, int64_t width) {
-  std::vector<int32_t> found(static_cast<size_t>(rows));
-  int64_t count = 0;
-  for (int64_t i = 0; i < rows; ++i) {
-    found[static_cast<size_t>(count)] = static_cast<int32_t>(i);
-    count += is_finite_row(x + i * width, width);
-  }
-  found.resize(static_cast<size_t>(count));
-  return found;
-}
 
 template <class T>
 class PointBlocks {
