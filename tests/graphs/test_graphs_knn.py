@@ -404,6 +404,14 @@ def test_products_exchange_no_neighbours(data):
     torch.testing.assert_close(gap[0][differ], gap[1][differ], rtol=1e-14, atol=0)
 
 
+def test_in_tight_clusters_products_keep_what_rounding_may_exchange():
+    for seed in range(60):  # without a bound for rounding every sixth goes wrong
+        centers, near = random_points(3, 17, seed=seed), random_points(130, 17, seed=seed + 1000)
+        own = torch.randint(3, (130,), generator=torch.Generator().manual_seed(seed))
+        x = (centers[own] + 1e-2 * near).float()
+        assert torch.equal(ga.knn(x, 1)[0], nearest_by_numpy(x, 1))
+
+
 def test_a_last_block_that_holds_only_oneself_holds_no_neighbour():
     x = random_points(65, 2, dtype=torch.float32)  # 32 + 32 + 1 sources
     for k in (3, 4):
