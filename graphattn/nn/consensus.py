@@ -29,7 +29,7 @@ from graphattn.nn.overrides import (
 )
 from graphattn.nn.rotary import RotaryEmbedding
 from graphattn.nn.streaming import StreamingLayer
-from graphattn.ops.backends import choose_backend
+from graphattn.ops.backends import choose_backend, wanted_backend
 from graphattn.ops.consensus.api import check_energy_graph, consensus_update, support
 from graphattn.ops.consensus.edge_hidden import form, in_dtype
 from graphattn.ops.consensus.native.steps import CacheCall, applies, first_hidden
@@ -194,6 +194,8 @@ class _Consensus(GraphLayer):
 
     def applies_first_layer(self, u: Tensor) -> bool:
         """Whether the operation forms hidden vectors itself, and so keeps none of them."""
+        if u.device.type == "cpu" and wanted_backend(self.backend) != "triton":
+            return False
         if self.uses_propagate():
             return False
         trunks = 1 if self.trunk == "shared" else 3
@@ -550,12 +552,22 @@ class SelfConsensus(_Consensus, StreamingLayer):
 
     def step_hidden(self, x: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
         """Hidden vectors of tokens [*, n, dim]; of a single one with the bits of compiled steps."""
-        if x.shape[-2] == 1 and step_kernel(self.backend, u, u.dtype) is not None:
-            layers = self.edge_net.first_layers(x, x)
-            if all(applies(layer, x.dtype) for layer in layers):
-                of_target, of_source = (first_hidden(cast(FirstLayer, layer)) for layer in layers)
-                return of_target, of_source
-        return self.edge_net.target_hidden(x), self.edge_net.source_hidden(x)
+        if x.shape[-2] != 1 or step_kernel(self.backend, u, u.dtype) is None:
+            return self.edge_net.target_hidden(x), self.edge_net.source_hidden(x)
+        of_target, of_source = self.first_step_layers(x)
+        if isinstance(of_target, FirstLayer) and isinstance(of_source, FirstLayer):
+            return first_hidden(of_target), first_hidden(of_source)
+        return cast(PairTensor, (of_target, of_source))
+
+    def first_step_layers(self, x: Tensor) -> tuple[Any, Any]:
+        """First layers of tokens [*, 1, dim] for compiled code, or both results where it cannot."""
+        layers = self.edge_net.first_layers(x, x)
+        if applies(layers[0], x.dtype) and applies(layers[1], x.dtype):
+            return layers
+        of_target, of_source = (
+            layer.hidden() if isinstance(layer, FirstLayer) else layer for layer in layers
+        )
+        return of_target, of_source
 
     def step_rows(
         self,
@@ -634,21 +646,16 @@ class SelfConsensus(_Consensus, StreamingLayer):
             return None
         if self.output_proj.weight.dtype is not x.dtype or self.rotary is not None:
             return None
-        network = self.edge_net
-        if not is_as_shipped(self) or not network.is_plain():
+        if not is_as_shipped(self) or not self.edge_net.is_plain():
             return None
         had_gradients = torch.is_grad_enabled()
         torch._C._set_grad_enabled(False)
         try:
             x = x.contiguous()
             u = self.source_proj(x)
-            hidden: Any = network.first_layers(x, x)
-            if not (applies(hidden[0], x.dtype) and applies(hidden[1], x.dtype)):
-                hidden = network.target_hidden(x), network.source_hidden(x)
-                if not call.reads(*hidden):
-                    return None
+            hidden = self.first_step_layers(x.unsqueeze(-2))
             step = self.step_of_heads()
-            if step is None or not call.reads(u):
+            if step is None:
                 return None
             mixed = self.run_step(cache, u, u, u, hidden, step, None)
             out: Tensor = self.output_proj(mixed.view(x.shape))
@@ -673,9 +680,11 @@ class SelfConsensus(_Consensus, StreamingLayer):
         if call is None or not call.serves(self, buffers["state"], buffers["hidden"], u.dtype):
             call = CacheCall(
                 self,
-                *(buffers[name] for name in cache.fields),
+                buffers["state"],
+                buffers["hidden"],
                 self.heads,
                 self.edge_net.groups,
+                1 if self.trunk == "shared" else 3,
                 u.dtype,
             )
             cache.call = call

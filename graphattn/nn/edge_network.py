@@ -152,17 +152,21 @@ class EdgeNetwork(nn.Module):
         """The first layer on both sides, for an operation that applies it itself."""
         found: list[FirstLayer | Tensor] = []
         for layer, y in ((self.target, target), (self.source, source)):
-            y = y.view(*y.shape[:-1], self.groups, y.shape[-1] // self.groups)
+            y = self.by_group(y)
             found.append(layer.unapplied(y) if isinstance(layer, GroupedLinear) else layer(y))
         return found[0], found[1]
 
+    def by_group(self, y: Tensor) -> Tensor:
+        """Tokens [*, N, dim] as the groups of the first layer see them, [*, N, G, dim / G]."""
+        return y.view(*y.shape[:-1], self.groups, y.shape[-1] // self.groups)
+
     def target_hidden(self, y: Tensor) -> Tensor:
         """First layer on the targets: [*, N, dim] -> [*, N, G, xi]."""
-        return self.target(y.unflatten(-1, (self.groups, -1)))
+        return self.target(self.by_group(y))
 
     def source_hidden(self, y: Tensor) -> Tensor:
         """First layer on the sources: [*, M, dim] -> [*, M, G, xi]."""
-        return self.source(y.unflatten(-1, (self.groups, -1)))
+        return self.source(self.by_group(y))
 
     def edge_hidden(
         self, features: Tensor, graph: TokenGraph, valid: ValidPair

@@ -30,12 +30,14 @@ _uncounted: ContextVar[dict[str, None] | None] = ContextVar("graphattn_uncounted
 
 
 def is_watched(like: Tensor) -> bool:
-    """Whether a call must be a single operator: it is compiled, has no numbers, or is counted.
+    """Whether a call must be a single operator: compiled, traced, counted, or without numbers.
 
     Modes of torch's dispatcher (FlopCounterMode, selective checkpointing) see operators, never what
     happens inside of them.
     """
     if torch.compiler.is_compiling():
+        return True
+    if torch._C._get_tracing_state() is not None:  # torch.jit.trace sees operators alone, too
         return True
     if torch._C._len_torch_dispatch_stack() == 0:
         return like.device.type == "meta"

@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <ctime>
 
+#include "gelu.h"
 #include "interface.h"
 #include "simd.h"
 #include "tasks.h"
@@ -22,6 +23,20 @@ void exp_of_array(const T* x, T* y, int64_t count, int threads) {
     for (; i + lanes <= end; i += lanes) store(y + i, exp(load(x + i)));
     if (i < end) store_first(y + i, exp(load_first(x + i, end - i)), end - i);
   });
+}
+
+// What edges of consensus are computed with: results[0 .. 3] are the GELU, its derivative, the
+// softplus and its derivative.
+template <class T>
+void activations_of_array(const T* x, T* results, int64_t count) {
+  constexpr int64_t lanes = Vec<T>::L;
+  for (int64_t i = 0; i < count; i += lanes) {
+    const int64_t some = std::min(lanes, count - i);
+    const vec<T> each = load_first(x + i, some), distribution = normal_distribution(each);
+    const vec<T> found[] = {gelu(each), gelu_derivative(each, distribution), softplus(each),
+                            softplus_derivative(each)};
+    for (int64_t k = 0; k < 4; ++k) store_first(results + k * count + i, found[k], some);
+  }
 }
 
 // The sum and the largest of one vector: result[0], result[1].
@@ -68,6 +83,15 @@ GRAPHATTN_API int32_t graphattn_exp_float(const float* x, float* y, int64_t coun
 GRAPHATTN_API int32_t graphattn_exp_double(const double* x, double* y, int64_t count,
                                            int32_t threads) {
   return guarded([&] { exp_of_array(x, y, count, threads); });
+}
+
+GRAPHATTN_API int32_t graphattn_activations_float(const float* x, float* results, int64_t count) {
+  return guarded([&] { activations_of_array(x, results, count); });
+}
+
+GRAPHATTN_API int32_t graphattn_activations_double(const double* x, double* results,
+                                                   int64_t count) {
+  return guarded([&] { activations_of_array(x, results, count); });
 }
 
 GRAPHATTN_API int32_t graphattn_reduce_float(const float* x, float* result) {

@@ -31,6 +31,14 @@ def exp(x: torch.Tensor, threads: int = 1, native: ctypes.CDLL | None = None) ->
     return y
 
 
+def activations(x: torch.Tensor, native: ctypes.CDLL | None = None) -> torch.Tensor:
+    """The GELU of x, its derivative, the softplus and its derivative, [4, count]."""
+    results = x.new_full((4, len(x)), torch.nan)
+    entry = getattr(loaded(native), f"graphattn_activations_{NAMES[x.dtype]}")
+    library.check(entry(at(x), at(results), ctypes.c_int64(len(x))))
+    return results
+
+
 def lanes(dtype: torch.dtype, native: ctypes.CDLL | None = None) -> int:
     """How many numbers a vector holds."""
     return loaded(native).graphattn_vector_bytes() // dtype.itemsize

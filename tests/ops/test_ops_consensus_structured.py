@@ -1,4 +1,4 @@
-"""Consensus in chunks, or by compiled code, is the reference: in value, in every gradient, in what it never reads."""
+"""Consensus in chunks, or by compiled code, is the reference: its values, gradients, and rules."""
 
 import os
 

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from graphattn.graphs.arguments import as_choice
 from graphattn.graphs.token_graph import TokenGraph
-from graphattn.ops.backends import choose_backend
+from graphattn.kernels.launch import is_looked_into
+from graphattn.ops.backends import choose_backend, wanted_backend
 from graphattn.ops.consensus import compiled, native, operators, reference, structured, triton
 from graphattn.ops.consensus.edge_hidden import EdgeHidden, check_edge_hidden, in_dtype
 from graphattn.ops.consensus.parameters import EdgeNetworkParameters, FirstLayer, as_dtype
@@ -27,6 +28,7 @@ from graphattn.ops.inputs import (
     clear_invalid,
     compute_dtype,
     full_precision,
+    may_be_differentiated,
 )
 
 Update = Literal["energy", "target"]
@@ -118,7 +120,7 @@ def consensus_update(
         state, neighbor_state, target_hidden, source_hidden, edge_network, graph, valid, edge_hidden
     )
     trunks = _width(target_hidden) // network.alpha.shape[-1]
-    chosen = choose_backend(backend, support(state, trunks, edge_hidden is not None), state.device)
+    chosen = _choose(backend, state, trunks, edge_hidden is not None)
     if as_choice("update", update, ("energy", "target")) == "energy":
         check_energy_graph(graph)
     dtype = compute_dtype(state.dtype)
@@ -135,6 +137,7 @@ def consensus_update(
     )
     update_by: Callable[..., Tensor] = operators.consensus_update
     if chosen != "triton":
+        reads_halves = False
         if chosen == "reference":
             note_uncounted("consensus_update with backend='reference'")
             update_by = reference.consensus_update
@@ -143,10 +146,13 @@ def consensus_update(
         else:
             sums = native.sums_over_edges if chosen == "native" else structured.sums_over_edges
             update_by = partial(structured.consensus_update, sums=sums)
-        formed = (x.hidden() if isinstance(x, FirstLayer) else x for x in hidden)
-        hidden = tuple(as_dtype(x, dtype) for x in formed)
-        compared = as_dtype(compared[0], dtype), as_dtype(compared[1], dtype)
+            reads_halves = chosen == "native"
         moving = as_dtype(moving, dtype)
+        hidden = tuple(x.hidden() if isinstance(x, FirstLayer) else x for x in hidden)
+        given: list[Any] = [*hidden, *compared, *network]
+        if not reads_halves or may_be_differentiated(given):
+            hidden = tuple(as_dtype(x, dtype) for x in given[:2])
+            compared = as_dtype(compared[0], dtype), as_dtype(compared[1], dtype)
     of_edges = {} if edge_hidden is None else {"edge_hidden": in_dtype(edge_hidden, dtype)}
     with full_precision(state.device):
         new = update_by(
@@ -163,6 +169,14 @@ def consensus_update(
     if pair[0] is not None and step is None:  # a source that is valid pulls at it all the same
         new = torch.where(pair[0][..., None, None], new, moving)
     return as_dtype(new, state.dtype)
+
+
+def _choose(backend: str, state: Tensor, trunks: int, edge_hidden: bool) -> str:
+    """The backend to run; on a CPU compiled code, if that can, without asking what others could."""
+    own = state.device.type == "cpu" and wanted_backend(backend) == "auto" and not is_looked_into()
+    if own and native.why_not(state, edge_hidden) is None:
+        return "native"
+    return choose_backend(backend, support(state, trunks, edge_hidden), state.device)
 
 
 def support(state: Tensor, trunks: int = 1, edge_hidden: bool = False) -> dict[str, str | None]:

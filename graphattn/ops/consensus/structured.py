@@ -340,7 +340,7 @@ def consensus_update(
     """u' = u - step * g; `step_size` broadcastable to [*, N, H], None for the automatic one."""
     keep_freed_memory()
     entries = math.prod(state.shape[:-3])
-    of_tokens = target_hidden, source_hidden, *disagreement
+    of_tokens: tuple[Tensor, ...] = target_hidden, source_hidden, *disagreement
     if state.dim() != 4:
         of_tokens = tuple(x.reshape(entries, *x.shape[-3:]) for x in of_tokens)
     tensors = (*of_tokens, *network, *as_pair(edge_hidden, entries))

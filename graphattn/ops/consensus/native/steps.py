@@ -57,8 +57,12 @@ def is_here() -> bool:
 
 
 def is_followed() -> bool:
-    """Whether a mode of torch wants to see every operation."""
-    return torch._C._len_torch_dispatch_stack() > 0 or is_looked_into()
+    """Whether a mode of torch wants to see every operation, or a trace does."""
+    return (
+        torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._get_tracing_state() is not None
+        or is_looked_into()
+    )
 
 
 def why_no_step(like: Tensor, cache_dtype: torch.dtype) -> str | None:
@@ -74,6 +78,12 @@ def why_no_step(like: Tensor, cache_dtype: torch.dtype) -> str | None:
     if is_followed():
         return "the steps of an operation are looked into"
     return None
+
+
+def check_shape(name: str, x: Tensor, shape: tuple[int, ...]) -> None:
+    """Refuse what compiled code would read beyond its end."""
+    if x.shape != shape:
+        raise ValueError(f"{name} must have shape {list(shape)}, got {list(x.shape)}")
 
 
 def applies(layer: Any, dtype: torch.dtype) -> bool:
@@ -108,7 +118,7 @@ class CacheCall:
     Args:
         layer: whose steps they are.
         state, hidden: buffers [texts * heads, room, D] and [texts * groups, room, features].
-        heads, groups: of the layer.
+        heads, groups, trunks: of the layer.
         dtype: of its new tokens.
     """
 
@@ -119,12 +129,14 @@ class CacheCall:
         hidden: Tensor,
         heads: int,
         groups: int,
+        trunks: int,
         dtype: torch.dtype,
     ) -> None:
         (entries, room, width), features = state.shape, hidden.shape[-1]
-        self.layer = weakref.ref(layer)
+        self.layer, self.trunks = weakref.ref(layer), trunks
         self.state, self.hidden, self.dtype = state, hidden, dtype
         self.shape = entries // heads, heads, width
+        self.sizes = entries * width, (entries // heads) * groups * features  # of new tokens
         self.features = heads * width
         self.is_double = dtype == torch.float64
         self.compute = torch.promote_types(dtype, torch.float32)
@@ -196,8 +208,10 @@ class CacheCall:
         hidden vectors as a target and as a source, or the first layers that make them of one and
         the same token, for which :func:`applies` holds.
         """
-        call = self.call
-        moving, compared, state = map(self._readable, (moving, compared, state))
+        call, (numbers, of_hidden) = self.call, self.sizes
+        moving = self._readable("u", moving, numbers)
+        compared = self._readable("u", compared, numbers)
+        state = self._readable("u", state, numbers)
         out = torch.empty_like(moving)
         self.moving.data, self.out.data = moving.data_ptr(), out.data_ptr()
         self.compared.data, self.new_state.data = compared.data_ptr(), state.data_ptr()
@@ -205,7 +219,8 @@ class CacheCall:
         if isinstance(target, FirstLayer):
             self._set_layers(target, source)
         else:
-            target, source = map(self._readable, hidden)
+            target = self._readable("target_hidden", target, of_hidden)
+            source = self._readable("source_hidden", source, of_hidden)
             self.target_hidden.data, self.new_hidden.data = target.data_ptr(), source.data_ptr()
         alive = self._set_network(network)
         call.first, call.held, call.threads = first, held, torch.get_num_threads()
@@ -225,10 +240,13 @@ class CacheCall:
             library.check(status)
         return out
 
-    def _readable(self, x: Tensor) -> Tensor:
+    def _readable(self, name: str, x: Any, numbers: int) -> Tensor:
+        if x.numel() != numbers:
+            raise ValueError(f"{name} must have {numbers} numbers, got {list(x.shape)}")
         if x.dtype is self.dtype and x.is_contiguous() and not x.is_neg():
             return x
-        return as_it_lies(x.to(self.dtype))
+        readable: Tensor = as_it_lies(x.to(self.dtype))
+        return readable
 
     def _set_network(self, network: EdgeNetworkParameters) -> EdgeNetworkParameters:
         """The second layer as it is read; it must live as long as the call runs."""
@@ -239,25 +257,36 @@ class CacheCall:
                 break
         alpha, alpha_bias, beta, beta_bias, shear, shear_bias = network
         call, given = self.call, self.network
+        _, heads, width = self.shape
+        xi, rank = alpha.shape[-1], shear_bias.shape[1]
+        check_shape("edge_network.alpha", alpha, (heads, xi))
+        check_shape("edge_network.alpha_bias", alpha_bias, (heads,))
+        check_shape("edge_network.beta", beta, (heads, xi))
+        check_shape("edge_network.beta_bias", beta_bias, (heads,))
+        check_shape("edge_network.shear", shear, (heads, rank, width, xi))
+        check_shape("edge_network.shear_bias", shear_bias, (heads, rank, width))
+        if xi * self.trunks != self.hidden.shape[-1]:
+            raise ValueError(
+                f"edge_network must have {self.hidden.shape[-1] // self.trunks} hidden features "
+                f"like the cache, got {xi}"
+            )
         given.alpha, given.alpha_bias = alpha.data_ptr(), alpha_bias.data_ptr()
         given.beta, given.beta_bias = beta.data_ptr(), beta_bias.data_ptr()
         given.shear, given.shear_bias = shear.data_ptr(), shear_bias.data_ptr()
-        _, call.rank, _, call.hidden = shear.shape
-        call.trunks = self.hidden.shape[-1] // call.hidden
+        call.rank, call.hidden, call.trunks = rank, xi, self.trunks
         return network
 
     def _set_layers(self, target: FirstLayer, source: Any) -> None:
         call, inputs = self.call, target.tokens.shape[-1]
+        shape = call.groups, self.hidden.shape[-1], inputs
+        check_shape("target_hidden.weight", target.weight, shape)
+        check_shape("source_hidden.weight", source.weight, shape)
+        for layer in (target, source):
+            if layer.bias is not None:
+                check_shape("bias of a first layer", layer.bias, shape[:2])
         self.target_hidden.data = None
         if call.inputs != inputs:
             call.inputs, call.token = inputs, self.tokens(call.groups, inputs)
         self.token.data = target.tokens.data_ptr()
         call.target_weight, call.target_bias = target.weight.data_ptr(), address(target.bias)
         call.source_weight, call.source_bias = source.weight.data_ptr(), address(source.bias)
-
-    def reads(self, *tokens: Tensor) -> bool:
-        """Whether what projections gave can be read as it lies."""
-        return all(
-            x.is_cpu and x.dtype is self.dtype and x.is_contiguous() and not x.is_neg()
-            for x in tokens
-        )

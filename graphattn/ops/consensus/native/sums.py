@@ -89,9 +89,7 @@ class Call:
             return None
         return torch.empty(numbers, dtype=self.dtype)
 
-    def forward(
-        self, *, degrees: bool, kept: Tensor | None = None
-    ) -> tuple[Tensor, Tensor | None]:
+    def forward(self, *, degrees: bool, kept: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """g [B, N, H, D], and the degrees [B, N, H] where they are wanted.
 
         `kept` is for the backward, and from :meth:`keep`.

@@ -1,0 +1,412 @@
+"""Consensus by compiled code: the reference's results, and the same bits always.
+
+The sweeps of tests/ops run on it, too; here is what its own ways need: the functions of one number,
+layouts, threads, rounds of edges, what is kept for a backward, half precision, and every build.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from typing import Any
+
+import builds
+import native_entries
+import numpy as np
+import pytest
+import torch
+from scipy import special
+from torch import Tensor
+
+import graphattn as ga
+from graphattn.kernels.cpu import library
+from graphattn.ops.consensus.native import calls, sums
+
+if library.why_not() is not None:
+    pytest.skip(str(library.why_not()), allow_module_level=True)
+
+CASES = int(os.environ.get("GRAPHATTN_SWEEP", "200"))
+NETWORK = ("alpha", "alpha_bias", "beta", "beta_bias", "shear", "shear_bias")
+TOKENS = ("target_hidden", "source_hidden", "u", "v")
+GRAPHS = {
+    "windows": lambda: ga.batch([ga.window_path_graph(n, 3) for n in (40, 2, 23)]),
+    "hub": lambda: ga.longformer_graph(61, 2, (0, 30)),
+    "neighbors": lambda: ga.knn_graph(torch.rand(70, 2), k=5),
+    "loops": lambda: ga.window_path_graph(50, 4, self_loops=True),
+}
+
+
+class Case:
+    """A graph, tensors in some layout, and options, all drawn from one seed."""
+
+    def __init__(self, seed: int, dtype: torch.dtype = torch.float64) -> None:
+        self.generator, self.dtype = torch.Generator().manual_seed(seed), dtype
+        targets = self.draw(1, 2, 17, 40)
+        same = self.draw(True, False)
+        sources = targets if same else self.draw(1, 3, 33)
+        density = self.draw(0.0, 0.1, 0.4, 1.0)
+        mask = torch.rand(targets, sources, generator=self.generator) < density
+        self.graph = ga.from_mask(mask)
+        batch, heads = self.draw(1, 3), self.draw(1, 2, 4)
+        groups, trunks = self.draw(1, heads), self.draw(1, 3)
+        rank, width, xi = self.draw(1, 3), self.draw(1, 3, 16, 33), self.draw(1, 5, 16, 50)
+        self.tensors = {
+            "target_hidden": self.tensor(batch, targets, groups, trunks * xi),
+            "source_hidden": self.tensor(batch, sources, groups, trunks * xi),
+            "u": self.tensor(batch, targets, heads, width),
+            "v": self.tensor(batch, sources, heads, width),
+            "alpha": self.tensor(heads, xi),
+            "alpha_bias": self.tensor(heads),
+            "beta": self.tensor(heads, xi),
+            "beta_bias": self.tensor(heads),
+            "shear": self.tensor(heads, rank, width, xi),
+            "shear_bias": self.tensor(heads, rank, width),
+        }
+        self.options: dict[str, Any] = {"update": "energy" if same else "target"}
+        self.options["step_size"] = self.draw(0.1, "auto")
+        if self.draw(True, False):
+            self.options["valid"] = (
+                torch.rand(batch, targets, generator=self.generator) < 0.7,
+                torch.rand(batch, sources, generator=self.generator) < 0.7,
+            )
+
+    def draw(self, *options: Any) -> Any:
+        return options[int(torch.randint(len(options), (), generator=self.generator))]
+
+    def tensor(self, *shape: int) -> Tensor:
+        """Normal numbers, now and then not side by side."""
+        x = torch.randn(shape, generator=self.generator, dtype=torch.float64).to(self.dtype)
+        layout = self.draw("plain", "features first", "with room", "negated")
+        if layout == "features first" and x.dim() > 1:
+            return x.movedim(-1, 0).contiguous().movedim(0, -1)
+        if layout == "with room":
+            return torch.stack([x, x + 1], dim=-1)[..., 0]
+        return torch.imag(torch.complex(x, -x).conj()) if layout == "negated" else x
+
+    def run(self, backend: str, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+        """The new state and all gradients."""
+        x = {
+            n: t.detach().to(dtype or self.dtype).requires_grad_() for n, t in self.tensors.items()
+        }
+        new = step(backend, self.graph, x, **self.options)
+        generator = torch.Generator().manual_seed(0)
+        weight = torch.randn(new.shape, generator=generator, dtype=torch.float64).to(new.dtype)
+        found = torch.autograd.grad(new, list(x.values()), weight)
+        return {"new": new.detach(), **dict(zip(x, found, strict=True))}
+
+
+def step(backend: str, graph: ga.TokenGraph, x: dict[str, Tensor], **options: Any) -> Tensor:
+    network = ga.EdgeNetworkParameters(*(x[name] for name in NETWORK))
+    hidden = x["target_hidden"], x["source_hidden"]
+    options = {"step_size": 0.1, **options}
+    return ga.consensus_update(x["u"], x["v"], *hidden, network, graph, backend=backend, **options)
+
+
+def tensors_of(
+    graph: ga.TokenGraph, batch: int = 2, dtype: torch.dtype = torch.float32, **sizes: int
+) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    N, H, D, xi = graph.num_targets, sizes.get("heads", 2), sizes.get("width", 20), 24
+    shapes = {"target_hidden": (batch, N, H, xi), "source_hidden": (batch, N, H, xi)}
+    shapes |= {"u": (batch, N, H, D), "v": (batch, N, H, D)}
+    shapes |= {"alpha": (H, xi), "alpha_bias": (H,), "beta": (H, xi), "beta_bias": (H,)}
+    shapes |= {"shear": (H, 2, D, xi), "shear_bias": (H, 2, D)}
+    return {name: torch.randn(*s, generator=generator).to(dtype) for name, s in shapes.items()}
+
+
+def both_passes(graph: ga.TokenGraph, x: dict[str, Tensor], **options: Any) -> dict[str, Tensor]:
+    """What compiled code finds: the new state, and gradients of everything."""
+    leaves = {name: t.clone().requires_grad_() for name, t in x.items()}
+    new = step("native", graph, leaves, **options)
+    found = torch.autograd.grad(new.square().sum(), list(leaves.values()))
+    return {"new": new.detach(), **dict(zip(leaves, found, strict=True))}
+
+
+# Functions of one number.
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_activations_are_as_exact_as_one_rounding_near_one(native: ctypes.CDLL, dtype):
+    """Against scipy, in float64 or as near to it as that can tell."""
+    torch.manual_seed(0)
+    x = torch.cat([4 * torch.randn(20_000, dtype=dtype), torch.linspace(-9, 9, 5001, dtype=dtype)])
+    found = native_entries.activations(x, native).double().numpy()
+    z = x.double().numpy()
+    distribution, density = special.ndtr(z), np.exp(-(z**2) / 2) / np.sqrt(2 * np.pi)
+    expected = (
+        z * distribution,
+        distribution + z * density,
+        np.logaddexp(0, z),
+        special.expit(z),
+    )
+    unit = torch.finfo(dtype).eps
+    for mine, exact in zip(found, expected, strict=True):
+        assert (np.abs(mine - exact) / (1 + np.abs(z))).max() < unit
+    small = np.abs(z) < 20  # softplus is as exact where it is small
+    assert (np.abs(found[2] - expected[2]) / expected[2])[small].max() < 4 * unit
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_activations_of_what_is_not_a_usual_number_are_those_of_torch(native: ctypes.CDLL, dtype):
+    x = torch.tensor([0, -0.0, 1e-30, -1e30, 1e30, 25, -200, torch.nan], dtype=dtype)
+    found = native_entries.activations(x, native)
+    leaf = x.clone().requires_grad_()
+    for k, function in enumerate((torch.nn.functional.gelu, torch.nn.functional.softplus)):
+        y = function(leaf)
+        (slope,) = torch.autograd.grad(y.sum(), leaf)
+        torch.testing.assert_close(found[2 * k], y.detach(), equal_nan=True)
+        torch.testing.assert_close(found[2 * k + 1], slope, equal_nan=True)
+
+
+# The reference's results.
+
+
+@pytest.mark.long
+def test_values_and_gradients_are_those_of_the_reference() -> None:
+    for seed in range(CASES):
+        case = Case(seed)
+        mine, theirs = case.run("native"), case.run("reference")
+        for name, value in theirs.items():
+            message = f"seed {seed}, {name}"
+            torch.testing.assert_close(mine[name], value, rtol=1e-9, atol=1e-10, msg=message)
+
+
+@pytest.mark.parametrize("build", ["base", "v3", "v4"])
+def test_every_build_gives_what_the_reference_gives(build: str) -> None:
+    builds.run_with(
+        build,
+        """
+import torch
+from test_native_consensus import Case
+for seed in range(60):
+    case = Case(seed)
+    mine, theirs = case.run("native"), case.run("reference")
+    for name, value in theirs.items():
+        torch.testing.assert_close(mine[name], value, rtol=1e-9, atol=1e-10)
+""",
+    )
+
+
+def test_float32_is_as_exact_as_products_of_torch() -> None:
+    """By the errors of values and of every gradient, relative to float64, over all cases."""
+    total: dict[str, list[float]] = {}
+    for seed in range(40):
+        case = Case(seed, torch.float32)
+        exact = case.run("reference", torch.float64)
+        mine, theirs = case.run("native"), case.run("structured")
+        for name, value in exact.items():
+            scale = value.norm() + 1  # some are 0 but for rounding
+            errors = [((x[name].double() - value).norm() / scale).item() for x in (mine, theirs)]
+            total[name] = [a + b for a, b in zip(total.get(name, [0, 0]), errors, strict=True)]
+    for name, (mine, theirs) in total.items():
+        assert mine <= 1.3 * theirs + 1e-6, name
+
+
+@pytest.mark.parametrize("update", ["energy", "target"])
+@pytest.mark.parametrize("step_size", [0.1, "auto"])
+def test_gradients_are_those_of_finite_differences(update: str, step_size: Any) -> None:
+    graph = ga.window_path_graph(5, 2, self_loops=True)
+    x = tensors_of(graph, batch=1, dtype=torch.float64, width=3)
+    names, valid = list(x), torch.arange(5) != 1
+
+    def function(*values: Tensor) -> Tensor:
+        given = dict(zip(names, values, strict=True))
+        return step("native", graph, given, update=update, step_size=step_size, valid=valid)
+
+    inputs = [t.requires_grad_() for t in x.values()]
+    torch.autograd.gradcheck(function, inputs, fast_mode=True)
+    torch.autograd.gradgradcheck(function, inputs, fast_mode=True)
+
+
+# The same bits.
+
+
+@pytest.mark.parametrize("graph", GRAPHS)
+@pytest.mark.parametrize("update", ["energy", "target"])
+def test_results_do_not_depend_on_the_number_of_threads(graph: str, update: str) -> None:
+    own = GRAPHS[graph]()
+    x = tensors_of(own, batch=30)
+    before, found = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            found.append(both_passes(own, x, update=update, step_size="auto"))
+    finally:
+        torch.set_num_threads(before)
+    for other in found[1:]:
+        assert all(torch.equal(value, other[name]) for name, value in found[0].items())
+
+
+@pytest.mark.parametrize("graph", GRAPHS)
+def test_a_sample_has_the_bits_that_it_has_alone(graph: str) -> None:
+    own = GRAPHS[graph]()
+    x = tensors_of(own, batch=5)
+    together = both_passes(own, x, step_size="auto")
+    alone = both_passes(
+        own, {name: t[3:4] if name in TOKENS else t for name, t in x.items()}, step_size="auto"
+    )
+    for name in ("new", *TOKENS):
+        assert torch.equal(together[name][3:4], alone[name]), name
+
+
+@pytest.mark.parametrize("graph", GRAPHS)
+def test_rounds_of_edges_change_no_bit_of_tokens(
+    monkeypatch: pytest.MonkeyPatch, graph: str
+) -> None:
+    own = GRAPHS[graph]()
+    x = tensors_of(own)
+    whole = both_passes(own, x, step_size="auto")
+    for edges in (1, 31, 160):
+        monkeypatch.setattr(calls, "EDGES_OF_ROUND", edges)
+        found = both_passes(own, x, step_size="auto")
+        for name in ("new", *TOKENS):
+            assert torch.equal(whole[name], found[name]), name
+        for name in NETWORK:  # sums over all edges, which rounds put together in another order
+            torch.testing.assert_close(whole[name], found[name], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("graph", GRAPHS)
+def test_what_is_kept_of_few_edges_gives_what_they_give_computed_again(
+    monkeypatch: pytest.MonkeyPatch, graph: str
+) -> None:
+    own = GRAPHS[graph]()
+    x = tensors_of(own, batch=1)
+    network = [x[name] for name in NETWORK]
+    call = sums.Call(own, [x[name] for name in TOKENS] + network, (None, None), energy=True)
+    assert call.keep() is not None
+    kept = both_passes(own, x)
+    monkeypatch.setattr(calls, "KEPT", 0)
+    assert call.keep() is None
+    again = both_passes(own, x)
+    assert all(torch.equal(value, again[name]) for name, value in kept.items())
+
+
+def test_one_forward_serves_two_backwards() -> None:
+    graph = ga.window_path_graph(20, 2)
+    x = {name: t.requires_grad_() for name, t in tensors_of(graph).items()}
+    new = step("native", graph, x)
+    first = torch.autograd.grad(new.sum(), list(x.values()), retain_graph=True)
+    second = torch.autograd.grad(new.sum(), list(x.values()))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+# What else is asked of it.
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_halves_are_read_as_the_floats_that_they_are(dtype: torch.dtype) -> None:
+    """Without gradients they are read where they lie; the network's numbers are given as floats."""
+    graph = GRAPHS["windows"]()
+    x = tensors_of(graph, width=37)
+    halves = {name: t.to(dtype) if name in TOKENS else t for name, t in x.items()}
+    with torch.no_grad():
+        found = step("native", graph, halves, step_size="auto")
+        expected = step(
+            "native", graph, {n: t.float() for n, t in halves.items()}, step_size="auto"
+        )
+    assert torch.equal(found, expected.to(dtype))
+
+
+def test_a_token_without_edges_and_an_empty_batch_are_left_as_they_are() -> None:
+    graph = ga.from_mask(torch.zeros(5, 5, dtype=torch.bool))
+    for batch in (0, 2):
+        x = tensors_of(graph, batch=batch)
+        found = both_passes(graph, x, step_size="auto")
+        assert torch.equal(found["new"], x["u"])
+        assert not any(found[name].any() for name in NETWORK)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_padding_is_never_read(bad: float) -> None:
+    graph = GRAPHS["loops"]()
+    x = tensors_of(graph)
+    valid = torch.arange(50) % 4 != 1
+    clean = both_passes(graph, {n: own(t, n, valid, 0.0) for n, t in x.items()}, valid=valid)
+    dirty = {n: own(t, n, valid, bad) for n, t in x.items() if n != "u"} | {"u": x["u"]}
+    dirty["u"] = own(x["u"], "u", valid, 7.0)  # an invalid target keeps its state
+    found = both_passes(graph, dirty, valid=valid)
+    for name in ("target_hidden", "source_hidden", "v", *NETWORK):
+        assert torch.equal(clean[name], found[name]), name
+    assert torch.equal(clean["new"][:, valid], found["new"][:, valid])
+
+
+def own(x: Tensor, name: str, valid: Tensor, bad: float) -> Tensor:
+    return x.masked_fill(~valid[:, None, None], bad) if name in TOKENS else x
+
+
+def test_gradients_of_some_inputs_alone_are_those_among_all() -> None:
+    graph = GRAPHS["hub"]()
+    x = tensors_of(graph)
+    everything = both_passes(graph, x, step_size="auto")
+    for wanted in (("u",), ("v",), ("source_hidden",), ("shear",), ("alpha_bias", "u")):
+        leaves = {name: t.clone().requires_grad_(name in wanted) for name, t in x.items()}
+        step("native", graph, leaves, step_size="auto").square().sum().backward()
+        for name, leaf in leaves.items():
+            if name in wanted:
+                torch.testing.assert_close(leaf.grad, everything[name])
+            else:
+                assert leaf.grad is None
+
+
+def test_what_it_cannot_do_is_refused_by_name() -> None:
+    graph = ga.window_path_graph(6, 1)
+    x = tensors_of(graph, batch=1)
+    features = torch.randn(graph.num_edges, 2, 24)
+    with pytest.raises(ValueError, match="'native' cannot run this case: it takes no features"):
+        step("native", graph, x, edge_hidden=features)
+    assert step("auto", graph, x, edge_hidden=features).shape == x["u"].shape  # structured
+    with pytest.raises(ValueError, match="cannot run inside"):
+        torch.func.vmap(lambda u: step("native", graph, {**x, "u": u[None]}))(x["u"])
+    there = ga.backends("consensus_update", graph, x["u"].to("meta"))
+    assert there["native"] == "it runs on CPUs, not on meta"
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize("gradients", [False, True])
+def test_a_trace_holds_the_operator_and_not_its_result(gradients: bool) -> None:
+    class Layer(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mixer = ga.nn.SelfConsensus(8, 2, edge_hidden=4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.mixer(x, ga.window_path_graph(9, 2))
+
+    layer, x, other = Layer(), torch.randn(9, 8), torch.randn(9, 8)
+    with torch.set_grad_enabled(gradients):
+        traced = torch.jit.trace(layer, (x,), check_trace=False)
+        torch.testing.assert_close(traced(other), layer(other))
+
+
+def test_layers_read_what_somebody_put_into_them() -> None:
+    """Another first layer, a hook on one, and a parametrized projection."""
+    graph, x = ga.window_path_graph(9, 2), torch.randn(9, 8)
+    layer = ga.nn.SelfConsensus(8, 2, edge_hidden=4)
+    before = layer(x, graph)
+    twin = ga.nn.SelfConsensus(8, 2, edge_hidden=4, backend="reference")
+    changes = (
+        lambda own: torch.nn.utils.parametrizations.spectral_norm(own.source_proj),
+        lambda own: own.edge_net.target.register_forward_hook(lambda *found: found[2] * 2),
+        lambda own: setattr(own.edge_net, "source", Tripled(own.edge_net.source)),
+    )
+    for change in changes:
+        for own in (layer, twin):
+            torch.manual_seed(0)
+            change(own)
+        twin.load_state_dict(layer.state_dict())
+        layer.eval(), twin.eval()
+        after = layer(x, graph)
+        assert not torch.allclose(after, before)
+        torch.testing.assert_close(after, twin(x, graph), rtol=1e-4, atol=1e-5)
+        before = after
+
+
+class Tripled(torch.nn.Module):
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = 3 * self.inner(x)
+        return found
