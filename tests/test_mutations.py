@@ -48,6 +48,8 @@ TOP_K = "tests/ops/test_ops_top_k.py"
 SDPA = "tests/ops/test_ops_sdpa.py"
 STRUCTURED = "tests/ops/test_ops_structured.py"
 CHUNKED = "tests/ops/test_ops_consensus_structured.py"
+NATIVE_CONSENSUS = "tests/native/test_native_consensus.py"
+NATIVE_STEPS = "tests/native/test_native_consensus_steps.py"
 MESSAGES = "tests/nn/test_nn_message_passing.py"
 GUARANTEES = "tests/nn/test_nn_consensus_guarantees.py"
 ROTARY = "tests/nn/test_nn_rotary.py"
@@ -727,10 +729,45 @@ MUTATIONS = [
     ),
     Mutation(
         "consensus reads what it saved twice",
-        "graphattn/ops/consensus/structured.py",
-        "gradients_of_sums(tensors, needed, ctx.plan",
-        "gradients_of_sums(ctx.saved_tensors, needed, ctx.plan",
+        "graphattn/ops/consensus/native/sums.py",
+        "found = gradients_of_sums(graph, tensors, needed",
+        "found = gradients_of_sums(graph, ctx.saved_tensors, needed",
         (f"{CHECKPOINTING}::test_a_layer_gives_the_same_bits_however_activations_are_kept",),
+    ),
+    Mutation(
+        "compiled consensus reads padding of its sources",
+        "graphattn/ops/consensus/native/sums.py",
+        "valid_sources=address(masks[1]),",
+        "valid_sources=None,",
+        (f"{NATIVE_CONSENSUS}::test_padding_is_never_read",),
+    ),
+    Mutation(
+        "compiled consensus gives nobody the gradients of v",
+        "graphattn/ops/consensus/native/sums.py",
+        "[any(needed[2:4])] * 2",
+        "[any(needed[2:3])] * 2",
+        (f"{NATIVE_CONSENSUS}::test_gradients_of_some_inputs_alone_are_those_among_all",),
+    ),
+    Mutation(
+        "batches of windows are one sequence for compiled consensus",
+        "graphattn/ops/consensus/native/calls.py",
+        "borders=ends[:-1].contiguous()",
+        "borders=ends[:0].contiguous()",
+        (f"{CHUNKED}::test_a_batch_gives_what_each_sequence_gives_alone",),
+    ),
+    Mutation(
+        "a trace of a layer holds what compiled code gave once",
+        "graphattn/ops/counting.py",
+        "if torch._C._get_tracing_state() is not None:",
+        "if False:",
+        (f"{NATIVE_CONSENSUS}::test_a_trace_holds_the_operator_and_not_its_result",),
+    ),
+    Mutation(
+        "a compiled step of consensus overlooks another matrix of edges",
+        "graphattn/nn/edge_network.py",
+        'and "edge_matrix" not in vars(self)',
+        "",
+        (f"{NATIVE_STEPS}::test_what_somebody_put_into_a_layer_is_what_steps_do",),
     ),
     Mutation(
         "an automatic step moves what is padding as a target",

@@ -26,6 +26,7 @@ template <class T>
 struct Memory {
   EdgeBlock<T> block;
   EndReader<T> of_hidden, of_states;
+  EdgeFeatures<T> features;
   Ends<T> ends;
 };
 
@@ -50,6 +51,7 @@ class Consensus {
     std::vector<Memory<T>> own(static_cast<size_t>(std::max(threads, 1)));
     for (Memory<T>& memory : own) {
       memory.block.reserve(call_.trunks, call_.hidden, call_.rank, D);
+      memory.features.reserve(call_);
     }
     Buffer<T> pulls(most * H * D), strengths(call_.degree ? most * H : 0);
     std::vector<Edge> edges;
@@ -99,9 +101,19 @@ class Consensus {
     EdgeBlock<T>& block = own.block;
     own.of_hidden.read(call_.target_hidden, call_.source_hidden, group, call_.trunks * xi, edges,
                        size, own.ends);
-    by_feature<T, V>(own.ends, call_.trunks * xi, block.hidden.data(),
-                     [](vec<T> a, vec<T> b, int64_t, int64_t)
-                         __attribute__((always_inline)) { return gelu(a + b); });
+    if (call_.edge) {
+      EdgeFeatures<T>& more = own.features;
+      more.find(call_, edges, size, group);
+      by_feature<T, V>(own.ends, call_.trunks * xi, block.hidden.data(),
+                       [&](vec<T> a, vec<T> b, int64_t e, int64_t f)
+                           __attribute__((always_inline)) {
+        return gelu((a + b) + load(more.rows.data() + e * more.stride + f));
+      });
+    } else {
+      by_feature<T, V>(own.ends, call_.trunks * xi, block.hidden.data(),
+                       [](vec<T> a, vec<T> b, int64_t, int64_t)
+                           __attribute__((always_inline)) { return gelu(a + b); });
+    }
     for (int64_t h = group * feeds_; h < (group + 1) * feeds_; ++h) {
       const HeadNetwork<T> network(call_.network, h, xi, rows_);
       block.template find_rows<V>(network, xi, call_.trunks, rows_);

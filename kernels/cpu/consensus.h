@@ -26,6 +26,12 @@ struct ConsensusCall {
   int64_t energy;  // whether both ends move; self-loops are no edges then
   TokenView target_hidden, source_hidden;  // [batch, tokens, groups, trunks * hidden]
   TokenView u, v;                          // [batch, tokens, heads, width]
+  const void* edge;    // numbers of edges in the order of the rows, or null: [batch or 1, edges, 1,
+                       // edge_inputs], to which a first layer is applied; or, without inputs,
+                       // what is added to hidden vectors, [batch or 1, edges, groups, features]
+  int64_t edge_batch;  // numbers between two samples' edges; 0 where they share them
+  int64_t edge_inputs;
+  const void* edge_weight;  // [groups, edge_inputs, trunks * hidden], or null
   ConsensusNetwork network;
   const uint8_t* valid_targets;  // [batch, targets], or null
   const uint8_t* valid_sources;  // [batch, sources], or null
@@ -43,7 +49,9 @@ struct ConsensusGradients {
   TokenView d_gradient;  // [batch, targets, heads, width]
   const void* d_degree;  // [batch, targets, heads], or null
   TokenView target_hidden, source_hidden, u, v;  // written; null where nobody asks: both of a pair
-  ConsensusNetwork network;                      // written; all null where nobody asks
+  void *edge, *edge_weight;  // written, as they are in the call; null where nobody asks
+  int64_t edge_count;        // numbers of `edge`
+  ConsensusNetwork network;  // written; all null where nobody asks
 };
 
 }  // namespace graphattn

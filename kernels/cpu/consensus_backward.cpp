@@ -28,6 +28,7 @@ template <class T>
 struct Memory {
   EdgeBlock<T> block;
   EndReader<T> of_hidden, of_states;
+  EdgeFeatures<T> features;
   Ends<T> ends;
   std::vector<T> hidden, slope;  // [EDGES, stride]: gelu and its derivative, edge by edge
   std::vector<T> upstream;       // [width, EDGES]: what the gradients of the sums are at an edge
@@ -43,7 +44,8 @@ class Backward {
       : call_(call), wanted_(wanted), D_(call.width), H_(call.heads), xi_(call.hidden),
         features_(call.trunks * call.hidden), rows_(call.rank * call.width),
         feeds_(call.heads / call.groups), stride_(whole(features_ + 2 * EDGES<T>)),
-        columns_(whole(xi_)), for_hidden_(wanted.target_hidden.data != nullptr),
+        columns_(whole(xi_)), for_ends_(wanted.target_hidden.data != nullptr),
+        for_hidden_(for_ends_ || wanted.edge || wanted.edge_weight),
         for_states_(wanted.u.data != nullptr), for_network_(wanted.network.alpha != nullptr) {}
 
   void run() {
@@ -84,12 +86,18 @@ class Backward {
               : compute<1>(edges, e, size, group, pull, d_sum, total, own[worker]);
         }
       });
-      parallel_tasks(H_ + call_.groups, threads, [&](int64_t task, int) {
+      parallel_tasks(H_ + call_.groups + 1, threads, [&](int64_t task, int) {
+        const int64_t group = task - H_;
         if (task < H_) {
           if (for_states_) add_up(edges, task, H_, D_, pulls.data(), wanted_.u, wanted_.v, T(-1));
-        } else if (for_hidden_) {
-          add_up(edges, task - H_, call_.groups, features_, d_sums.data(), wanted_.target_hidden,
-                 wanted_.source_hidden, T(1));
+        } else if (group < call_.groups) {
+          if (for_ends_) {
+            add_up(edges, group, call_.groups, features_, d_sums.data(), wanted_.target_hidden,
+                   wanted_.source_hidden, T(1));
+          }
+          if (wanted_.edge_weight) add_to_edge_weight(edges, group, d_sums.data());
+        } else if (wanted_.edge) {
+          add_to_edges(edges, d_sums.data());
         }
       });
     }
@@ -114,6 +122,7 @@ class Backward {
     for (auto* x : {&own.along_difference, &own.along_upstream}) {
       resize(*x, call_.rank * EDGES<T>);
     }
+    own.features.reserve(call_);
     resize(own.upstream, D_ * EDGES<T>);
     resize(own.d_rows, (2 + rows_) * EDGES<T>);
     resize(own.d_hidden, features_ * EDGES<T>);
@@ -131,6 +140,11 @@ class Backward {
     zero(wanted_.source_hidden, call_.sources, call_.groups, features_);
     zero(wanted_.u, call_.targets, H_, D_);
     zero(wanted_.v, call_.sources, H_, D_);
+    if (wanted_.edge) std::fill_n(static_cast<T*>(wanted_.edge), wanted_.edge_count, T(0));
+    if (wanted_.edge_weight) {
+      std::fill_n(static_cast<T*>(wanted_.edge_weight),
+                  call_.groups * call_.edge_inputs * features_, T(0));
+    }
   }
 
   // What a block of edges gives, for the heads of a group.
@@ -142,10 +156,14 @@ class Backward {
     EdgeBlock<T>& block = own.block;
     own.of_hidden.read(call_.target_hidden, call_.source_hidden, group, features_, edges, size,
                        own.ends);
+    EdgeFeatures<T>& more = own.features;
+    if (call_.edge) more.find(call_, edges, size, group);
     by_feature<T, V>(
         own.ends, features_, block.hidden.data(),
         [&](vec<T> a, vec<T> b, int64_t e, int64_t f) __attribute__((always_inline)) {
-          const vec<T> x = a + b, distribution = normal_distribution(x);
+          vec<T> x = a + b;
+          if (call_.edge) x += load(more.rows.data() + e * more.stride + f);
+          const vec<T> distribution = normal_distribution(x);
           const vec<T> hidden = x * distribution;
           store(own.hidden.data() + e * stride_ + f, hidden);
           if (for_hidden_) {
@@ -349,6 +367,39 @@ class Backward {
     }
   }
 
+  // Adds to the gradients of what edges have; samples may share it.
+  void add_to_edges(const std::vector<Edge>& edges, const T* d_sums) const {
+    const int64_t all = call_.groups * features_;
+    for (const Edge& edge : edges) {
+      T* to = static_cast<T*>(wanted_.edge) + edge.sample * call_.edge_batch;
+      if (!call_.edge_weight) {
+        add<T, 0>(to + edge.place * all, T(1), d_sums, all);
+      } else {
+        to += edge.place * call_.edge_inputs;
+        for (int64_t g = 0; g < call_.groups; ++g) {
+          const T* weight = EdgeFeatures<T>::weight(call_, g);
+          for (int64_t q = 0; q < call_.edge_inputs; ++q) {
+            to[q] += dot<T, 0>(weight + q * features_, d_sums + g * features_, features_);
+          }
+        }
+      }
+      d_sums += all;
+    }
+  }
+
+  void add_to_edge_weight(const std::vector<Edge>& edges, int64_t group, const T* d_sums) const {
+    const int64_t size = call_.edge_inputs * features_;
+    T* to = static_cast<T*>(wanted_.edge_weight) + group * size;
+    d_sums += group * features_;
+    for (const Edge& edge : edges) {
+      const T* numbers = EdgeFeatures<T>::numbers(call_, edge);
+      for (int64_t q = 0; q < call_.edge_inputs; ++q) {
+        add<T, 0>(to + q * features_, numbers[q], d_sums, features_);
+      }
+      d_sums += call_.groups * features_;
+    }
+  }
+
   // The gradients of one head's second layer, from those of all parts.
   void add_parts(int64_t h, const T* total, int64_t parts, int64_t per_part) const {
     const ConsensusNetwork& to = wanted_.network;
@@ -377,7 +428,9 @@ class Backward {
   const int64_t feeds_;     // heads that a group's hidden vectors feed
   const int64_t stride_;    // numbers between two edges' hidden vectors
   const int64_t columns_;   // xi, rounded up to whole pairs of vectors
-  const bool for_hidden_, for_states_, for_network_;
+  const bool for_ends_;     // whether gradients of hidden vectors of tokens are wanted;
+  const bool for_hidden_;   // or of edges
+  const bool for_states_, for_network_;
 };
 
 }  // namespace

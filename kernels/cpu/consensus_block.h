@@ -263,4 +263,48 @@ struct EndReader {
   }
 };
 
+// What edges themselves add to their hidden vectors, for a block of them and one group.
+template <class T>
+struct EdgeFeatures {
+  std::vector<T> rows;  // [EDGES, stride]
+  int64_t stride = 0;   // features, and room for a vector more
+
+  void reserve(const ConsensusCall& call) {
+    stride = call.trunks * call.hidden + Vec<T>::L;
+    if (call.edge) rows.assign(static_cast<size_t>(EDGES<T> * stride), T(0));
+  }
+
+  static const T* numbers(const ConsensusCall& call, const Edge& edge) {
+    const int64_t count = call.edge_weight ? call.edge_inputs
+                                           : call.groups * call.trunks * call.hidden;
+    return static_cast<const T*>(call.edge) + edge.sample * call.edge_batch + edge.place * count;
+  }
+
+  // One group's part of the first layer: [edge_inputs, features].
+  static const T* weight(const ConsensusCall& call, int64_t group) {
+    const int64_t size = call.edge_inputs * call.trunks * call.hidden;
+    return static_cast<const T*>(call.edge_weight) + group * size;
+  }
+
+  void find(const ConsensusCall& call, const Edge* edges, int64_t count, int64_t group) {
+    const int64_t features = call.trunks * call.hidden;
+    for (int64_t e = 0; e < count; ++e) {
+      const T* given = numbers(call, edges[e]);
+      T* row = rows.data() + e * stride;
+      if (!call.edge_weight) {
+        std::copy_n(given + group * features, features, row);
+        continue;
+      }
+      std::fill_n(row, features, T(0));
+      const T* layer = weight(call, group);
+      for (int64_t q = 0; q < call.edge_inputs; ++q) {
+        add<T, 0>(row, given[q], layer + q * features, features);
+      }
+    }
+    for (int64_t e = count; e < EDGES<T>; ++e) {
+      std::copy_n(rows.data(), features, rows.data() + e * stride);
+    }
+  }
+};
+
 }  // namespace graphattn

@@ -198,10 +198,51 @@ def decode(tokens: int, width: int, dtype: torch.dtype, threads: int) -> None:
                 )
 
 
+def consensus(kind: str, width: int, hidden: int, dtype: torch.dtype, threads: int) -> None:
+    """Every option that reads memory of its own, over rows of no edges, loops, and a hub."""
+    torch.set_num_threads(threads)
+    generator = torch.Generator().manual_seed(0)
+    graph = EDGES[kind]()
+    tokens = graph.num_targets, graph.num_sources
+
+    def leaf(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(dtype).requires_grad_()
+
+    for heads, groups, trunks, rank, batch in ((2, 2, 1, 1, 1), (3, 1, 3, 3, 2), (1, 1, 1, 2, 0)):
+        network = ga.EdgeNetworkParameters(
+            *(leaf(heads, hidden), leaf(heads)) * 2,
+            leaf(heads, rank, width, hidden),
+            leaf(heads, rank, width),
+        )
+        layers = [leaf(batch, count, groups, trunks * hidden) for count in tokens]
+        states = [leaf(batch, count, heads, width) for count in tokens]
+        masks = tuple(torch.rand(batch, count, generator=generator) < 0.8 for count in tokens)
+        same = tokens[0] == tokens[1] and not graph.has_causal_part
+        for update in ("target", "energy")[: 1 + same]:
+            for options in ({"step_size": 0.1}, {"step_size": "auto", "valid": masks}):
+                given = (*states, *layers, network, graph)
+                new = ga.consensus_update(*given, update=update, backend="native", **options)
+                new.sum().backward()
+                halves = [x.detach().to(torch.bfloat16) for x in (*states, *layers)]
+                if dtype == F32:
+                    with torch.no_grad():
+                        ga.consensus_update(
+                            *halves, network, graph, update=update, backend="native", **options
+                        )
+
+
+def activations(count: int, dtype: torch.dtype) -> None:
+    native_entries.activations(4 * torch.randn(count, dtype=dtype))
+
+
 LAYERS: dict[str, Callable[[], torch.nn.Module]] = {
     "dot": lambda: ga.nn.DotProductAttention(36, 6, kv_heads=2, rope=True, softcap=4.0),
     "krause": lambda: ga.nn.KrauseAttention(36, 2, top_k=5, sink=True),
     "gka": lambda: ga.nn.GaussianKernelAttention(36, 1, rope=True, eps=0.1),
+    "consensus": lambda: ga.nn.SelfConsensus(36, 2, edge_hidden=19, rank=2, update="target"),
+    "one network": lambda: ga.nn.SelfConsensus(
+        36, 3, edge_hidden=5, update="target", trunk="separate", edge_input="full", step_size="auto"
+    ),
 }
 
 
@@ -247,7 +288,25 @@ def turn(tokens: int, width: int, dtype: torch.dtype, threads: int) -> None:
         one.back(*one(query, None))
 
 
+EDGES: dict[str, Callable[[], ga.TokenGraph]] = {
+    "windows": lambda: ga.batch([ga.window_path_graph(n, 3) for n in (40, 0, 2, 17)]),
+    "causal": lambda: ga.causal_window_graph(33, 5),
+    "rows": lambda: ga.causal_window_graph(9, 4, past=6),
+    "hub": lambda: ga.longformer_graph(61, 2, (0, 30)),
+    "none": lambda: ga.from_edge_index(torch.empty(2, 0, dtype=torch.int64), 3),
+    "rectangle": lambda: ga.bipartite_complete_graph(5, 33),
+}
+
 CASES = [
+    Cases("activations", activations, itertools.product((0, 1, 15, 16, 17), DTYPES)),
+    Cases(
+        "consensus",
+        consensus,
+        [
+            *itertools.product(EDGES, (1, 17), (1, 19), DTYPES, (1,)),
+            *itertools.product(EDGES, (33,), (16, 50), (F32,), (2, 3)),
+        ],
+    ),
     Cases("exp", exp, itertools.product(COUNTS, DTYPES, THREADS)),
     Cases("reduce", reduce, itertools.product(DTYPES)),
     Cases("workers", native_entries.workers, itertools.product((0, 1, 2, 50), THREADS)),

@@ -352,10 +352,6 @@ def test_gradients_of_some_inputs_alone_are_those_among_all() -> None:
 def test_what_it_cannot_do_is_refused_by_name() -> None:
     graph = ga.window_path_graph(6, 1)
     x = tensors_of(graph, batch=1)
-    features = torch.randn(graph.num_edges, 2, 24)
-    with pytest.raises(ValueError, match="'native' cannot run this case: it takes no features"):
-        step("native", graph, x, edge_hidden=features)
-    assert step("auto", graph, x, edge_hidden=features).shape == x["u"].shape  # structured
     with pytest.raises(ValueError, match="cannot run inside"):
         torch.func.vmap(lambda u: step("native", graph, {**x, "u": u[None]}))(x["u"])
     there = ga.backends("consensus_update", graph, x["u"].to("meta"))

@@ -394,7 +394,7 @@ def test_autocast_runs_forward_and_backward_on_both_ways(kind: str, option: str)
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("backend", ["structured", "reference"])
+@pytest.mark.parametrize("backend", ["auto", "structured", "reference"])
 def test_checkpointing_changes_no_bit(backend: str, way: str) -> None:
     graph = GRAPHS["window"]()
     layer = make("SelfConsensus", "auto", torch.float32, backend=backend)

@@ -11,6 +11,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 import graphattn as ga
+from graphattn.kernels.cpu import library
 from graphattn.ops.attention.native import KERNELS
 from graphattn.ops.attention.structured import plans
 from graphattn.ops.consensus import structured
@@ -21,6 +22,13 @@ GRAPHS = {
     "complete": ga.complete_graph(N),
     "neighbors": ga.knn_graph(torch.randn(N, 3, generator=torch.Generator().manual_seed(0)), k=6),
 }
+IS_HERE = library.why_not() is None
+
+
+def consensus(backend, **options):
+    return ga.nn.SelfConsensus(DIM, HEADS, update="target", backend=backend, **options)
+
+
 # By layer: how many operators of torch a forward pass may call, and one with its backward pass.
 LAYERS = {
     "dot": (lambda: ga.nn.DotProductAttention(DIM, HEADS), 60, 175),
@@ -29,12 +37,12 @@ LAYERS = {
     "gka, eps": (lambda: ga.nn.GaussianKernelAttention(DIM, HEADS, eps=1e-3), 80, 170),
     "krause": (lambda: ga.nn.KrauseAttention(DIM, HEADS, top_k=4), 75, 200),
     "linear": (lambda: ga.nn.LinearAttention(DIM, HEADS), 160, 430),
-    "target": (lambda: ga.nn.SelfConsensus(DIM, HEADS, update="target"), 260, 720),
+    "target": (lambda: consensus("auto"), *((85, 210) if IS_HERE else (260, 720))),
     "automatic": (
-        lambda: ga.nn.SelfConsensus(DIM, HEADS, update="target", step_size="auto"),
-        330,
-        800,
+        lambda: consensus("auto", step_size="auto"),
+        *((105, 255) if IS_HERE else (330, 800)),
     ),
+    "in chunks": (lambda: consensus("structured"), 260, 720),
 }
 
 
@@ -71,8 +79,9 @@ def test_a_small_layer_calls_few_operators(name, graph):
         assert called.total() <= limit, called
 
 
-def test_windows_of_consensus_are_not_gone_over_hop_by_hop():
-    layer = ga.nn.SelfConsensus(DIM, HEADS)
+@pytest.mark.parametrize("backend", ["auto", "structured"])
+def test_windows_of_consensus_are_not_gone_over_hop_by_hop(backend):
+    layer = ga.nn.SelfConsensus(DIM, HEADS, backend=backend)
     few, many = (
         operators_of(passes(layer, ga.window_path_graph(N, window))[0]).total() for window in (1, 8)
     )
@@ -153,7 +162,8 @@ def test_rotations_kept_with_a_graph_are_those_of_its_positions():
 
 def test_few_edges_kept_for_the_backward_give_what_they_give_computed_again(monkeypatch):
     """Twice from one forward pass, too: the first backward writes into what was kept."""
-    graph, layer = ga.window_path_graph(N, 2), ga.nn.SelfConsensus(DIM, HEADS).double()
+    graph = ga.window_path_graph(N, 2)
+    layer = ga.nn.SelfConsensus(DIM, HEADS, backend="structured").double()
     x = torch.randn(N, DIM, dtype=torch.float64, requires_grad=True)
 
     def gradients(out, **options):

@@ -9,6 +9,7 @@ import pytest
 import torch
 from cases_ops import (
     ENERGY,
+    FAST,
     FEW,
     GRAPHS,
     ConsensusInputs,
@@ -26,7 +27,7 @@ import graphattn as ga
 from graphattn.ops.consensus import structured
 
 EXACT = {"rtol": 1e-10, "atol": 1e-10}
-BACKENDS = pytest.mark.parametrize("backend", ["reference", "structured"])
+BACKENDS = pytest.mark.parametrize("backend", ["reference", *FAST])
 CASES = [(name, "energy") for name in ENERGY] + [(name, "target") for name in GRAPHS]
 F = 3
 
@@ -309,17 +310,18 @@ def test_gradients_of_both_orders_are_those_of_finite_differences(
     assert gradgradcheck(operation, leaves, fast_mode=True)
 
 
+@pytest.mark.parametrize("fast", FAST)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("own", [False, True], ids=["shared", "per sequence"])
 @pytest.mark.parametrize(("name", "update"), CASES)
 def test_every_gradient_is_that_of_the_reference(
-    name: str, update: str, own: bool, form: str
+    name: str, update: str, own: bool, form: str, fast: str
 ) -> None:
     graph = GRAPHS[name]()
     inputs = consensus_inputs(graph, batch=(2,))
     layer = of_edges(graph, inputs, *([2] if own else []))
     found = []
-    for backend in ("reference", "structured"):
+    for backend in ("reference", fast):
         given = list(layer[:2]) if form == "factored" else [by_loops(layer)]
         leaves = [x.detach().clone().requires_grad_() for x in (*inputs[:4], *inputs[4], *given)]
         new = ga.consensus_update(
@@ -487,7 +489,10 @@ def test_hidden_vectors_of_all_edges_are_never_there_at_once(
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("degrees", [False, True])
-def test_the_operator_keeps_the_promises_of_torch_library(degrees: bool, form: str) -> None:
+@pytest.mark.parametrize("backend", FAST)
+def test_the_operator_keeps_the_promises_of_torch_library(
+    backend: str, degrees: bool, form: str
+) -> None:
     graph = ga.batch([ga.window_path_graph(4, 1), ga.window_path_graph(3, 1)])
     inputs = consensus_inputs(graph, batch=(2,))
     layer = of_edges(graph, inputs, 2)
@@ -500,7 +505,7 @@ def test_the_operator_keeps_the_promises_of_torch_library(degrees: bool, form: s
     valid = torch.rand(2, 7) < 0.8
     torch.library.opcheck(
         torch.ops.graphattn.consensus_sums,
-        (*tensors, valid, valid, graph.code, None, True, degrees, "structured", *pair),
+        (*tensors, valid, valid, graph.code, None, True, degrees, backend, *pair),
     )
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases_ops import consensus_inputs
+from cases_ops import BACKENDS, consensus_inputs
 from torch import Tensor
 
 import graphattn as ga
@@ -32,7 +32,7 @@ GRAPHS = {
 }
 
 
-@pytest.mark.parametrize("backend", ["reference", "structured", "compiled"])
+@pytest.mark.parametrize("backend", [*BACKENDS, "compiled"])
 @pytest.mark.parametrize("pair", PAIRS)
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("update", ["energy", "target"])
@@ -49,7 +49,7 @@ def test_an_invalid_target_keeps_its_state(update: str, step: str, pair: str, ba
         if backend == "compiled":
             torch._dynamo.reset()
             run = torch.compile(run, backend="eager")
-        named = "structured" if backend == "compiled" else backend
+        named = "auto" if backend == "compiled" else backend
         new = run(*inputs, graph, STEPS[step], update=update, valid=masks, backend=named)
         real = torch.ones(7, dtype=torch.bool) if masks[0] is None else masks[0]
         real = real.expand(2, 7)
@@ -88,7 +88,7 @@ def test_the_valid_ones_move_as_on_the_graph_of_the_edges_that_are_left(step: st
     ],
     ids=["consensus", "auto", "target", "gaussian", "krause", "dot"],
 )
-@pytest.mark.parametrize("backend", ["reference", "structured"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_layers_read_a_token_in_the_role_in_which_it_is_real(make: Any, backend: str) -> None:
     """The same as without its edges in the other role; NaN in neither role is never read."""
     torch.manual_seed(0)

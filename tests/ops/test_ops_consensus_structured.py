@@ -41,7 +41,8 @@ def random_case(seed: int, dtype: torch.dtype = torch.float64, offset: float = 0
         "beta": random(heads, xi),
         "beta_bias": random(heads),
         "shear": random(heads, rank, features, xi),
-        "shear_bias": random(heads, rank, features) * draw(0, 1),
+        # (Rows that are one GELU times a weight are as small as that, and rounding decides 1 / |row|.)
+        "shear_bias": random(heads, rank, features) * max(draw(0, 1), xi == 1),
     }
     if N == M and draw(True, False):
         del tensors["neighbor_state"]
@@ -149,8 +150,6 @@ def test_values_and_gradients_are_those_of_the_reference(backend, monkeypatch, c
     monkeypatch.setattr(calls, "EDGES_OF_ROUND", 33 if chunk == 200 else 0)
     for seed in range(CASES):
         case = random_case(seed)
-        if backend == "native" and "features" in case[1]:
-            continue
         mine, theirs = run(backend, *case), run("reference", *case)
         assert_same(mine, theirs, seed, rtol=1e-9, atol=1e-9)
 
@@ -159,8 +158,6 @@ def test_values_and_gradients_are_those_of_the_reference(backend, monkeypatch, c
 def test_float32_keeps_its_accuracy_under_a_common_offset(backend):
     for seed in range(max(20, CASES // 10)):
         graph, tensors, options = random_case(seed, torch.float32, offset=100.0)
-        if backend == "native" and "features" in tensors:
-            continue
         exact = run("reference", graph, {name: x.double() for name, x in tensors.items()}, options)
         plain = run("reference", graph, tensors, options)
         for name, mine in run(backend, graph, tensors, options).items():

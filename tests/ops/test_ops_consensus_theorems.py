@@ -2,12 +2,14 @@
 
 import math
 import warnings
+from collections.abc import Iterator
 
 import oracle_ops as oracle
 import pytest
 import torch
 from cases_ops import (
     ENERGY,
+    FAST,
     GRAPHS,
     ConsensusInputs,
     consensus_inputs,
@@ -19,6 +21,13 @@ from torch import Tensor
 import graphattn as ga
 
 EXACT = {"rtol": 1e-10, "atol": 1e-10}
+
+
+@pytest.fixture(autouse=True, params=FAST)
+def backend(request: pytest.FixtureRequest) -> Iterator[None]:
+    """What "auto" takes."""
+    with ga.use_backend(request.param):
+        yield
 
 
 def as_matrix(inputs: ConsensusInputs, graph: ga.TokenGraph, step: str | float, **kw) -> Tensor:

@@ -1,10 +1,13 @@
 """Consensus gives the numbers of its equations, over every kind of graph."""
 
+from collections.abc import Iterator
+
 import oracle_ops as oracle
 import pytest
 import torch
 from cases_ops import (
     ENERGY,
+    FAST,
     FEW,
     GRAPHS,
     SQUARE,
@@ -35,6 +38,13 @@ OPTIONS = {
     "rank above the features": {"rank": 3, "features": 2},
     "one feature": {"features": 1, "rank": 2},
 }
+
+
+@pytest.fixture(autouse=True, params=FAST)
+def backend(request: pytest.FixtureRequest) -> Iterator[None]:
+    """What "auto" takes."""
+    with ga.use_backend(request.param):
+        yield
 
 
 def check(inputs, graph: ga.TokenGraph, step: float | Tensor | str, **arguments) -> None:

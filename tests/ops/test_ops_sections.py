@@ -166,7 +166,7 @@ def moved(graph, tensors, step, backend, valid=None):
 
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("step", [0.2, "auto"])
-@pytest.mark.parametrize("backend", ["reference", "structured"])
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", WHOLE)
 def test_consensus_over_rows_is_those_rows_of_the_whole(name, backend, step, padded):
     graph, start, stop = WHOLE[name]
@@ -253,6 +253,6 @@ def test_energy_over_equally_many_shifted_sources_is_that_of_the_list_of_edges()
         inputs = consensus_inputs(graph)
         for step in (0.1, "auto"):
             expected = ga.consensus_update(*inputs, plain, step, backend="reference")
-            for backend in ("reference", "structured"):
+            for backend in BACKENDS:
                 found = ga.consensus_update(*inputs, graph, step, backend=backend)
                 torch.testing.assert_close(found, expected, **TIGHT)

@@ -85,9 +85,10 @@ def consensus_update(
             invalid token is no edge, and what invalid tokens hold is never read. They keep their
             state; NaN and infinity in it read as 0.
         backend: "reference" keeps tensors of every edge; "structured" goes over the edges of any
-            graph in chunks, and over those of a window without listing them; "triton" does so by
-            fused kernels, which take one trunk and multiply numbers of the tensors' own dtype.
-            "auto" takes "triton" on a GPU and "structured" elsewhere, but "reference" inside
+            graph in chunks, and over those of a window without listing them; "native" does so by
+            compiled code on a CPU, with edges in the lanes of vectors; "triton" by fused kernels,
+            which take one trunk and multiply numbers of the tensors' own dtype. "auto" takes
+            "triton" on a GPU, "native" on a CPU and "structured" elsewhere, but "reference" inside
             torch.func, which looks into its steps. With `edge_hidden`, "triton" refuses and "auto"
             takes "structured" on a GPU, too.
         edge_hidden: what is added to an edge's sum, F e_ij for features e_ij: a
@@ -174,7 +175,7 @@ def consensus_update(
 def _choose(backend: str, state: Tensor, trunks: int, edge_hidden: bool) -> str:
     """The backend to run; on a CPU compiled code, if that can, without asking what others could."""
     own = state.device.type == "cpu" and wanted_backend(backend) == "auto" and not is_looked_into()
-    if own and native.why_not(state, edge_hidden) is None:
+    if own and native.why_not(state) is None:
         return "native"
     return choose_backend(backend, support(state, trunks, edge_hidden), state.device)
 
@@ -185,7 +186,7 @@ def support(state: Tensor, trunks: int = 1, edge_hidden: bool = False) -> dict[s
     return {
         "reference": None,
         "structured": None,
-        "native": native.why_not(state, edge_hidden),
+        "native": native.why_not(state),
         "triton": reason,
     }
 

@@ -96,8 +96,7 @@ def _consensus_sums_backward(*arguments: Any) -> tuple[Tensor, ...]:
     needed = (*[True] * COUNT, *wanted)
     found: tuple[Tensor | None, ...]
     if arguments[PLACES - 1] == "native":
-        own = tensors[:COUNT], needed[:COUNT]
-        found = *native.gradients_of_sums(graph, *own, valid, d_sums, options["energy"]), None, None
+        found = native.gradients_of_sums(graph, tensors, needed, valid, d_sums, options["energy"])
     else:
         plan = structured.plan_of(graph, tensors, valid, **options)
         found = structured.gradients_of_sums(tensors, needed, plan, d_sums)

@@ -14,12 +14,10 @@ _WHY_NOT_HERE = library.why_not()
 __all__ = ["gradients_of_sums", "sums_over_edges", "why_not"]
 
 
-def why_not(like: Tensor, edge_hidden: bool = False) -> str | None:
+def why_not(like: Tensor) -> str | None:
     """The reason why compiled code does not take a case, whatever its graph; None where it does."""
     if like.device.type != "cpu":
         return f"it runs on CPUs, not on {like.device.type}"
-    if edge_hidden:
-        return "it takes no features of edges (edge_hidden, edge_features)"
     if not torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack() == 0:
         kind = type(like)
         if kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:

@@ -41,6 +41,10 @@ class ConsensusCall(ctypes.Structure):
         ("border_count", ctypes.c_int64),
         ("energy", ctypes.c_int64),
         *((name, TokenView) for name in ("target_hidden", "source_hidden", "u", "v")),
+        ("edge", ctypes.c_void_p),
+        ("edge_batch", ctypes.c_int64),
+        ("edge_inputs", ctypes.c_int64),
+        ("edge_weight", ctypes.c_void_p),
         ("network", ConsensusNetwork),
         ("valid_targets", ctypes.c_void_p),
         ("valid_sources", ctypes.c_void_p),
@@ -59,6 +63,8 @@ class ConsensusGradients(ctypes.Structure):
         ("d_gradient", TokenView),
         ("d_degree", ctypes.c_void_p),
         *((name, TokenView) for name in ("target_hidden", "source_hidden", "u", "v")),
+        *((name, ctypes.c_void_p) for name in ("edge", "edge_weight")),
+        ("edge_count", ctypes.c_int64),
         ("network", ConsensusNetwork),
     )
 

@@ -100,6 +100,9 @@ def first_hidden(layer: FirstLayer) -> Tensor:
     """The hidden vectors [*, G, features] that a step makes of tokens [*, G, in], to the bit."""
     tokens, weight, bias = layer
     groups, features, inputs = weight.shape
+    check_shape("tokens of a first layer", tokens, (*tokens.shape[:-2], groups, inputs))
+    if bias is not None:
+        check_shape("bias of a first layer", bias, (groups, features))
     out = tokens.new_empty(*tokens.shape[:-1], features)
     sizes = (ctypes.c_int64(n) for n in (tokens.shape[:-2].numel(), groups, inputs, features))
     addresses = (ctypes.c_void_p(address(x)) for x in layer)

@@ -27,29 +27,33 @@ from graphattn.ops.consensus.native.calls import (
 from graphattn.ops.inputs import ValidPair, full_precision, may_be_differentiated
 
 _FOUND = library.library()
-OF_TOKENS, OF_NETWORK = 4, 6  # how many tensors: of tokens first, then those of the second layer
+OF_TOKENS, OF_EDGES = 4, 10  # where tensors of tokens end, and those of the second layer
 
 
 class Call:
     """A call, and the tensors that must live as long.
 
     Args:
-        tensors: hidden vectors [B, N, G, W] twice, what is compared [B, N, H, D] twice, and the
-            second layer.
+        tensors: hidden vectors [B, N, G, W] twice, what is compared [B, N, H, D] twice, the
+            second layer, and, if there are such, numbers of edges [B or 1, E, 1, F] with a weight
+            [G, W, F], or [B or 1, E, G, W] with None.
         energy: whether both ends of an edge move.
     """
 
     def __init__(
-        self, graph: TokenGraph, tensors: Sequence[Tensor], valid: ValidPair, *, energy: bool
+        self, graph: TokenGraph, tensors: Sequence[Any], valid: ValidPair, *, energy: bool
     ) -> None:
         target_hidden, source_hidden, u, v = (featurewise(x) for x in tensors[:OF_TOKENS])
-        network = tuple(as_it_lies(x) for x in tensors[OF_TOKENS : OF_TOKENS + OF_NETWORK])
+        network = tuple(as_it_lies(x) for x in tensors[OF_TOKENS:OF_EDGES])
+        edge, edge_weight = tensors[OF_EDGES:] or (None, None)
+        edge = None if edge is None else as_it_lies(edge)
+        edge_weight = None if edge_weight is None else edge_weight.mT.contiguous()
         B, N, _, _ = self.shape = u.shape
         heads, rank, width, xi = network[4].shape
         edges = edges_of(graph)
         masks = tuple(_mask(mask, B) for mask in valid)
         self.dtype, self.most_edges = network[0].dtype, B * edges.most(N)
-        self.alive = target_hidden, source_hidden, u, v, network, edges, masks
+        self.alive = target_hidden, source_hidden, u, v, network, edge, edge_weight, edges, masks
         self.numbers = ConsensusCall(
             batch=B,
             targets=N,
@@ -71,6 +75,10 @@ class Call:
             source_hidden=view(source_hidden),
             u=view(u),
             v=view(v),
+            edge=address(edge),
+            edge_batch=0 if edge is None or len(edge) == 1 else edge.stride(0),
+            edge_inputs=0 if edge_weight is None else edge_weight.shape[1],
+            edge_weight=address(edge_weight),
             network=ConsensusNetwork(*(x.data_ptr() for x in network)),
             valid_targets=address(masks[0]),
             valid_sources=address(masks[1]),
@@ -105,7 +113,7 @@ class Call:
 
     def backward(
         self,
-        tensors: Sequence[Tensor],
+        tensors: Sequence[Any],
         needed: Sequence[bool],
         d_gradient: Tensor,
         d_degree: Tensor | None,
@@ -120,19 +128,26 @@ class Call:
         wanted = [any(needed[:2])] * 2 + [any(needed[2:4])] * 2 + [any(needed[4:10])] * 6
         found = [
             torch.empty(x.shape, dtype=self.dtype) if want else None
-            for x, want in zip(tensors, wanted, strict=True)
+            for x, want in zip(tensors, [*wanted, *needed[OF_EDGES:]], strict=True)
         ]
-        of_tokens = (TokenView() if x is None else view(x) for x in found[:OF_TOKENS])
+        edge, edge_weight = found[OF_EDGES:] or (None, None)
+        if edge_weight is not None:
+            edge_weight = torch.empty(edge_weight.mT.shape, dtype=self.dtype)
         gradients = ConsensusGradients(
             view(d_gradient),
             address(d_degree),
-            *of_tokens,
-            ConsensusNetwork(*(address(x) for x in found[OF_TOKENS:])),
+            *(TokenView() if x is None else view(x) for x in found[:OF_TOKENS]),
+            address(edge),
+            address(edge_weight),
+            0 if edge is None else edge.numel(),
+            ConsensusNetwork(*(address(x) for x in found[OF_TOKENS:OF_EDGES])),
         )
         status = _FOUND.graphattn_consensus_backward(
             ctypes.byref(self.numbers), ctypes.byref(gradients), self.dtype == torch.float64
         )
         library.check(status)
+        if edge_weight is not None:
+            found[-1] = edge_weight.mT
         return tuple(x if need else None for x, need in zip(found, needed, strict=True))
 
 
@@ -190,14 +205,14 @@ def _there(tensors: Sequence[Tensor], d_sums: Sequence[Tensor | None]) -> tuple[
 
 def gradients_of_sums(
     graph: TokenGraph,
-    tensors: Sequence[Tensor],
+    tensors: Sequence[Any],
     needed: Sequence[bool],
     valid: ValidPair,
     d_sums: Sequence[Tensor | None],
     energy: bool,
     kept: Tensor | None = None,
 ) -> tuple[Tensor | None, ...]:
-    """The gradients of the ten tensors of :func:`sums_over_edges`, where they are needed."""
+    """The gradients of the tensors of :func:`sums_over_edges`, where they are needed."""
     d_gradient, d_degree = d_sums
     if d_gradient is None:
         d_gradient = _there(tensors, d_sums)[0]
@@ -209,7 +224,6 @@ def sums_over_edges(
     graph: TokenGraph, tensors: Sequence[Any], valid: ValidPair, *, energy: bool, degrees: bool
 ) -> tuple[Tensor, Tensor | None]:
     """g [B, N, H, D], and the sums of alpha + beta [B, N, H] where they are wanted."""
-    tensors = tensors[: OF_TOKENS + OF_NETWORK]  # compiled code knows no features of edges
     if not may_be_differentiated(tensors):
         return Call(graph, tensors, valid, energy=energy).forward(degrees=degrees)
     gradient, degree = _Sums.apply(graph, valid, energy, degrees, *tensors)
