@@ -257,6 +257,17 @@ def test_options_that_are_changed_to_wrong_ones_are_refused(name, attribute, val
             layer(x, graph)
 
 
+@each_layer
+def test_a_graph_on_another_device_knows_nothing_of_the_first(name):
+    layer, graph, x = layer_of(name), GRAPHS["window"](), tokens(N)
+    layer(x, graph)
+    other = graph.to("meta")
+    assert graph._derived
+    assert not other._derived
+    with pytest.raises(ValueError, match="graph is on meta, but the tensors are on cpu"):
+        layer(x, other)
+
+
 def test_true_is_not_taken_for_the_number_1_that_was_checked():
     layer, graph, x = layer_of("krause"), GRAPHS["window"](), tokens(N)
     layer.top_k = 1
