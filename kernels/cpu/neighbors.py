@@ -18,11 +18,9 @@ from graphattn.kernels.cpu import library
 from graphattn.kernels.launch import is_looked_into, untraced
 
 DTYPES = {torch.float32: "float", torch.float64: "double"}
-# Coordinates up to which blocks are faster than products, as measured with normally distributed
-# points and 16 neighbours of each; more of them where points are many, and blocks small.
-WIDEST = 6
-WIDEST_OF_MANY = 8
-MANY = 1 << 15
+# Candidates from which on blocks are faster than products, up to so many coordinates: as measured
+# with normally distributed points and 16 neighbours of each.
+WIDEST = ((0, 4), (1 << 13, 6), (1 << 16, 8))
 EDGES = 64  # of a point, for which memory is laid by; more are looked for once again
 
 _Given = Tensor | int | ctypes.c_int32 | ctypes.c_double
@@ -70,7 +68,7 @@ def nearest(
     index = torch.empty((len(points), k), dtype=torch.int64)
     given: list[_Given] = [points, candidates, len(points), len(candidates), points.shape[1], k]
     given += [ctypes.c_int32(to_self), ctypes.c_int32(self_loops)]
-    widest = WIDEST if len(candidates) < MANY else WIDEST_OF_MANY
+    widest = max(width for count, width in WIDEST if len(candidates) >= count)
     if points.shape[1] <= widest or radius < math.inf:
         _call("nearest_by_blocks", points.dtype, *given, ctypes.c_double(radius), index)
     else:
