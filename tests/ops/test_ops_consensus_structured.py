@@ -41,7 +41,7 @@ def random_case(seed: int, dtype: torch.dtype = torch.float64, offset: float = 0
         "beta": random(heads, xi),
         "beta_bias": random(heads),
         "shear": random(heads, rank, features, xi),
-        # Rows that are one GELU times a weight are as small as that: rounding decides 1 / |row|.
+        # (Of rows that are one GELU times a weight alone, rounding would decide 1 / |row|.)
         "shear_bias": random(heads, rank, features) * max(draw(0, 1), xi == 1),
     }
     if N == M and draw(True, False):

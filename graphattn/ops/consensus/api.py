@@ -150,10 +150,11 @@ def consensus_update(
             reads_halves = chosen == "native"
         moving = as_dtype(moving, dtype)
         hidden = tuple(x.hidden() if isinstance(x, FirstLayer) else x for x in hidden)
-        given: list[Any] = [*hidden, *compared, *network]
+        given: list[Any] = [*hidden, *compared, *network]  # the last in that dtype already
         if not reads_halves or may_be_differentiated(given):
-            hidden = tuple(as_dtype(x, dtype) for x in given[:2])
-            compared = as_dtype(compared[0], dtype), as_dtype(compared[1], dtype)
+            given = [as_dtype(x, dtype) for x in given]
+        hidden = tuple(given[:2])
+        compared = given[2], given[3]
     of_edges = {} if edge_hidden is None else {"edge_hidden": in_dtype(edge_hidden, dtype)}
     with full_precision(state.device):
         new = update_by(

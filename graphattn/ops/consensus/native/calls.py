@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -86,22 +85,21 @@ class Edges(NamedTuple):
 
 def edges_of(graph: TokenGraph) -> Edges:
     """The edges of a graph; those of bands, and of batches of equal ones, are never listed."""
-    if graph.structure is not None:
-        found = _of_bands(graph.structure)
+    structure = graph.structure
+    if structure is not None:
+        found = graph.derived(_of_bands, lambda: _of_bands(structure))
         if found is not None:
             return found
     return kept(graph, _listed)
 
 
-@lru_cache(maxsize=64)
 def _of_bands(structure: Structure) -> Edges | None:
     bands = equal_bands(structure)
     if not bands:
         return None
     moves = moves_of(bands, loops=True, shift=shift_of(structure))
-    with torch.inference_mode(False):
-        ends = torch.tensor([band.num_tokens for band in bands], dtype=torch.int64).cumsum(0)
-        return Edges(moves=torch.tensor(moves, dtype=torch.int64), borders=ends[:-1].contiguous())
+    ends = torch.tensor([band.num_tokens for band in bands], dtype=torch.int64).cumsum(0)
+    return Edges(moves=torch.tensor(moves, dtype=torch.int64), borders=ends[:-1].contiguous())
 
 
 def _listed(graph: TokenGraph, _: Tensor) -> Edges:

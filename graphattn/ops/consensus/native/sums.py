@@ -15,7 +15,7 @@ from torch import Tensor
 
 from graphattn.graphs.token_graph import TokenGraph
 from graphattn.kernels.cpu import library
-from graphattn.kernels.cpu.tensors import TokenView, address, as_it_lies, featurewise, view
+from graphattn.kernels.cpu.tensors import KINDS, TokenView, address, as_it_lies, featurewise, view
 from graphattn.ops.consensus import structured
 from graphattn.ops.consensus.native import calls
 from graphattn.ops.consensus.native.calls import (
@@ -43,8 +43,9 @@ class Call:
     def __init__(
         self, graph: TokenGraph, tensors: Sequence[Any], valid: ValidPair, *, energy: bool
     ) -> None:
-        target_hidden, source_hidden, u, v = (featurewise(x) for x in tensors[:OF_TOKENS])
         network = tuple(as_it_lies(x) for x in tensors[OF_TOKENS:OF_EDGES])
+        self.dtype = network[0].dtype
+        target_hidden, source_hidden, u, v = (self._readable(x) for x in tensors[:OF_TOKENS])
         edge, edge_weight = tensors[OF_EDGES:] or (None, None)
         edge = None if edge is None else as_it_lies(edge)
         edge_weight = None if edge_weight is None else edge_weight.mT.contiguous()
@@ -52,7 +53,7 @@ class Call:
         heads, rank, width, xi = network[4].shape
         edges = edges_of(graph)
         masks = tuple(_mask(mask, B) for mask in valid)
-        self.dtype, self.most_edges = network[0].dtype, B * edges.most(N)
+        self.most_edges = B * edges.most(N)
         self.alive = target_hidden, source_hidden, u, v, network, edge, edge_weight, edges, masks
         self.numbers = ConsensusCall(
             batch=B,
@@ -85,6 +86,12 @@ class Call:
             round=calls.EDGES_OF_ROUND,
             threads=torch.get_num_threads(),
         )
+
+    def _readable(self, x: Tensor) -> Tensor:
+        """Tokens in the dtype of the network, or in half precision beside float32."""
+        if x.dtype is not self.dtype and (x.dtype not in KINDS or self.dtype is torch.float64):
+            x = x.to(self.dtype)
+        return featurewise(x)
 
     def keep(self) -> Tensor | None:
         """Memory for the matrices of edges, where they are so few that they shall be kept."""
