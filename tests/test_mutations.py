@@ -729,6 +729,13 @@ MUTATIONS = [
     ),
     Mutation(
         "consensus reads what it saved twice",
+        "graphattn/ops/consensus/structured.py",
+        "gradients_of_sums(tensors, needed, ctx.plan",
+        "gradients_of_sums(ctx.saved_tensors, needed, ctx.plan",
+        (f"{CHECKPOINTING}::test_a_layer_gives_the_same_bits_however_activations_are_kept",),
+    ),
+    Mutation(
+        "compiled consensus reads what it saved twice",
         "graphattn/ops/consensus/native/sums.py",
         "found = gradients_of_sums(graph, tensors, needed",
         "found = gradients_of_sums(graph, ctx.saved_tensors, needed",

@@ -12,6 +12,7 @@ from torch_geometric.typing import OptTensor, PairTensor
 
 from graphattn.graphs.arguments import as_choice, as_float, as_int
 from graphattn.graphs.token_graph import TokenGraph
+from graphattn.nn.consensus_steps import CompiledSteps
 from graphattn.nn.edge_network import EdgeNetwork, check_edge_features
 from graphattn.nn.graph_layer import (
     GraphLayer,
@@ -21,21 +22,13 @@ from graphattn.nn.graph_layer import (
     valid_for_propagate,
 )
 from graphattn.nn.layer_cache import LayerCache
-from graphattn.nn.overrides import (
-    is_as_shipped,
-    names_of,
-    overridden_kernel,
-    overridden_rows,
-)
+from graphattn.nn.overrides import names_of, overridden_rows
 from graphattn.nn.rotary import RotaryEmbedding
-from graphattn.nn.streaming import StreamingLayer
 from graphattn.ops.backends import choose_backend, wanted_backend
 from graphattn.ops.consensus.api import check_energy_graph, consensus_update, support
 from graphattn.ops.consensus.edge_hidden import form, in_dtype
-from graphattn.ops.consensus.native.steps import CacheCall, applies, first_hidden
 from graphattn.ops.consensus.parameters import FirstLayer
 from graphattn.ops.consensus.step_size import automatic_step
-from graphattn.ops.consensus.streaming import can_run_compiled, step_kernel
 from graphattn.ops.inputs import Valid, ValidPair, compute_dtype, full_precision, valid_edges
 
 StepSize = float | Literal["learned", "auto"]
@@ -358,7 +351,7 @@ def clear_unread(x: Tensor, valid: ValidPair) -> Tensor:
     return x.masked_fill(~(of_target | of_source)[..., None], 0)
 
 
-class SelfConsensus(_Consensus, StreamingLayer):
+class SelfConsensus(_Consensus, CompiledSteps):
     r"""Every token takes a step towards the tokens it shares an edge with.
 
     **The default step overshoots.** With ``step_size=0.1`` over a window of 2, the roughest modes
@@ -550,25 +543,6 @@ class SelfConsensus(_Consensus, StreamingLayer):
         of_target, of_source = self.step_hidden(x, u)
         return (u, compared, of_target), {"state": state, "hidden": of_source}
 
-    def step_hidden(self, x: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-        """Hidden vectors of tokens [*, n, dim]; of a single one with the bits of compiled steps."""
-        if x.shape[-2] != 1 or step_kernel(self.backend, u, u.dtype) is None:
-            return self.edge_net.target_hidden(x), self.edge_net.source_hidden(x)
-        of_target, of_source = self.first_step_layers(x)
-        if isinstance(of_target, FirstLayer) and isinstance(of_source, FirstLayer):
-            return first_hidden(of_target), first_hidden(of_source)
-        return cast(PairTensor, (of_target, of_source))
-
-    def first_step_layers(self, x: Tensor) -> tuple[Any, Any]:
-        """First layers of tokens [*, 1, dim] for compiled code, or both results where it cannot."""
-        layers = self.edge_net.first_layers(x, x)
-        if applies(layers[0], x.dtype) and applies(layers[1], x.dtype):
-            return layers
-        of_target, of_source = (
-            layer.hidden() if isinstance(layer, FirstLayer) else layer for layer in layers
-        )
-        return of_target, of_source
-
     def step_rows(
         self,
         targets: tuple[Tensor, ...],
@@ -605,101 +579,6 @@ class SelfConsensus(_Consensus, StreamingLayer):
 
     def finish_step(self, mixed: Tensor, rotations: Rotations) -> Tensor:
         return self.project_back(mixed, rotations)
-
-    # The same by compiled code.
-
-    def step_kernel(self, like: Tensor, cache_dtype: torch.dtype, window: int | None) -> str | None:
-        found = step_kernel(self.backend, like, cache_dtype)
-        if found is None or self.uses_propagate() or not self.edge_net.is_plain():
-            return None
-        return None if overridden_rows(self) or overridden_kernel(self) else found
-
-    def kernel_row(
-        self,
-        targets: tuple[Tensor, ...],
-        sources: dict[str, Tensor],
-        valid: Tensor | None,
-        cache: LayerCache,
-    ) -> Tensor:
-        step = self.step_of_heads()
-        if step is None:
-            cache.append(sources, valid)
-            return self.step_row(targets, cache)
-        u, compared, hidden = targets
-        pair = hidden, sources["hidden"]
-        return self.run_step(cache, u, compared, sources["state"], pair, step, valid)
-
-    def step_of_heads(self) -> Any:
-        """The step size where it is a number, "auto", or one number for every head; else None."""
-        step = self.step_tensor()
-        if isinstance(step, Tensor) and step.shape != (self.heads,):
-            return None
-        return step
-
-    def compiled_step(self, x: Tensor, cache: LayerCache) -> Tensor | None:
-        if type(cache) is not LayerCache or not can_run_compiled(self.backend):
-            return None
-        call = cache.call  # the first step makes one, and checks what is checked here no more
-        if call is None or not call.fits(self, x, cache.buffers) or "valid" in cache.buffers:
-            return None
-        if torch.is_autocast_enabled("cpu") or x.shape[:-1] != cache.batch:
-            return None
-        if self.output_proj.weight.dtype is not x.dtype or self.rotary is not None:
-            return None
-        if not is_as_shipped(self) or not self.edge_net.is_plain():
-            return None
-        had_gradients = torch.is_grad_enabled()
-        torch._C._set_grad_enabled(False)
-        try:
-            x = x.contiguous()
-            u = self.source_proj(x)
-            hidden = self.first_step_layers(x.unsqueeze(-2))
-            step = self.step_of_heads()
-            if step is None:
-                return None
-            mixed = self.run_step(cache, u, u, u, hidden, step, None)
-            out: Tensor = self.output_proj(mixed.view(x.shape))
-        finally:
-            torch._C._set_grad_enabled(had_gradients)
-        return out
-
-    def run_step(
-        self,
-        cache: LayerCache,
-        u: Tensor,
-        compared: Tensor,
-        state: Tensor,
-        hidden: tuple[Tensor, Tensor] | tuple[FirstLayer, FirstLayer],
-        step: Any,
-        valid: Tensor | None,
-    ) -> Tensor:
-        """u' of the newest token, in the form of `u`; the cache takes it in."""
-        cache.advance(1, masked=valid is not None)
-        held = cache.held(cache.window)
-        buffers, call = cache.buffers, cache.call
-        if call is None or not call.serves(self, buffers["state"], buffers["hidden"], u.dtype):
-            call = CacheCall(
-                self,
-                buffers["state"],
-                buffers["hidden"],
-                self.heads,
-                self.edge_net.groups,
-                1 if self.trunk == "shared" else 3,
-                u.dtype,
-            )
-            cache.call = call
-        return call.run(
-            u,
-            compared,
-            state,
-            hidden,
-            self.edge_net.second_layer(),
-            step,
-            (cache.end - held) % cache.capacity,
-            held,
-            valid,
-            buffers.get("valid"),
-        )
 
     def __repr__(self) -> str:
         return self.describe({"update": (self.update_rule, "energy")})

@@ -13,6 +13,7 @@ namespace graphattn {
 
 template <class T>
 constexpr int64_t EDGES = 2 * Vec<T>::L;  // of a block
+static_assert(EDGES<float> <= 32);        // calls.py: memory for whole blocks
 
 // Rows of a result that are computed at a time: their sums stay in registers.
 constexpr int TILE_ROWS = vector_bytes == 64 ? 8 : 6;

@@ -89,7 +89,7 @@ def assert_same_bits(
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("backend", ["structured", "reference"])
+@pytest.mark.parametrize("backend", ["auto", "structured", "reference"])
 @pytest.mark.parametrize("case", ONE_OF_EACH, ids=str)
 def test_a_layer_gives_the_same_bits_however_activations_are_kept(
     case: Any, backend: str, way: str
