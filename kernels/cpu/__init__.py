@@ -48,7 +48,7 @@ Consensus:
 - `consensus.h`, `consensus_steps.h`: what calls are given.
 - `consensus_walk.h`: the edges of a graph, a run of them at a time.
 - `consensus_block.h`: what the matrices of a block of edges make of a vector.
-- `consensus.cpp`: the sums of a step.
+- `consensus.cpp`, `consensus_backward.cpp`: the sums of a step, and their gradients.
 - `consensus_steps.cpp`: the newest tokens of texts move towards those of a cache.
 
 Steps of generation:

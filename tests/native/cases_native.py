@@ -217,14 +217,22 @@ def consensus(kind: str, width: int, hidden: int, dtype: torch.dtype, threads: i
         layers = [leaf(batch, count, groups, trunks * hidden) for count in tokens]
         states = [leaf(batch, count, heads, width) for count in tokens]
         masks = tuple(torch.rand(batch, count, generator=generator) < 0.8 for count in tokens)
+        numbers = leaf(graph.num_edges, 1, 3)
+        of_edges = ga.FirstLayer(numbers, leaf(groups, trunks * hidden, 3))
+        formed = leaf(batch, graph.num_edges, groups, trunks * hidden)
         same = tokens[0] == tokens[1] and not graph.has_causal_part
         for update in ("target", "energy")[: 1 + same]:
-            for options in ({"step_size": 0.1}, {"step_size": "auto", "valid": masks}):
+            for options in (
+                {"step_size": 0.1},
+                {"step_size": "auto", "valid": masks},
+                {"step_size": 0.1, "valid": masks, "edge_hidden": of_edges},
+                {"step_size": 0.1, "edge_hidden": formed},
+            ):
                 given = (*states, *layers, network, graph)
                 new = ga.consensus_update(*given, update=update, backend="native", **options)
                 new.sum().backward()
                 halves = [x.detach().to(torch.bfloat16) for x in (*states, *layers)]
-                if dtype == F32:
+                if dtype == F32 and "edge_hidden" not in options:
                     with torch.no_grad():
                         ga.consensus_update(
                             *halves, network, graph, update=update, backend="native", **options
