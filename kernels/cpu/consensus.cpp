@@ -34,11 +34,12 @@ template <class T>
 class Consensus {
  public:
   explicit Consensus(const ConsensusCall& call)
-      : call_(call), rows_(call.rank * call.width), feeds_(call.heads / call.groups) {}
+      : call_(call), rows_(call.rank * call.width), feeds_(call.heads / std::max<int64_t>(1, call.groups)) {}
 
   void run() {
     const int64_t D = call_.width, H = call_.heads;
     clear();
+    if (H == 0) return;
     EdgeWalk walk(call_);
     const double products = double(rows_ + 2) * double(call_.hidden) * double(H);
     const int threads =

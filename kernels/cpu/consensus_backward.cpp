@@ -43,12 +43,14 @@ class Backward {
   Backward(const ConsensusCall& call, const ConsensusGradients& wanted)
       : call_(call), wanted_(wanted), D_(call.width), H_(call.heads), xi_(call.hidden),
         features_(call.trunks * call.hidden), rows_(call.rank * call.width),
-        feeds_(call.heads / call.groups), stride_(whole(features_ + 2 * EDGES<T>)),
+        feeds_(call.heads / std::max<int64_t>(1, call.groups)), stride_(whole(features_ + 2 * EDGES<T>)),
         columns_(whole(xi_)), for_ends_(wanted.target_hidden.data != nullptr),
         for_hidden_(for_ends_ || wanted.edge || wanted.edge_weight),
         for_states_(wanted.u.data != nullptr), for_network_(wanted.network.alpha != nullptr) {}
 
   void run() {
+    clear();
+    if (H_ == 0) return;
     EdgeWalk walk(call_);
     const double products = 3 * double(rows_ + 2) * double(xi_) * double(H_);
     const int threads =
@@ -67,7 +69,6 @@ class Backward {
     Buffer<T> d_sums(for_hidden_ * most * call_.groups * features_);
     Buffer<T> totals(for_network_ * parts * per_part);
     std::fill_n(totals.data(), for_network_ * parts * per_part, T(0));
-    clear();
     std::vector<Edge> edges;
     edges.reserve(static_cast<size_t>(most));
     for (walk.next(most, edges); !edges.empty(); walk.next(most, edges)) {
