@@ -73,11 +73,10 @@ def flat_call(layer: GraphAttention, x: Any, context_dim: int, graph: Any) -> Te
     if call is None or (projected := layer.project_flat(x)) is None:
         return None
     query, other, value = projected
-    key = None if other is query else other
+    key = None if other is query and call.key == call.query else other
     if not _reads(call, x, query, key, value):  # somebody's own projections
-        assert key is not None
         assert value is not None
-        tensors = layer.turned(query, key, value, layer.rotations(x, x, graph, None))
+        tensors = layer.turned(query, other, value, layer.rotations(x, x, graph, None))
         mixed = layer.mix(*tensors, graph, (None, None)).flatten(-2)
     else:
         scales = call.scale

@@ -149,6 +149,39 @@ def test_projections_of_somebody_else_are_read_as_they_are(name, short_ways):
     assert len(short_ways) == 2
 
 
+@pytest.mark.parametrize("name", ["dot", "turned", "krause", "linear"])
+@pytest.mark.parametrize("left", ["query_proj", "key_proj", "value_proj", None])
+def test_one_tensor_may_be_several_of_the_three(name, left, short_ways):
+    """Projections that give back their tokens: all gradients of these come together."""
+    layer, graph = layer_of(name), GRAPHS["window"]()
+    if name == "turned":
+        layer.kv_heads = layer.heads
+        layer.key_proj, layer.value_proj = (nn.Linear(DIM, DIM).double() for _ in range(2))
+    for role in {"query_proj", "key_proj", "value_proj"} - {left}:
+        setattr(layer, role, nn.Identity())
+    x = torch.randn(2, 1, N, DIM, dtype=torch.float64).expand(2, 3, N, DIM).requires_grad_()
+    wanted = [x, *layer.parameters()]
+    out, expected = layer(x, graph), by_messages(layer, x, graph)
+    assert len(short_ways) == 1
+    torch.testing.assert_close(out, expected)
+    upstream = torch.randn_like(out)
+    for create_graph in (False, True):
+        mine, other = (
+            torch.autograd.grad(y, wanted, upstream, create_graph=create_graph, retain_graph=True)
+            for y in (out, expected)
+        )
+        torch.testing.assert_close(mine, other)
+
+
+def test_one_tensor_of_two_widths_is_refused():
+    """Of four heads of queries and two of keys."""
+    layer, graph, x = layer_of("turned"), GRAPHS["window"](), tokens(N)
+    layer.rotary, layer.query_proj, layer.key_proj = None, nn.Identity(), nn.Identity()
+    for _ in range(2):
+        with pytest.raises(ValueError, match="key must have 4 features like query, got 8"):
+            layer(x, graph)
+
+
 @pytest.mark.parametrize("name", ["dot", "linear"])
 def test_projections_of_another_width_are_refused_after_plain_calls_too(name, short_ways):
     layer, graph, x = layer_of(name), GRAPHS["window"](), tokens(N)

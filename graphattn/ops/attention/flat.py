@@ -220,11 +220,11 @@ class _Flat(torch.autograd.Function):
             d_query, d_key, d_value, d_scale = call.engine.backward(
                 turned, turned_key, read, scale, *results
             )
-            if value is None:  # added up as autograd does, one after the other
-                if key is None:
-                    d_query.add_(d_key).add_(d_value)
-                else:
-                    d_key.add_(d_value)
+            # What serves as several is added up as autograd does, one after the other.
+            if key is None:
+                d_query.add_(d_key)
+            if value is None:
+                (d_query if key is None else d_key).add_(d_value)
             if call.turn is not None:
                 call.turn.back(d_query, None if key is None else d_key)
         return (

@@ -73,7 +73,7 @@ class _Found(NamedTuple):
     def of(cls, call: FlatLinear, query: Tensor, key: Tensor, value: Tensor) -> _Found | None:
         a, b = (_by_head(_features(x), call.shape) for x in (query, key))
         B, N, H, D = call.shape
-        values = value.view(call.shape).transpose(1, 2)
+        values = value.reshape(call.shape).transpose(1, 2)
         c = torch.cat([values, call.one.expand(B, H, N, 1)], dim=-1).view(B * H, N, D + 1)
         pairs = None
         if call.outside is None:
