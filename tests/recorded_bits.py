@@ -20,7 +20,8 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-os.environ.setdefault("TRITON_INTERPRET", "1")
+if __name__ == "__main__":  # and not where doctests are collected
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import torch
 from torch import Tensor

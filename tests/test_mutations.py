@@ -1717,8 +1717,8 @@ MUTATIONS = [
     Mutation(
         "a known call of projection-free attention forgets the gradient of values",
         "graphattn/ops/attention/flat.py",
-        "d_query.add_(d_key).add_(d_value)",
-        "d_query.add_(d_key)",
+        "(d_query if key is None else d_key).add_(d_value)",
+        "pass",
         (f"{FLAT_CALLS}::test_values_and_gradients_are_those_of_messages",),
     ),
     Mutation(
