@@ -1729,13 +1729,6 @@ MUTATIONS = [
         (f"{FLAT_CALLS}::test_positions_that_are_changed_in_place_count",),
     ),
     Mutation(
-        "a graph takes to another device what it knows of the first",
-        "graphattn/graphs/token_graph.py",
-        "changed._transposed, changed._derived = None, {}",
-        "changed._transposed = None",
-        (f"{FLAT_CALLS}::test_a_graph_on_another_device_knows_nothing_of_the_first",),
-    ),
-    Mutation(
         "a known call takes True for the number 1",
         "graphattn/nn/flat_call.py",
         "(top_k, type(top_k), softcap,",
