@@ -38,12 +38,10 @@ class FirstLayer(NamedTuple):
         tokens, weight, bias = self
         groups, xi, _ = weight.shape
         by_group = tokens.flatten(0, -3).transpose(0, 1).expand(groups, -1, -1)
+        by_group = torch.bmm(by_group, weight.mT)
+        hidden = by_group.transpose(0, 1).view(*tokens.shape[:-2], groups, xi)
         # Autocast computes the product in its dtype, and it shall stay that.
-        if bias is None:
-            by_group = torch.bmm(by_group, weight.mT)
-        else:
-            by_group = torch.baddbmm(bias[:, None], by_group, weight.mT)
-        return by_group.transpose(0, 1).view(*tokens.shape[:-2], groups, xi)
+        return hidden if bias is None else hidden + bias.to(hidden.dtype)
 
 
 class EdgeNetworkParameters(NamedTuple):
