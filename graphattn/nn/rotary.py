@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from graphattn.graphs.arguments import as_float, as_int
 from graphattn.nn.config import Configured
-from graphattn.ops.rotary import can_turn, turn
+from graphattn.ops.rotary import can_turn, turn, turned_plainly
 
 Rotation = tuple[Tensor, Tensor]  # cos and sin of the angles at some positions, [*, N, 1, D / 2]
 
@@ -75,12 +75,7 @@ class RotaryEmbedding(Configured, nn.Module):
         cos, sin = rotation
         if can_turn(x, cos, sin):
             return turn(x, cos, sin, back=back)
-        if back:
-            sin = -sin
-        first, second = x.to(cos.dtype).chunk(2, dim=-1)
-        # Products that are not fused with sums: steps by compiled code have the same bits.
-        turned = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
-        return turned.to(x.dtype)
+        return turned_plainly(x, cos, -sin if back else sin)
 
     def is_plain(self) -> bool:
         """Whether :meth:`turn` and :meth:`rotation` are what is written here."""

@@ -1,8 +1,4 @@
-"""Features turned by positions in one pass of compiled code, `kernels/cpu/rotary.cpp`.
-
-:class:`graphattn.nn.RotaryEmbedding` states the same in operations of torch, which give the same
-bits.
-"""
+"""Features turned by positions in one pass of compiled code, `kernels/cpu/rotary.cpp`."""
 
 from __future__ import annotations
 
@@ -48,8 +44,9 @@ def can_turn(x: Tensor, cosines: Tensor, sines: Tensor) -> bool:
         and x.layout is torch.strided
         and cosines.dtype is (x.dtype if x.dtype in WHOLE else torch.float32)
         and (x.dtype in WHOLE or x.dtype in KINDS)
-        and x.shape[-3] == cosines.shape[-3]
-        and x.shape[-1] == 2 * cosines.shape[-1]
+        and cosines.shape == sines.shape
+        and cosines.dtype is sines.dtype
+        and cosines.shape[-3:] == (*x.shape[-3:-2], 1, x.shape[-1] / 2)
         and (not lead or lead == x.shape[:-3])
         and not (torch.is_grad_enabled() and (cosines.requires_grad or sines.requires_grad))
     )
@@ -81,7 +78,20 @@ class _Turned(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
         cosines, sines = ctx.saved_tensors
+        # Gradients of many directions at once (is_grads_batched=True) have no memory of their own.
+        if is_followed() or torch._C._functorch.is_legacy_batchedtensor(d_out):
+            return turned_plainly(d_out, cosines, sines if ctx.back else -sines), None, None, None
         return turn(d_out, cosines, sines, back=not ctx.back), None, None, None
+
+
+def turned_plainly(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+    """Features turned by operations of torch, with the same bits."""
+    first, second = x.to(cosines.dtype).chunk(2, dim=-1)
+    # Products that are not fused with sums: steps by compiled code have the same bits.
+    turned = torch.cat(
+        [first * cosines - second * sines, second * cosines + first * sines], dim=-1
+    )
+    return turned.to(x.dtype)
 
 
 def _turned(x: Tensor, cosines: Tensor, sines: Tensor, back: bool) -> Tensor:

@@ -89,6 +89,32 @@ def test_what_looks_into_steps_sees_them() -> None:
     assert torch.equal(traced(2 * x), turn(2 * x))
 
 
+@pytest.mark.parametrize("back", [False, True])
+def test_gradients_of_many_directions_at_once_are_those_of_each(back: bool) -> None:
+    turn, x = ga.nn.RotaryEmbedding(6), features((2, 7, 3, 6), torch.float32).requires_grad_()
+    out, directions = turn(x, back=back), torch.randn(4, 2, 7, 3, 6)
+    each = [torch.autograd.grad(out, x, d, retain_graph=True)[0] for d in directions]
+    (at_once,) = torch.autograd.grad(out, x, directions, is_grads_batched=True)
+    assert torch.equal(at_once, torch.stack(each))
+
+
+@pytest.mark.parametrize(
+    ("of_cosines", "of_sines"),
+    [((7, 3, 2), (7, 3, 2)), ((7, 1, 2), (1, 1, 2)), ((3, 2), (3, 2)), ((2,), (7, 1, 2))],
+    ids=str,
+)
+def test_angles_of_other_shapes_are_broadcast(
+    of_cosines: tuple[int, ...], of_sines: tuple[int, ...]
+) -> None:
+    """One per head, say, which only who calls `turn` itself can ask for."""
+    x, cosines, sines = torch.randn(7, 3, 4), torch.randn(of_cosines), torch.randn(of_sines)
+    pairs = torch.complex(*x.chunk(2, dim=-1)) * torch.complex(
+        cosines.expand(7, 3, 2), sines.expand(7, 3, 2)
+    )
+    expected = torch.cat([pairs.real, pairs.imag], dim=-1)
+    torch.testing.assert_close(ga.nn.RotaryEmbedding(4).turn(x, (cosines, sines)), expected)
+
+
 def test_the_result_may_be_written_to() -> None:
     x = features((5, 2, 4), torch.float32).requires_grad_()
     out = ga.nn.RotaryEmbedding(4)(x).add_(1)

@@ -20,7 +20,7 @@ from graphattn.ops.attention.native.known import KnownBands
 from graphattn.ops.attention.reference import Score
 from graphattn.ops.attention.structured.recompute import Plan
 from graphattn.ops.inputs import full_precision
-from graphattn.ops.rotary import KnownTurn
+from graphattn.ops.rotary import KnownTurn, turned_plainly
 
 Rotation = tuple[Tensor, Tensor]
 
@@ -73,13 +73,7 @@ class FlatCall:
         return self.plan.plainly((query, key, value, scale, None))[0]
 
     def _plainly_turned(self, x: Tensor) -> Tensor:
-        if self.rotation is None:
-            return x
-        cosines, sines = self.rotation
-        first, second = x.chunk(2, dim=-1)
-        return torch.cat(
-            [first * cosines - second * sines, second * cosines + first * sines], dim=-1
-        )
+        return x if self.rotation is None else turned_plainly(x, *self.rotation)
 
 
 class _ByPlan:
