@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 MOST_DERIVED = 32  # results that a graph keeps for others
+NOT_KEPT: Any = object()  # None is a result
 INDICES = ("_edge_index", "_neighbors", "_rowptr", "_transpose_permutation")
 
 
@@ -411,16 +412,16 @@ class TokenGraph:
         """
         listed, found = self.listed, self._derived
         key = key, None if listed is None else listed._version
-        if key not in found:
+        result: T = found.get(key, NOT_KEPT)  # asked once: another thread may clear in between
+        if result is NOT_KEPT:
             with kept_for_training():
-                made = make()
+                result = make()
             # Under capture a tensor is filled only when the CUDA graph is replayed.
             if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-                return made
+                return result
             if len(found) >= MOST_DERIVED:
                 found.clear()
-            found[key] = made
-        result: T = found[key]
+            found[key] = result
         return result
 
     def targets(self, start: int, stop: int) -> tuple[TokenGraph, range]:
