@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 PLAIN = (Tensor, nn.Parameter)
 DTYPES = (torch.float32, torch.float64)
+NUMBERS = (int, float)
 
 
 def is_plain_call(layer: GraphLayer, x: Any, graph: Any, backends: tuple[str, ...]) -> bool:
@@ -52,20 +53,25 @@ def flat_call(layer: GraphAttention, x: Any, context_dim: int, graph: Any) -> Te
     """The output of a plain call, [*, N, dim]; None where a call is not plain."""
     if (
         not is_plain_call(layer, x, graph, ("auto", "native"))
-        or layer.eps
+        or type(layer.eps) not in NUMBERS
+        or layer.eps != 0
         or layer.sink is not None
     ):
         return None
     if layer.training and layer.attention_dropout:
         return None
     rotary, top_k, softcap = layer.rotary, layer.top_k, layer.softcap
+    if not (top_k is None or type(top_k) is int) or not (
+        softcap is None or type(softcap) in NUMBERS
+    ):  # somebody's own, which the operation checks
+        return None
     kind = (
         flat_call,  # a key that nobody else has
         x.shape,
         x.dtype,
         layer.output_proj.weight.dtype,
         (layer.dim, context_dim, layer.heads, layer.kv_heads, layer.head_dim),
-        (top_k, type(top_k), softcap, type(softcap), layer.backend),
+        (top_k, softcap, layer.backend),
         type(layer),
         None if rotary is None else (rotary.dim, rotary.base, graph.positions._version),
     )
@@ -92,7 +98,11 @@ def flat_linear_call(layer: LinearAttention, x: Any, graph: Any) -> Tensor | Non
 
     Queries and keys that are turned, or shared by several heads, go the long way.
     """
-    if not is_plain_call(layer, x, graph, ("auto", "structured")) or layer.rotary is not None:
+    if (
+        not is_plain_call(layer, x, graph, ("auto", "structured"))
+        or layer.rotary is not None
+        or type(layer.eps) not in NUMBERS
+    ):
         return None
     kind = (
         flat_linear_call,  # a key that nobody else has
@@ -100,7 +110,7 @@ def flat_linear_call(layer: LinearAttention, x: Any, graph: Any) -> Tensor | Non
         x.dtype,
         layer.output_proj.weight.dtype,
         (layer.dim, layer.context_dim, layer.heads, layer.kv_heads, layer.head_dim),
-        (layer.eps, type(layer.eps), layer.backend),
+        (layer.eps, layer.backend),
     )
     call: tuple[Any, ...] | None
     call = graph.derived(kind, lambda: _linear_call(layer, x, graph))

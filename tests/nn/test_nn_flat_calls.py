@@ -7,6 +7,7 @@ import pickle
 import threading
 import weakref
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -301,6 +302,34 @@ def test_a_graph_on_another_device_knows_nothing_of_the_first(name):
         layer(x, other)
 
 
+@pytest.mark.parametrize(
+    ("name", "attribute", "value"),
+    [
+        *(("krause", "top_k", value) for value in ([3], np.array([3, 4]))),
+        *(("capped", "softcap", value) for value in ([3.0], np.array([3.0, 4.0]))),
+        *((name, "eps", value) for name in ("gka", "linear") for value in ([3.0], None)),
+        *((name, "eps", torch.ones(2)) for name in ("gka", "linear")),
+    ],
+)
+def test_options_that_are_no_numbers_are_refused_by_name(name, attribute, value):
+    layer, graph, x = layer_of(name), GRAPHS["window"](), tokens(N)
+    layer(x, graph)
+    setattr(layer, attribute, value)
+    with pytest.raises(ValueError, match=attribute):
+        layer(x, graph)
+
+
+@pytest.mark.parametrize("make", [np.array, torch.tensor], ids=["numpy", "torch"])
+def test_numbers_of_other_libraries_are_taken_and_read_anew(make):
+    for name, attribute in (("krause", "top_k"), ("capped", "softcap"), ("linear", "eps")):
+        layer, graph, x = layer_of(name), GRAPHS["complete"](), tokens(N)
+        number = make(2)
+        setattr(layer, attribute, number)
+        for _ in range(2):
+            torch.testing.assert_close(layer(x, graph), layer(x, copy.deepcopy(graph)))
+            number += 3
+
+
 def test_true_is_not_taken_for_the_number_1_that_was_checked():
     layer, graph, x = layer_of("krause"), GRAPHS["window"](), tokens(N)
     layer.top_k = 1
@@ -512,6 +541,24 @@ def test_threads_share_a_graph(name):
     for thread in threads:
         thread.join()
     assert not wrong
+
+
+def test_what_another_thread_drops_in_between_is_still_given():
+    class Dropping(dict):
+        """Forgets all as soon as somebody has looked for one or put one in."""
+
+        def __contains__(self, key):
+            found = super().__contains__(key)
+            self.clear()
+            return found
+
+        def __setitem__(self, key, value):
+            pass
+
+    graph = GRAPHS["window"]()
+    graph._derived = Dropping()
+    expected = by_messages(layer_of("dot"), tokens(N), graph)
+    torch.testing.assert_close(layer_of("dot")(tokens(N), graph), expected)
 
 
 def test_a_graph_keeps_what_few_kinds_of_calls_share_and_no_layer():
