@@ -88,7 +88,8 @@ def bands_of(structure: Structure) -> Bands | None:
         >>> bands_of(ga.window_cycle_graph(9, window=2).structure) is None
         True
     """
-    found = _sequences(structure)
+    with torch.device("cpu"):  # for everybody, whatever torch's default device is now
+        found = _sequences(structure)
     if found is None:
         return None
     sequences, origin = found[:, :8].contiguous(), None

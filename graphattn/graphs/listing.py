@@ -42,12 +42,13 @@ def edges_of_structure(structure: Structure, device: torch.device) -> Tensor:
     """
     if torch.compiler.is_compiling() or device.type != "cpu" or not _lists_rows(structure):
         return structure.edges(device)
-    count = structure.num_edges()
+    with device:
+        count = structure.num_edges()
     if count <= AT_ONCE or not are_narrow(
         device, structure.num_targets, structure.num_sources, count
     ):
         return structure.edges(device)
-    edges = torch.empty((2, count), dtype=torch.int32)
+    edges = torch.empty((2, count), dtype=torch.int32, device=device)
     _fill(structure, edges)
     return edges
 
@@ -79,7 +80,7 @@ def _fill_rows(structure: Structure, edges: Tensor) -> None:
     count, first = edges.shape[1], 0
     rows = max(AT_ONCE * structure.num_targets // max(count, 1), 1)
     for start in range(0, structure.num_targets, rows):
-        piece = _rows_of(structure, start, min(start + rows, structure.num_targets))
+        piece = _rows_of(structure, start, min(start + rows, structure.num_targets), edges.device)
         edges[:, first : first + piece.shape[1]] = piece
         first += piece.shape[1]
     assert first == count, (structure, first, count)
@@ -92,7 +93,7 @@ def _fill_parts(parts: Parts, edges: Tensor) -> None:
         if own.shape[1] > AT_ONCE:
             _fill(part, own)
         else:
-            own.copy_(part.edges())
+            own.copy_(part.edges(edges.device))
         own[0] += s0
         own[1] += t0
         first += own.shape[1]
@@ -101,31 +102,35 @@ def _fill_parts(parts: Parts, edges: Tensor) -> None:
 def _fill_band(band: Band, edges: Tensor) -> None:
     """Targets that have every neighbour are one broadcast sum; those near an end have not."""
     before, after = band._reach(band.before), band._reach(band.after)
-    offsets = torch.arange(-before, after + 1, dtype=edges.dtype) * band._stride
+    offsets = (
+        torch.arange(-before, after + 1, dtype=edges.dtype, device=edges.device) * band._stride
+    )
     if not band.self_loops:
         offsets = offsets[offsets != 0]
     N = band.num_tokens
     inside = range(before * band._stride, N - after * band._stride)
     if not inside:
         inside = range(N, N)
-    head, tail = edges_of_rows(band, 0, inside.start), edges_of_rows(band, inside.stop, N)
+    head = edges_of_rows(band, 0, inside.start, edges.device)
+    tail = edges_of_rows(band, inside.stop, N, edges.device)
     a, b = head.shape[1], edges.shape[1] - tail.shape[1]
     edges[:, :a], edges[:, b:] = head, tail
-    i = torch.arange(inside.start, inside.stop, dtype=edges.dtype)[:, None]
+    i = torch.arange(inside.start, inside.stop, dtype=edges.dtype, device=edges.device)[:, None]
     source, target = (row.view(len(inside), len(offsets)) for row in edges[:, a:b])
     torch.add(i, offsets, out=source)
     target.copy_(i.expand_as(target))
 
 
-def _rows_of(structure: Structure, start: int, stop: int) -> Tensor:
+def _rows_of(structure: Structure, start: int, stop: int, device: torch.device) -> Tensor:
     """The edges of targets start .. stop - 1, in order."""
     if isinstance(structure, Section):
         first = structure.start
-        return structure._inside(edges_of_rows(structure.whole, start + first, stop + first))
+        rows = edges_of_rows(structure.whole, start + first, stop + first, device)
+        return structure._inside(rows)
     if not isinstance(structure, Union):
-        return edges_of_rows(structure, start, stop)
+        return edges_of_rows(structure, start, stop, device)
     lists = [
-        structure._not_earlier(k, _rows_of(part, start, stop))
+        structure._not_earlier(k, _rows_of(part, start, stop, device))
         for k, part in enumerate(structure.parts)
     ]
     edges = torch.cat(lists, dim=1)

@@ -217,7 +217,7 @@ def _squared_distances(x: Tensor, sources: Tensor, index: Tensor) -> Tensor:
     found, place = index >= 0, index.clamp(min=0)
     differentiated = torch.is_grad_enabled() and (x.requires_grad or sources.requires_grad)
     if not differentiated and has_neighbors(x):
-        row = torch.arange(N).repeat_interleave(k)
+        row = torch.arange(N, device=index.device).repeat_interleave(k)
         return untraced(squared_distances)(x, sources, row, index.flatten()).view(N, k)
     if not differentiated and not is_looked_into() and x.shape[1] <= IN_ORDER:
         squared = torch.full((N, k), torch.inf, dtype=torch.float64, device=x.device)

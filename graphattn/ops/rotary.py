@@ -88,9 +88,7 @@ def turned_plainly(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
     """Features turned by operations of torch, with the same bits."""
     first, second = x.to(cosines.dtype).chunk(2, dim=-1)
     # Products that are not fused with sums: steps by compiled code have the same bits.
-    turned = torch.cat(
-        [first * cosines - second * sines, second * cosines + first * sines], dim=-1
-    )
+    turned = torch.cat([first * cosines - second * sines, second * cosines + first * sines], dim=-1)
     return turned.to(x.dtype)
 
 

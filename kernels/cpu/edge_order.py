@@ -55,10 +55,11 @@ def sorted_edges(
     loaded = library.library()
     assert loaded is not None
     num_edges = edge_index.shape[1]
-    edges = torch.empty((2, num_edges), dtype=torch.int32)
-    order = torch.empty(num_edges, dtype=torch.int64) if permutation else None
-    rowptr = torch.empty(num_targets + 1, dtype=torch.int32)
-    found = torch.zeros(3, dtype=torch.int64)
+    # Not on torch's default device, which may be another.
+    edges = torch.empty((2, num_edges), dtype=torch.int32, device="cpu")
+    order = torch.empty(num_edges, dtype=torch.int64, device="cpu") if permutation else None
+    rowptr = torch.empty(num_targets + 1, dtype=torch.int32, device="cpu")
+    found = torch.zeros(3, dtype=torch.int64, device="cpu")
     ends = [*edge_index, *edges, order, rowptr, found]
     source, target, *written = (ctypes.c_void_p(None if x is None else x.data_ptr()) for x in ends)
     numbers = (edge_index.stride(1), num_edges, num_sources, num_targets)

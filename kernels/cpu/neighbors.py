@@ -65,7 +65,7 @@ def nearest(
     """
     points = points.contiguous()
     candidates = points if to_self else candidates.contiguous()
-    index = torch.empty((len(points), k), dtype=torch.int64)
+    index = points.new_empty((len(points), k), dtype=torch.int64)
     given: list[_Given] = [points, candidates, len(points), len(candidates), points.shape[1], k]
     given += [ctypes.c_int32(to_self), ctypes.c_int32(self_loops)]
     widest = max(width for count, width in WIDEST if len(candidates) >= count)
@@ -86,17 +86,17 @@ def edges_within(points: Tensor, radius: float, self_loops: bool) -> Tensor:
     """
     points = points.contiguous()
     N = len(points)
-    start, count = torch.empty((2, N), dtype=torch.int64)
-    total = torch.zeros(1, dtype=torch.int64)
+    start, count = points.new_empty((2, N), dtype=torch.int64)
+    total = points.new_zeros(1, dtype=torch.int64)
     room, edges = min(EDGES, N) * N, -1
     while edges < 0 or edges > room:
         room = max(room, edges)
-        found = torch.empty(room, dtype=torch.int32)  # touched as far as it is needed
+        found = points.new_empty(room, dtype=torch.int32)  # touched as far as it is needed
         reach = ctypes.c_double(radius), ctypes.c_int32(self_loops)
         lists = found, start, count
         _call("within_radius", points.dtype, points, *points.shape, *reach, room, *lists, total)
         edges = int(total)
-    edge_index = torch.empty((2, edges), dtype=torch.int64)
+    edge_index = points.new_empty((2, edges), dtype=torch.int64)
     _call("edges_of_lists", None, found, start, count, N, edges, edge_index)
     return edge_index
 
@@ -109,7 +109,7 @@ def squared_distances(points: Tensor, candidates: Tensor, row: Tensor, column: T
         row, column: int64 [pairs].
     """
     points, candidates, row, column = (x.contiguous() for x in (points, candidates, row, column))
-    squared = torch.empty(len(row), dtype=torch.float64)
+    squared = points.new_empty(len(row), dtype=torch.float64)
     sizes = points.shape[1], len(row)
     _call("squared_distances", points.dtype, points, candidates, *sizes, row, column, squared)
     return squared

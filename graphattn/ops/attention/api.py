@@ -485,7 +485,7 @@ def _per_head(name: str, number: float | Tensor, heads: int, like: Tensor) -> Te
 def _constant(number: float, heads: int, dtype: torch.dtype) -> Tensor:
     """Nobody writes into it: operations read what they are given."""
     with torch.inference_mode(False):
-        return torch.full((heads,), number, dtype=dtype)
+        return torch.full((heads,), number, dtype=dtype, device="cpu")
 
 
 def _rbf_scale(sigma: float | Tensor, heads: int, query: Tensor) -> Tensor:

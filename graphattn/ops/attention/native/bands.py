@@ -130,8 +130,8 @@ class NativeBandPlan:
             x.new_empty(x.shape, dtype=dtype) if is_covered else x.new_zeros(x.shape, dtype=dtype)
             for x, dtype in shapes
         )
-        d_scale = torch.zeros(scale.shape, dtype=torch.float64)
-        d_table = None if table is None else torch.zeros(table.shape, dtype=torch.float64)
+        d_scale = scale.new_zeros(scale.shape, dtype=torch.float64)
+        d_table = None if table is None else table.new_zeros(table.shape, dtype=torch.float64)
         d_out = _featurewise(d_out)
         d_lse = None if d_lse is None else d_lse.contiguous()
         wanted = BandsGradients(

@@ -114,7 +114,7 @@ class Edges:
         """
         ends = self.rowptr, self.by_source[0]
         orders = tuple(torch.empty_like(x[1:]) for x in ends)
-        is_better = torch.zeros(1, dtype=torch.int64)
+        is_better = torch.zeros(1, dtype=torch.int64, device="cpu")
         found = library.library()
         assert found is not None
         sizes = (ctypes.c_int64(n) for n in (len(self.rowptr) - 1, self.num_sources))
@@ -176,7 +176,7 @@ class NativeRowPlan:
         query, key, value, scale, bias = inputs
         call = _Call(self, inputs, backward=True)
         d_query, d_key, d_value = (x.new_empty(x.shape) for x in (query, key, value))
-        d_scale = torch.zeros(scale.shape, dtype=torch.float64)
+        d_scale = scale.new_zeros(scale.shape, dtype=torch.float64)
         d_bias = None
         if bias is not None:
             shape = (len(self.edges.source), bias.shape[-1])

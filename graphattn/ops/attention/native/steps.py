@@ -251,7 +251,9 @@ def decode(
     lse = query.new_empty(B, T, H, dtype=compute) if need_lse else None
     by_head = scale.contiguous() if isinstance(scale, Tensor) else None
     sink = None if sink is None else sink.contiguous()
-    by_text = None if isinstance(lengths, int) else torch.tensor(lengths, dtype=torch.int64)
+    by_text = None
+    if not isinstance(lengths, int):
+        by_text = torch.tensor(lengths, dtype=torch.int64, device="cpu")
     call = StepsCall(
         texts=B,
         queries=T,

@@ -98,8 +98,10 @@ def _of_bands(structure: Structure) -> Edges | None:
     if not bands:
         return None
     moves = moves_of(bands, loops=True, shift=shift_of(structure))
-    ends = torch.tensor([band.num_tokens for band in bands], dtype=torch.int64).cumsum(0)
-    return Edges(moves=torch.tensor(moves, dtype=torch.int64), borders=ends[:-1].contiguous())
+    counts = [band.num_tokens for band in bands]
+    ends = torch.tensor(counts, dtype=torch.int64, device="cpu").cumsum(0)
+    listed = torch.tensor(moves, dtype=torch.int64, device="cpu")
+    return Edges(moves=listed, borders=ends[:-1].contiguous())
 
 
 def _listed(graph: TokenGraph, _: Tensor) -> Edges:

@@ -102,7 +102,7 @@ class Call:
         given = edges * (call.heads * call.width + call.groups * call.trunks * call.hidden)
         if numbers > calls.KEPT or given > 4 * calls.KEPT or calls.EDGES_OF_ROUND:
             return None
-        return torch.empty(numbers, dtype=self.dtype)
+        return torch.empty(numbers, dtype=self.dtype, device="cpu")
 
     def forward(self, *, degrees: bool, kept: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """g [B, N, H, D], and the degrees [B, N, H] where they are wanted.
@@ -111,8 +111,8 @@ class Call:
         """
         assert _FOUND is not None
         self.numbers.kept = address(kept)
-        gradient = torch.empty(self.shape, dtype=self.dtype)
-        degree = torch.empty(self.shape[:-1], dtype=self.dtype) if degrees else None
+        gradient = torch.empty(self.shape, dtype=self.dtype, device="cpu")
+        degree = torch.empty(self.shape[:-1], dtype=self.dtype, device="cpu") if degrees else None
         self.numbers.gradient, self.numbers.degree = view(gradient), address(degree)
         is_double = self.dtype == torch.float64
         library.check(_FOUND.graphattn_consensus(ctypes.byref(self.numbers), is_double))
@@ -134,12 +134,12 @@ class Call:
         # Of two ends, or of the six of the network, all or none.
         wanted = [any(needed[:2])] * 2 + [any(needed[2:4])] * 2 + [any(needed[4:10])] * 6
         found = [
-            torch.empty(x.shape, dtype=self.dtype) if want else None
+            torch.empty(x.shape, dtype=self.dtype, device="cpu") if want else None
             for x, want in zip(tensors, [*wanted, *needed[OF_EDGES:]], strict=True)
         ]
         edge, edge_weight = found[OF_EDGES:] or (None, None)
         if edge_weight is not None:
-            edge_weight = torch.empty(edge_weight.mT.shape, dtype=self.dtype)
+            edge_weight = torch.empty(edge_weight.mT.shape, dtype=self.dtype, device="cpu")
         gradients = ConsensusGradients(
             view(d_gradient),
             address(d_degree),
