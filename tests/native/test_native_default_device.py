@@ -1,7 +1,7 @@
 """Compiled code runs where its tensors lie, whatever torch's default device is meanwhile.
 
-Models are made within ``with torch.device("meta")``, and on machines with a GPU people set it as the
-default device. A wrong address ends the process, so all of this runs in one of its own.
+Models are made within ``with torch.device("meta")``, and on machines with a GPU people set it as
+the default device. A wrong address ends the process, so all of this runs in one of its own.
 """
 
 import subprocess
