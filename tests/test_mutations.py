@@ -277,8 +277,8 @@ MUTATIONS = [
     Mutation(
         "RoPE turns the other way",
         "graphattn/nn/rotary.py",
-        "            sin = -sin",
-        "            pass\n        else:\n            sin = -sin",
+        "        cos, sin = rotation\n        if",
+        "        cos, sin = rotation[0], -rotation[1]\n        if",
         (f"{ROTARY}::test_rotation_is_a_product_of_complex_numbers",),
     ),
     Mutation(
@@ -800,8 +800,8 @@ MUTATIONS = [
     Mutation(
         "a plan is made anew in every call",
         "graphattn/graphs/token_graph.py",
-        "            found[key] = made",
-        "            found = {key: made}",
+        "            found[key] = result",
+        "            found = {key: result}",
         (f"{FIXED_COSTS}::test_the_second_call_on_a_graph_makes_no_plan[None-window]",),
     ),
     Mutation(
@@ -1731,8 +1731,8 @@ MUTATIONS = [
     Mutation(
         "a known call takes True for the number 1",
         "graphattn/nn/flat_call.py",
-        "(top_k, type(top_k), softcap,",
-        "(top_k, softcap,",
+        "top_k is None or type(top_k) is int",
+        "top_k is None or isinstance(top_k, int)",
         (f"{FLAT_CALLS}::test_true_is_not_taken_for_the_number_1_that_was_checked",),
     ),
     Mutation(
