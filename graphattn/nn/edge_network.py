@@ -149,9 +149,17 @@ class EdgeNetwork(nn.Module):
     def first_layers(
         self, target: Tensor, source: Tensor
     ) -> tuple[FirstLayer | Tensor, FirstLayer | Tensor]:
-        """The first layer on both sides, for an operation that applies it itself."""
+        """The first layer on both sides, for an operation that applies it itself.
+
+        Applied here where :meth:`target_hidden` or :meth:`source_hidden` is somebody's own.
+        """
         found: list[FirstLayer | Tensor] = []
-        for layer, y in ((self.target, target), (self.source, source)):
+        sides = (self.target, target, "target_hidden"), (self.source, source, "source_hidden")
+        for layer, y, name in sides:
+            own, known = getattr(type(self), name), getattr(EdgeNetwork, name)
+            if own is not known or name in vars(self):
+                found.append(getattr(self, name)(y))
+                continue
             y = self.by_group(y)
             found.append(layer.unapplied(y) if isinstance(layer, GroupedLinear) else layer(y))
         return found[0], found[1]

@@ -28,7 +28,10 @@ ROW_TWINS = ("step_row", "fused_row", "row_logits", "row_score")
 # What a compiled step restates, beside them.
 KERNEL_METHODS = (*ROW_TWINS, "kernel_row", "step_scale", "sink_logits")
 # What it restates where it also turns queries and keys by their positions.
-TURN_METHODS = ("project_step", "project_rotated", "rotate", "split", "finish_step")
+TURN_METHODS = (
+    "project_step", "project_rotated", "rotate", "split", "finish_step",
+    "step_hidden", "project_back", "turn_back",
+)  # fmt: skip
 # What `forward` runs and steps of generation do not.
 FORWARD_METHODS = (
     "forward", "attend", "one_step", "project", "rotations", "resolve_positions",

@@ -1,6 +1,7 @@
 """Plain calls of attention layers take a short way: it gives what the long way gives, and no more
 calls take it than it is right for."""
 
+import contextlib
 import copy
 import gc
 import pickle
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import graphattn as ga
 from graphattn.kernels.cpu import library
@@ -502,6 +504,29 @@ def test_inference_first_and_training_then(name):
     out = layer(tokens(N).requires_grad_(), graph)
     out.sum().backward()
     assert torch.equal(first, out)
+
+
+@each_graph
+@pytest.mark.parametrize("name", ["turned", "linear"])
+def test_fake_tensors_first_and_real_ones_then(name, graph):
+    """What fake ones make of a graph has no memory that could be read later."""
+    layer, graph = layer_of(name), GRAPHS[graph]()
+    expected = by_messages(layer, tokens(N), copy.deepcopy(graph))
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        x = mode.from_tensor(tokens(N))
+        for look in (
+            lambda: layer(x, graph),
+            lambda: (graph.positions, graph.source_positions),
+            lambda: graph.edge_index,
+            lambda: graph.rowptr,
+            lambda: graph.transpose_permutation(),
+            lambda: graph.transpose().edge_index,
+        ):
+            with contextlib.suppress(RuntimeError):  # what reads numbers does not run
+                look()
+    torch.testing.assert_close(layer(tokens(N), graph), expected)
+    source, target = graph.transpose().edge_index[:, graph.transpose().transpose_permutation()]
+    assert graph.edge_index.tolist() == [target.tolist(), source.tolist()]
 
 
 @each_layer
