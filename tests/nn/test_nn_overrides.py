@@ -14,6 +14,7 @@ from nn_by_hand import DIM, HEADS, ONE_OF_EACH, Case, graph_of, run, tokens_of
 from torch import Tensor
 
 import graphattn as ga
+from graphattn.nn.edge_network import EdgeNetwork
 
 TIGHT = {"rtol": 1e-10, "atol": 1e-11}
 
@@ -328,6 +329,30 @@ class OwnGaussian(ga.nn.GaussianKernelAttention):
         return -(query_i - key_j).abs().sum(-1)
 
 
+class OwnEnd(ga.nn.SelfConsensus):
+    def project_back(self, moved, rotations):
+        return 2 * super().project_back(moved, rotations)
+
+
+class OwnTurn(ga.nn.SelfConsensus):
+    def turn_back(self, u, rotations):
+        return super().turn_back(u, rotations) + 1
+
+
+class OwnFirstLayer(EdgeNetwork):
+    def target_hidden(self, y: Tensor) -> Tensor:
+        return super().target_hidden(y).sin()
+
+    def source_hidden(self, y: Tensor) -> Tensor:
+        return 3 * super().source_hidden(y)
+
+
+class OfOwnFirstLayer(ga.nn.SelfConsensus):
+    def __init__(self, *sizes: int, **options: Any) -> None:
+        super().__init__(*sizes, **options)
+        self.edge_net.__class__ = OwnFirstLayer
+
+
 STREAMS: dict[str, Any] = {
     "message": lambda: Doubled(DIM, HEADS, top_k=3, rope=True),
     "update": lambda: Mixed(DIM, HEADS, top_k=3, kv_heads=2),
@@ -337,6 +362,9 @@ STREAMS: dict[str, Any] = {
     "sigma": lambda: OwnSigma(DIM, HEADS),
     "operation": lambda: OwnOperation(DIM, HEADS),
     "consensus": lambda: OwnTarget(DIM, HEADS, edge_hidden=6, update="target", rope="isometric"),
+    "end of a step": lambda: OwnEnd(DIM, HEADS, edge_hidden=6, update="target"),
+    "turned back": lambda: OwnTurn(DIM, HEADS, edge_hidden=6, update="target"),
+    "first layer": lambda: OfOwnFirstLayer(DIM, HEADS, edge_hidden=6, update="target"),
     "consensus, auto": lambda: HalfTheBound(
         DIM, HEADS, edge_hidden=6, update="target", step_size="auto"
     ),
