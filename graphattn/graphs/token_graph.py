@@ -143,6 +143,12 @@ class TokenGraph:
             self._wide[name] = (held._version, wide._version), wide
         return wide
 
+    def _kept(self, name: str, made: T) -> T:
+        """What is made once, kept under its name."""
+        if not makes_fakes():
+            setattr(self, name, made)
+        return made
+
     # Sizes and facts.
 
     @property
@@ -337,7 +343,7 @@ class TokenGraph:
                     edges = edges_of_rows(self._neighbors, is_sorted=True)
                 else:
                     edges = edges_of_structure(cast(Structure, self._structure), self._device)
-                self._edge_index = self._as_held(edges, edges.shape[1])
+                return self._kept("_edge_index", self._as_held(edges, edges.shape[1]))
         return self._edge_index
 
     @property
@@ -349,7 +355,7 @@ class TokenGraph:
                 rowptr = torch.cat([degree.new_zeros(1), degree.cumsum(0)])
                 if self._device.type == "cpu" and not torch.compiler.is_compiling():
                     rowptr = self._as_held(rowptr, int(rowptr[-1]))
-                self._rowptr = rowptr
+                return self._kept("_rowptr", rowptr)
         return self._rowptr
 
     @property
@@ -376,7 +382,7 @@ class TokenGraph:
             edge_index = None
             if flipped is None:
                 edge_index = self.compact_edges.flip(0)[:, self._order_by_source()]
-            self._transposed = TokenGraph(
+            transposed = TokenGraph(
                 structure=flipped,
                 edge_index=edge_index,
                 num_targets=self._num_sources,
@@ -386,7 +392,8 @@ class TokenGraph:
                 positions=self.own_positions and self.own_positions[::-1],
                 device=self._device,
             )
-            self._transposed._transposed = self
+            transposed._transposed = self
+            return self._kept("_transposed", transposed)
         return self._transposed
 
     def transpose_permutation(self) -> Tensor:
@@ -401,7 +408,7 @@ class TokenGraph:
         if self._transpose_permutation is None:
             with kept_for_training():
                 order = order_by_source(*self.compact_csr(), self._num_sources)
-                self._transpose_permutation = self._as_held(order, len(order))
+                return self._kept("_transpose_permutation", self._as_held(order, len(order)))
         return self._transpose_permutation
 
     def derived(self, key: Hashable, make: Callable[[], T]) -> T:
@@ -418,6 +425,8 @@ class TokenGraph:
                 result = make()
             # Under capture a tensor is filled only when the CUDA graph is replayed.
             if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                return result
+            if makes_fakes():
                 return result
             if len(found) >= MOST_DERIVED:
                 found.clear()
@@ -585,7 +594,7 @@ class TokenGraph:
         """
         if self._positions is None:
             with kept_for_training():
-                self._positions = self._counted(0)
+                return self._kept("_positions", self._counted(0))
         return self._positions
 
     @property
@@ -595,7 +604,7 @@ class TokenGraph:
             if self._own_positions is not None or self.has_same_tokens:
                 return self.positions
             with kept_for_training():
-                self._source_positions = self._counted(1)
+                return self._kept("_source_positions", self._counted(1))
         return self._source_positions
 
     @property
@@ -850,6 +859,13 @@ def kept_for_training() -> AbstractContextManager[object]:
     if torch._C._functorch.maybe_current_level() is not None:
         stack.enter_context(temporarily_clear_interpreter_stack())
     return stack
+
+
+def makes_fakes() -> bool:
+    """Whether tensors that are made now are fake ones, without memory: no graph keeps these."""
+    if torch.compiler.is_compiling():
+        return False
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
 def usable_for_training(x: Tensor | None) -> Tensor | None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from graphattn.graphs.token_graph import TokenGraph
+from graphattn.graphs.token_graph import TokenGraph, makes_fakes
 
 T = TypeVar("T")
 
@@ -33,7 +33,8 @@ def kept(graph: TokenGraph, make: Callable[[TokenGraph, Tensor], T]) -> T:
         # Detached: what is kept must not itself keep the list alive.
         found = found | {key: make(graph, listed.detach())}
         # Under capture it would be filled only when the CUDA graph is replayed.
-        if not (listed.is_cuda and torch.cuda.is_current_stream_capturing()):
+        captured = listed.is_cuda and torch.cuda.is_current_stream_capturing()
+        if not captured and not makes_fakes():
             _of_lists[listed] = version, found
     result: T = found[key]
     return result
