@@ -1,8 +1,11 @@
-"""Bugs of lists of edges: how wide they are, how they are sorted, and what is made of them."""
+"""Bugs of lists of edges, and of the short ways of layers: what is kept, and what is read where."""
 
 from mutation import Mutation
 
 WIDTH = "tests/graphs/test_graphs_index_width.py"
+FLAT = "tests/nn/test_nn_flat_calls.py"
+NATIVE_ROTARY = "tests/native/test_native_rotary.py"
+DEFAULT_DEVICE = "tests/native/test_native_default_device.py"
 PYG_BATCHES = "tests/graphs/test_graphs_pyg_batches.py"
 
 MUTATIONS = [
@@ -50,5 +53,40 @@ MUTATIONS = [
         "shift = torch.stack([shift, first_target[:-1]], dim=1)[:, :, None]",
         "shift = torch.stack([first_target[:-1], shift], dim=1)[:, :, None]",
         (f"{PYG_BATCHES}::test_a_batch_comes_apart_again[two sides-edge_type16]",),
+    ),
+    Mutation(
+        "a query that is the key too gets no gradient of the key",
+        "graphattn/ops/attention/flat.py",
+        "            if key is None:\n                d_query.add_(d_key)",
+        "            if key is None and value is None:\n                d_query.add_(d_key)",
+        (f"{FLAT}::test_one_tensor_may_be_several_of_the_three[value_proj-dot]",),
+    ),
+    Mutation(
+        "a query is read as keys of fewer heads",
+        "graphattn/nn/flat_call.py",
+        "other is query and call.key == call.query",
+        "other is query",
+        (f"{FLAT}::test_one_tensor_of_two_widths_is_refused",),
+    ),
+    Mutation(
+        "angles per head are read as those of all heads",
+        "graphattn/ops/rotary.py",
+        "cosines.shape[-3:] == (*x.shape[-3:-2], 1, x.shape[-1] / 2)",
+        "cosines.shape[-1] == x.shape[-1] / 2",
+        (f"{NATIVE_ROTARY}::test_angles_of_other_shapes_are_broadcast",),
+    ),
+    Mutation(
+        "a graph keeps fake positions",
+        "graphattn/graphs/token_graph.py",
+        "        if not makes_fakes():\n            setattr",
+        "        if name:\n            setattr",
+        (f"{FLAT}::test_fake_tensors_first_and_real_ones_then[turned-window]",),
+    ),
+    Mutation(
+        "edges are sorted on the default device",
+        "kernels/cpu/edge_order.py",
+        "torch.empty((2, num_edges), dtype=torch.int32, device=\"cpu\")",
+        "torch.empty((2, num_edges), dtype=torch.int32)",
+        (f"{DEFAULT_DEVICE}::test_another_default_device_changes_nothing",),
     ),
 ]
