@@ -296,7 +296,7 @@ MUTATIONS = [
         "graphattn/ops/inputs.py",
         "x.repeat_interleave(repeats, dim=-2)",
         "torch.cat([x] * repeats, dim=-2)",
-        (f"{SDPA}::test_dot_product_attention_is_sdpa_with_the_graph_as_mask",),
+        (f"{FLAT_CALLS}::test_values_and_gradients_are_those_of_messages[()-turned-window]",),
     ),
     Mutation(
         "the log-sum-exp includes eps",
