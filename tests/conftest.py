@@ -1,5 +1,6 @@
 """Where kernels are tested: `pytest` interprets them on the CPU, `--device cuda` runs them."""
 
+import importlib
 import importlib.util
 import os
 
@@ -56,6 +57,16 @@ def forget_compiled_graphs() -> None:
         os.environ.setdefault(f"TORCHINDUCTOR_{cache}", "0")
 
 
+# Files of kernels/ whose kernels tests interpret; those of `shared` come with them.
+INTERPRETED = {
+    "bands": ("forward", "backward", "bias_backward", "top_k", "one_tensor"),
+    "edges": ("forward", "backward", "top_k"),
+    "consensus": ("forward", "backward"),
+    "neighbors": ("candidates",),
+    "generation": ("step",),
+}
+
+
 def import_interpreted_kernels(config: pytest.Config) -> None:
     """Kernels that are to be interpreted must be imported so, and Triton's own functions too.
 
@@ -67,20 +78,9 @@ def import_interpreted_kernels(config: pytest.Config) -> None:
     before = os.environ.get("TRITON_INTERPRET")
     os.environ["TRITON_INTERPRET"] = "1"
     try:
-        from graphattn.kernels import (  # noqa: F401
-            band,
-            band_backward,
-            band_table,
-            consensus,
-            consensus_backward,
-            edge_selection,
-            edges,
-            edges_backward,
-            gaussian,
-            knn,
-            topk,
-            window_step,
-        )
+        for room, files in INTERPRETED.items():
+            for file in files:
+                importlib.import_module(f"graphattn.kernels.{room}.{file}")
     finally:
         if before is None:
             del os.environ["TRITON_INTERPRET"]

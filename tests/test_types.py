@@ -26,7 +26,7 @@ if not (TOP / "build_backend.py").exists():
 # Every line, and what must be said of it.
 USER = [
     ("import torch, graphattn as ga", None),
-    ("from graphattn.kernels.launch import why_not_heads", None),
+    ("from graphattn.kernels.shared.launch import why_not_heads", None),
     ("layer = ga.nn.KrauseAttention(16, heads=4, top_k=3)", None),
     ("reveal_type(layer)", r'type is "graphattn\.nn\.krause\.KrauseAttention"'),
     ("reveal_type(layer.config)", r'type is "(builtins\.)?dict\[(builtins\.)?str, Any\]"'),
@@ -135,7 +135,7 @@ def test_our_own_lint_looks_into_the_kernels(tmp_path, request):
     """With the settings of pyproject.toml, as `make lint` runs."""
     file = tmp_path / "call.py"
     file.write_text(
-        "from graphattn.kernels.launch import why_not_heads\nwhy_not_heads('nonsense', 3)\n"
+        "from graphattn.kernels.shared.launch import why_not_heads\nwhy_not_heads('nonsense', 3)\n"
     )
     told = checked(
         request.config.cache.mkdir("mypy-own"),

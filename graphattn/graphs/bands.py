@@ -16,7 +16,7 @@ from torch import Tensor
 from graphattn.graphs.composites import Parts, Union, union_of
 from graphattn.graphs.sections import Section
 from graphattn.graphs.structure import Band, Blocks, Complete, Structure
-from graphattn.kernels.band_tables import BandTables
+from graphattn.kernels.bands.schedule import BandSchedule
 
 Run = tuple[int, int]  # from, and up to but not including
 
@@ -102,11 +102,11 @@ def bands_of(structure: Structure) -> Bands | None:
 
 
 @lru_cache(maxsize=64)
-def band_tables(structure: Structure, device: torch.device) -> BandTables:
+def band_tables(structure: Structure, device: torch.device) -> BandSchedule:
     """Kept: made on the host, and copied to the device once per graph, for all kernels."""
     bands = bands_of(structure)
     assert bands is not None
-    return BandTables(bands.sequences, device, origin=bands.origin)
+    return BandSchedule(bands.sequences, device, origin=bands.origin)
 
 
 def bands_and_others(structure: Structure) -> tuple[Structure, Tensor] | None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from graphattn.kernels.cpu.neighbors import has_neighbors, squared_distances
-from graphattn.kernels.launch import is_looked_into, untraced
+from graphattn.kernels.shared.launch import is_looked_into, untraced
 
 TILE = 1 << 21  # distances held at a time
 PAIRS = 1 << 19  # coordinates of pairs held at a time

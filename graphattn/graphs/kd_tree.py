@@ -15,7 +15,7 @@ from torch import Tensor
 
 from graphattn.graphs.distances import IN_ORDER
 from graphattn.kernels.cpu.neighbors import has_neighbors, squared_distances
-from graphattn.kernels.launch import is_looked_into
+from graphattn.kernels.shared.launch import is_looked_into
 
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]

@@ -23,7 +23,7 @@ from graphattn.graphs.kd_tree import is_for_trees, nearest_by_tree
 from graphattn.graphs.structure import Complete, Structure
 from graphattn.graphs.token_graph import TokenGraph, as_token_graph
 from graphattn.kernels.cpu.neighbors import has_nearest, has_neighbors, nearest, squared_distances
-from graphattn.kernels.launch import is_looked_into, untraced, why_not_on
+from graphattn.kernels.shared.launch import is_looked_into, untraced, why_not_on
 
 BACKENDS = ("auto", "reference", "triton")
 # What the kernels take.
@@ -262,7 +262,7 @@ def _why_no_kernels(search: _Search) -> str | None:
 
 
 def _nearest_by_kernels(search: _Search) -> Tensor:
-    from graphattn.kernels.knn import nearest as nearest_by_triton
+    from graphattn.kernels.neighbors.candidates import nearest as nearest_by_triton
 
     points, candidates = search.points
     structure: Structure = Complete(len(points), len(candidates))

@@ -21,7 +21,7 @@ from graphattn.graphs.kd_tree import is_for_trees, nearest_by_tree, pairs_by_tre
 from graphattn.graphs.nearest_neighbors import nearest_in_items, nearest_index
 from graphattn.graphs.token_graph import TokenGraph
 from graphattn.kernels.cpu.neighbors import edges_within, has_nearest, nearest
-from graphattn.kernels.launch import is_looked_into, untraced
+from graphattn.kernels.shared.launch import is_looked_into, untraced
 
 
 def knn_graph(

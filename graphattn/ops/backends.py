@@ -9,7 +9,7 @@ from contextvars import ContextVar
 import torch
 
 from graphattn.graphs.arguments import as_choice
-from graphattn.kernels.launch import is_looked_into
+from graphattn.kernels.shared.launch import is_looked_into
 
 BACKENDS = ("reference", "structured", "native", "triton")
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from graphattn.graphs.arguments import as_edge_index
 from graphattn.graphs.token_graph import TokenGraph, as_token_graph
-from graphattn.kernels.launch import is_looked_into
+from graphattn.kernels.shared.launch import is_looked_into
 
 Valid = Tensor | tuple[Tensor | None, Tensor | None] | None
 ValidPair = tuple[Tensor | None, Tensor | None]

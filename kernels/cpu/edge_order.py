@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from graphattn.kernels.cpu import library
-from graphattn.kernels.launch import is_looked_into, untraced
+from graphattn.kernels.shared.launch import is_looked_into, untraced
 
 DTYPES = (torch.int32, torch.int64)
 

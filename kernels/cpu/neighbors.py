@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensor
 
 from graphattn.kernels.cpu import library
-from graphattn.kernels.launch import is_looked_into, untraced
+from graphattn.kernels.shared.launch import is_looked_into, untraced
 
 DTYPES = {torch.float32: "float", torch.float64: "double"}
 # Candidates from which on blocks are faster than products, up to so many coordinates: as measured

@@ -7,7 +7,7 @@ import torch
 
 import graphattn as ga
 from graphattn.graphs.bands import bands_of, has_bands
-from graphattn.kernels.band_tables import BandTables
+from graphattn.kernels.bands.schedule import BandSchedule
 
 BANDS = {
     "path": lambda: ga.window_path_graph(9, 2),
@@ -103,7 +103,7 @@ def test_every_target_and_every_source_lies_in_one_sequence(graph: ga.TokenGraph
 def test_what_is_said_of_all_sequences_holds_for_the_edges(graph: ga.TokenGraph) -> None:
     bands, edges = bands_of(graph.structure), graph.to_mask()
     degrees = edges.sum(1).tolist()
-    window = BandTables(bands.sequences, "cpu").window
+    window = BandSchedule(bands.sequences, "cpu").window
     assert window >= max([*degrees, *edges.sum(0).tolist()], default=0)
     assert window <= max((max(row[1], row[3]) for row in bands.sequences.tolist()), default=0)
     square = graph.num_targets == graph.num_sources
@@ -137,7 +137,7 @@ def test_what_fast_paths_ask(name: str, self_loops: bool, symmetric: bool, windo
     bands = bands_of(BANDS[name]().structure)
     assert bands.has_self_loops == self_loops
     assert bands.is_symmetric == symmetric
-    assert BandTables(bands.sequences, "cpu").window == window
+    assert BandSchedule(bands.sequences, "cpu").window == window
 
 
 def test_the_origin_is_the_row_that_target_i_reads_for_source_i(graph: ga.TokenGraph) -> None:
@@ -178,7 +178,7 @@ def test_other_graphs_have_no_table(name: str) -> None:
 @pytest.mark.parametrize("rows", [16, 32])
 def test_tiles_cover_every_token_exactly_once(graph: ga.TokenGraph, rows: int) -> None:
     bands = bands_of(graph.structure)
-    tables = BandTables(bands.sequences, "cpu", origin=bands.origin)
+    tables = BandSchedule(bands.sequences, "cpu", origin=bands.origin)
     for side, start, length, count in (
         ("targets", 0, 1, graph.num_targets),
         ("sources", 2, 3, graph.num_sources),
@@ -202,7 +202,7 @@ def test_pairs_of_tiles_are_those_a_program_goes_over(
 ) -> None:
     """From the first token that somebody of a tile reaches to the last, `columns` at a time."""
     bands = bands_of(graph.structure)
-    tables = BandTables(bands.sequences, "cpu")
+    tables = BandSchedule(bands.sequences, "cpu")
     for side in ("targets", "sources"):
         total = 0
         for _, targets, _, sources, _, before, after, _ in bands.sequences.tolist():
@@ -225,7 +225,7 @@ def test_anchors_lie_in_their_sequence_and_in_nobodys_future(
     graph: ga.TokenGraph, rows: int
 ) -> None:
     bands = bands_of(graph.structure)
-    tables = BandTables(bands.sequences, "cpu")
+    tables = BandSchedule(bands.sequences, "cpu")
     anchors, starts = (x.tolist() for x in tables.anchors("targets", rows))
     tiles = tables.tiles("targets", rows).tolist()
     for anchor, start, (sequence, first) in zip(anchors, starts, tiles, strict=True):
@@ -246,7 +246,7 @@ def test_anchors_lie_in_their_sequence_and_in_nobodys_future(
 
 
 def test_tiles_with_most_to_do_come_first(graph: ga.TokenGraph) -> None:
-    tables = BandTables(bands_of(graph.structure).sequences, "cpu")
+    tables = BandSchedule(bands_of(graph.structure).sequences, "cpu")
     work = []
     for sequence, first in tables.tiles("targets", 4).tolist():
         _, targets, _, sources, _, before, after, _ = tables.on_cpu[sequence].tolist()
@@ -259,5 +259,5 @@ def test_a_million_tokens_cost_no_list_of_edges() -> None:
     graph = ga.causal_window_graph(1_000_000, 256)
     bands = bands_of(graph.structure)
     assert len(bands.sequences) == 1
-    assert len(BandTables(bands.sequences, "cpu").tiles("targets", 128)) == 7813
+    assert len(BandSchedule(bands.sequences, "cpu").tiles("targets", 128)) == 7813
     assert graph._edge_index is None

@@ -8,7 +8,7 @@ import torch
 import graphattn as ga
 from graphattn.graphs import nearest_neighbors
 from graphattn.graphs.nearest_neighbors import nearest_index
-from graphattn.kernels import launch
+from graphattn.kernels.shared import launch
 
 
 @pytest.fixture

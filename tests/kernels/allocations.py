@@ -19,7 +19,7 @@ from torch._library.custom_ops import OPDEFS
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from graphattn.kernels.launch import Launch, recording
+from graphattn.kernels.shared.launch import Launch, recording
 
 MEGABYTE = 1e6
 

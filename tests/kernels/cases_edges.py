@@ -12,7 +12,8 @@ import torch
 from cases_kernels import Case, coins, random
 
 import graphattn as ga
-from graphattn.kernels import edge_tables, tuning
+from graphattn.kernels.edges import schedule
+from graphattn.kernels.shared import tuning
 from graphattn.ops import kept
 from graphattn.ops.attention import triton
 
@@ -39,7 +40,7 @@ def cut_at(longest: int) -> Iterator[None]:
         triton._tables_of_bands_and_others.cache_clear()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(edge_tables, "LONGEST_SEGMENT", longest)
+        patch.setattr(schedule, "LONGEST_SEGMENT", longest)
         forget()
         yield
         forget()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import graphattn as ga
-from graphattn.kernels import tuning
+from graphattn.kernels.shared import tuning
 
 Tensors = dict[str, Tensor]
 

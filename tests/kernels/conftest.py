@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from graphattn.kernels import tuning
+from graphattn.kernels.shared import tuning
 
 # Tiny sizes cross the borders of tiles. On a GPU the real tables are tested.
 SMALL = {name: tuning.Choice(16, 16, 4, 1) for name in tuning.KERNELS}

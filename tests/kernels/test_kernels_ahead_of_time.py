@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 import graphattn.kernels
-from graphattn.kernels.ahead_of_time import (
+from graphattn.kernels.check.compile import (
     ARCHITECTURES,
     Compiled,
     compile_launch,
@@ -26,7 +26,7 @@ from graphattn.kernels.ahead_of_time import (
     read_amdgcn,
     read_sass,
 )
-from graphattn.kernels.launch import Launch
+from graphattn.kernels.shared.launch import Launch
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="Triton is not installed"
@@ -39,7 +39,7 @@ import torch
 import triton
 import triton.language as tl
 
-from graphattn.kernels.launch import Launch
+from graphattn.kernels.shared.launch import Launch
 
 
 class Configuration(NamedTuple):
@@ -96,7 +96,7 @@ def faulty():
 
 CHECK = """
 import sys
-from graphattn.kernels.check import main
+from graphattn.kernels.check.__main__ import main
 if __name__ == "__main__":
     sys.exit(main(sys.argv[2:], configurations=sys.argv[1]))
 """
@@ -234,7 +234,7 @@ def test_the_command_refuses_interpreted_kernels(folder: Path) -> None:
 def test_an_interpreted_kernel_is_not_compiled(folder: Path) -> None:
     code = """
 from small_kernels import sound
-from graphattn.kernels.ahead_of_time import compile_launch
+from graphattn.kernels.check.compile import compile_launch
 compile_launch(sound()[0].launch, "sm_90")
 """
     run = python(folder, "-c", code, TRITON_INTERPRET="1")
@@ -247,8 +247,8 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime.jit import create_function_from_signature
-from graphattn.kernels.ahead_of_time import specialize
-from graphattn.kernels.launch import Launch
+from graphattn.kernels.check.compile import specialize
+from graphattn.kernels.shared.launch import Launch
 from small_kernels import arguments, product
 
 dtypes = (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.bool, torch.uint8,
@@ -285,8 +285,8 @@ def test_arguments_are_specialised_as_tritons_own_launcher_does(folder: Path) ->
 def test_wrong_arguments_are_refused_by_name(folder: Path) -> None:
     code = """
 from small_kernels import arguments, product
-from graphattn.kernels.ahead_of_time import specialize
-from graphattn.kernels.launch import Launch
+from graphattn.kernels.check.compile import specialize
+from graphattn.kernels.shared.launch import Launch
 missing = arguments()
 del missing["size"]
 for given in (arguments(width=3), missing, arguments(scale="half")):

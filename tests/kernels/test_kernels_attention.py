@@ -24,8 +24,8 @@ from cases_kernels import (
 
 import graphattn as ga
 from graphattn.graphs.bands import bands_of
-from graphattn.kernels import tuning
-from graphattn.kernels.band_tables import BandTables
+from graphattn.kernels.bands.schedule import BandSchedule
+from graphattn.kernels.shared import tuning
 
 pytestmark = pytest.mark.usefixtures("device")
 
@@ -264,21 +264,20 @@ def test_a_loss_on_one_result_alone(name: str, only: str, device: str) -> None:
 
 def test_the_backward_without_a_gradient_of_the_log_sums(device: str) -> None:
     """As called by hand: no d_lse at all, and no gradient of the scale where nobody asks."""
-    from graphattn.kernels import band, band_backward
-    from graphattn.kernels.band_inputs import BandInputs
+    from graphattn.kernels.bands.backward import backward
+    from graphattn.kernels.bands.forward import forward
+    from graphattn.kernels.bands.inputs import BandInputs
 
     case = Case(ga.causal_window_graph(21, 6), score="dot", batch=(2,))
     tensors, (d_out, d_lse) = case.tensors(), case.upstream()
     bands = bands_of(case.graph.structure)
     x = BandInputs(
         *(tensors[name].to(device) for name in ("query", "key", "value", "strength")),
-        BandTables(bands.sequences, device, origin=bands.origin),
+        BandSchedule(bands.sequences, device, origin=bands.origin),
         rbf=False,
     )
-    out, _, saved = band.forward(x)
-    *found, d_scale, _ = band_backward.backward(
-        x, out, saved, d_out.to(device), None, scale_gradient=False
-    )
+    out, _, saved = forward(x)
+    *found, d_scale, _ = backward(x, out, saved, d_out.to(device), None, scale_gradient=False)
     assert d_scale is None
     expected = in_float64(case, tensors, (d_out, torch.zeros_like(d_lse)))
     names = ("query", "key", "value")

@@ -7,10 +7,10 @@ for equality then depends on which lane is asked. The interpreter has one lane a
 import pytest
 import torch
 
-from graphattn.kernels.band_tables import BandTables
-from graphattn.kernels.edge_inputs import EdgeInputs
-from graphattn.kernels.edge_tables import EdgeTables
-from graphattn.kernels.launch import Launch, recording
+from graphattn.kernels.bands.schedule import BandSchedule
+from graphattn.kernels.edges.inputs import EdgeInputs
+from graphattn.kernels.edges.schedule import EdgeSchedule
+from graphattn.kernels.shared.launch import Launch, recording
 
 pytestmark = pytest.mark.usefixtures("device")
 
@@ -20,9 +20,9 @@ def fused(launches: list[Launch]) -> dict[str, bool]:
 
 
 def test_neighbours_are_put_in_order_by_sums_of_rounded_products() -> None:
-    from graphattn.kernels.knn import nearest
+    from graphattn.kernels.neighbors.candidates import nearest
 
-    every = BandTables(torch.tensor([[0, 50, 0, 50, 1, 49, 49, 1]]), "meta")
+    every = BandSchedule(torch.tensor([[0, 50, 0, 50, 1, 49, 49, 1]]), "meta")
     x = torch.empty(50, 24, device="meta")
     with recording() as launches:
         nearest(x, x, every, 5, to_self=True, self_loops=False)
@@ -34,34 +34,36 @@ def test_neighbours_are_put_in_order_by_sums_of_rounded_products() -> None:
 
 
 def test_edges_are_chosen_by_sums_of_rounded_products() -> None:
-    from graphattn.kernels import edge_selection, edges
+    from graphattn.kernels.edges.forward import forward
+    from graphattn.kernels.edges.top_k import select
 
     x = torch.empty(1, 50, 2, 8, device="meta")
-    tables = EdgeTables(50, 50, neighbors=torch.empty(50, 6, dtype=torch.int64, device="meta"))
+    tables = EdgeSchedule(50, 50, neighbors=torch.empty(50, 6, dtype=torch.int64, device="meta"))
     inputs = EdgeInputs(x, x, x, torch.empty(2, device="meta"), tables, rbf=True)
     with recording() as launches:
-        edge_selection.select(inputs, 3)
-        edges.forward(inputs)
+        select(inputs, 3)
+        forward(inputs)
     assert fused(launches) == {"select_kernel": False, "edges_forward_kernel": True}
 
 
 def test_sources_of_windows_are_chosen_by_sums_of_rounded_products() -> None:
-    from graphattn.kernels import band, topk
-    from graphattn.kernels.band_inputs import BandInputs
+    from graphattn.kernels.bands.forward import forward
+    from graphattn.kernels.bands.inputs import BandInputs
+    from graphattn.kernels.bands.top_k import select
 
-    window = BandTables(torch.tensor([[0, 50, 0, 50, 1, 9, 0, 1]]), "meta")
+    window = BandSchedule(torch.tensor([[0, 50, 0, 50, 1, 9, 0, 1]]), "meta")
     x = torch.empty(1, 50, 2, 8, device="meta")
     inputs = BandInputs(x, x, x, torch.empty(2, device="meta"), window, rbf=True)
     with recording() as launches:
-        inputs.kept = topk.select(inputs, 4)
-        band.forward(inputs)
+        inputs.kept = select(inputs, 4)
+        forward(inputs)
     found = fused(launches)
     assert found.pop("band_forward_kernel")
     assert list(found.values()) == [False]
 
 
 def test_a_step_chooses_by_sums_of_rounded_products() -> None:
-    from graphattn.kernels.window_step import window_step
+    from graphattn.kernels.generation.step import window_step
 
     new, kept = torch.empty(3, 2, 8, device="meta"), torch.empty(6, 9, 8, device="meta")
     sigma, found = torch.empty(2, device="meta"), {}

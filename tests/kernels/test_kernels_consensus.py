@@ -355,7 +355,7 @@ def test_the_gelu_of_half_precision_is_right_to_5e_5(
     import triton
     import triton.language as tl
 
-    from graphattn.kernels.consensus_math import gelu, gelu_slope
+    from graphattn.kernels.consensus.math import gelu, gelu_slope
 
     for name, known in (("tl", tl), ("gelu", gelu), ("gelu_slope", gelu_slope)):
         monkeypatch.setitem(globals(), name, known)  # a kernel sees nothing else

@@ -19,7 +19,7 @@ from graphattn.cli.bench.consensus_cases import EAGER
 from graphattn.cli.bench.measure import one_pass
 from graphattn.cli.bench.memory import cuda_peak
 from graphattn.cli.bench.record import OURS
-from graphattn.kernels.launch import launch
+from graphattn.kernels.shared.launch import launch
 
 N = 1000  # numbers of a tensor; in float32 4 kB
 CASES = {case.name: case for case in cases.CASES}

@@ -19,7 +19,7 @@ from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import graphattn as ga
-from graphattn.kernels.launch import recording
+from graphattn.kernels.shared.launch import recording
 from graphattn.ops.consensus import compiled, operators
 
 pytestmark = pytest.mark.usefixtures("device")

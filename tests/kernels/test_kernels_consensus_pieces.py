@@ -16,7 +16,8 @@ from torch import Tensor
 from watched_memory import watched_memory
 
 import graphattn as ga
-from graphattn.kernels import consensus_inputs, launch, tuning
+from graphattn.kernels.consensus import inputs
+from graphattn.kernels.shared import launch, tuning
 from graphattn.ops.consensus import triton
 
 pytestmark = pytest.mark.usefixtures("device")
@@ -37,7 +38,7 @@ FORMS = {
 @contextmanager
 def workspace(size: int) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(consensus_inputs, "WORKSPACE", size)
+        patch.setattr(inputs, "WORKSPACE", size)
         yield
 
 
@@ -52,8 +53,8 @@ def counted() -> Iterator[list[str]]:
         start(kernel, *arguments, **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in ("consensus_inputs", "both_ends"):
-            patch.setattr(f"graphattn.kernels.{module}.launch", noted)
+        for module in ("inputs", "sum_messages"):
+            patch.setattr(f"graphattn.kernels.consensus.{module}.launch", noted)
         yield started
 
 
@@ -101,14 +102,14 @@ def test_weights_that_stay_on_chip_are_the_same_weights(name: str, xi: int, devi
         pytest.skip("a GPU takes the way it has")
     case = replace(CASES[name], xi=xi)
     results, found = [], []
-    decide = consensus_inputs.ConsensusInputs.holds_weights
+    decide = inputs.ConsensusInputs.holds_weights
 
     def noted(self, choice) -> bool:
         found.append(decide(self, choice))
         return found[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(consensus_inputs.ConsensusInputs, "holds_weights", noted)
+        patch.setattr(inputs.ConsensusInputs, "holds_weights", noted)
         for architecture in ("sm_80", "sm_90"):
             with tuning.compiling_for(architecture):
                 results.append(kernels(case, device, torch.float16))

@@ -15,7 +15,7 @@ from cases_kernels import random as random_numbers
 from watched_memory import watched_memory
 
 import graphattn as ga
-from graphattn.kernels import tuning
+from graphattn.kernels.shared import tuning
 
 pytestmark = pytest.mark.usefixtures("device")
 

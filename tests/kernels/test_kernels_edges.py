@@ -14,8 +14,9 @@ from cases_kernels import Case, attend, check, check_half, exact, kernels
 from watched_memory import watched_memory
 
 import graphattn as ga
-from graphattn.kernels import edge_tables, tuning
-from graphattn.kernels.launch import recording
+from graphattn.kernels.edges import schedule
+from graphattn.kernels.shared import tuning
+from graphattn.kernels.shared.launch import recording
 
 pytestmark = pytest.mark.usefixtures("device")
 
@@ -99,7 +100,7 @@ def test_rows_are_cut_where_that_is_said(device: str) -> None:
 @pytest.mark.parametrize("option", ["plain", "top 99"])
 def test_hubs_of_more_than_one_real_segment(option: str, device: str) -> None:
     """A token that sees everybody and two that everybody sees, where rows are really cut."""
-    N = edge_tables.LONGEST_SEGMENT + 90
+    N = schedule.LONGEST_SEGMENT + 90
     graph = only(N, N, (EVERY, 5), (17, EVERY), (EVERY, N - 1))
     case = Case(graph, heads=1, kv_heads=1, features=4, value_features=3, per_edge=True)
     if option != "plain":

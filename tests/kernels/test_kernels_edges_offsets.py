@@ -15,9 +15,10 @@ import time
 
 import torch
 
-from graphattn.kernels import edges, edges_backward, tuning
-from graphattn.kernels.edge_inputs import EdgeInputs
-from graphattn.kernels.edge_tables import Rows
+from graphattn.kernels.edges import backward, forward
+from graphattn.kernels.shared import tuning
+from graphattn.kernels.edges.inputs import EdgeInputs
+from graphattn.kernels.edges.schedule import Rows
 
 torch.manual_seed(0)
 started = time.perf_counter()
@@ -101,10 +102,10 @@ def row_dots(a, b, factor=1.0, subtracted=None):
     return found
 
 
-edges_backward.row_dots = row_dots
+backward.row_dots = row_dots
 with tuning.override(**small):
-    out, lse, saved = edges.forward(x)
-    d_q, d_k, d_v, *_ = edges_backward.backward(
+    out, lse, saved = forward.forward(x)
+    d_q, d_k, d_v, *_ = backward.backward(
         x, out, saved, d_out, None, scale_gradient=True, bias_gradient=False
     )
 for found, expected in zip((out, d_q, d_k, d_v), attention(*near)):
@@ -124,8 +125,8 @@ q, k, v, d_out = tensors
 x = EdgeInputs(q, k, v, torch.tensor([0.5]), Tables(T, T, 210, 0), rbf=False)
 assert x.query.data_ptr() == q.data_ptr()  # no copy
 with tuning.override(**small):
-    out, lse, saved = edges.forward(x)
-    d_q, d_k, d_v, *_ = edges_backward.backward(
+    out, lse, saved = forward.forward(x)
+    d_q, d_k, d_v, *_ = backward.backward(
         x, out, saved, d_out, None, scale_gradient=True, bias_gradient=False
     )
 for found, expected in zip((out, d_q, d_k, d_v), attention(*near)):
@@ -146,7 +147,7 @@ x = EdgeInputs(
     Tables(T, T, E, start, mapped((E,), torch.int32)), rbf=False, bias=bias, kept=kept,
 )
 assert x.bias.data_ptr() == bias.data_ptr()  # no copy
-launch_over = edges_backward.launch_over
+launch_over = backward.launch_over
 
 
 def with_d_bias(*arguments, **named):
@@ -156,10 +157,10 @@ def with_d_bias(*arguments, **named):
     launch_over(*arguments, **named)
 
 
-edges_backward.launch_over = with_d_bias
+backward.launch_over = with_d_bias
 with tuning.override(**small):
-    out, lse, saved = edges.forward(x)
-    d_q, d_k, d_v, *_ = edges_backward.backward(
+    out, lse, saved = forward.forward(x)
+    d_q, d_k, d_v, *_ = backward.backward(
         x, out, saved, d_out[None, :, None], None, scale_gradient=True, bias_gradient=False
     )
 out, d_q, d_k, d_v = (t[0, :, 0] for t in (out, d_q, d_k, d_v))

@@ -11,7 +11,7 @@ from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
 
 import graphattn as ga
-from graphattn.kernels.launch import recording
+from graphattn.kernels.shared.launch import recording
 
 pytestmark = pytest.mark.usefixtures("device")
 

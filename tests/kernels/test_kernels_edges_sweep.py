@@ -12,7 +12,7 @@ from cases_kernels import random as random_numbers
 
 import graphattn as ga
 from graphattn.graphs.bands import has_bands
-from graphattn.kernels import tuning
+from graphattn.kernels.shared import tuning
 
 pytestmark = pytest.mark.usefixtures("device")
 

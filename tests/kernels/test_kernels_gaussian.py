@@ -7,7 +7,7 @@ import torch
 from cases_kernels import Case, attend, check, check_half, errors, exact, in_float64, kernels, solve
 
 import graphattn as ga
-from graphattn.kernels.launch import recording
+from graphattn.kernels.shared.launch import recording
 
 pytestmark = pytest.mark.usefixtures("device")
 

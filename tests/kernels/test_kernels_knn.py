@@ -10,27 +10,29 @@ from torch import Tensor
 from watched_memory import watched_memory
 
 import graphattn as ga
-from graphattn.kernels.launch import recording
+from graphattn.kernels.shared.launch import recording
 
 pytest.importorskip("triton")
-from graphattn.kernels import knn, knn_exact
+from graphattn.kernels.neighbors import candidates, exact
 
 pytestmark = pytest.mark.usefixtures("device")
 
 TOKENS = 50
 
 
-def small(k: int, width: int) -> knn.Sizes:
+def small(k: int, width: int) -> candidates.Sizes:
     """Tiles that few tokens fill several of."""
-    return knn.Sizes(16, 32, 4, max(16, knn.triton.next_power_of_2(k + 2 + knn.SPARE)))
+    return candidates.Sizes(
+        16, 32, 4, max(16, candidates.triton.next_power_of_2(k + 2 + candidates.SPARE))
+    )
 
 
 @pytest.fixture(autouse=True)
 def _quick(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the interpreter: small tiles, but many rows for a program where the order is made."""
     if device == "cpu":
-        monkeypatch.setattr(knn, "choose", small)
-        monkeypatch.setattr(knn_exact, "NUMBERS", 1 << 16)
+        monkeypatch.setattr(candidates, "choose", small)
+        monkeypatch.setattr(exact, "NUMBERS", 1 << 16)
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
@@ -163,9 +165,9 @@ def unsure(monkeypatch: pytest.MonkeyPatch, case: Case, device: str) -> Tensor:
 
     def spy(x: Tensor, y: Tensor, index: Tensor, unsure: Tensor, *more: Any) -> None:
         seen.append(unsure.cpu().bool())
-        knn_exact.search_again(x, y, index, unsure, *more)
+        exact.search_again(x, y, index, unsure, *more)
 
-    monkeypatch.setattr(knn, "search_again", spy)
+    monkeypatch.setattr(candidates, "search_again", spy)
     found, expected = both_ways(case, device)
     assert torch.equal(found, expected)
     return seen[0]
@@ -232,7 +234,7 @@ POINTS = {
 def test_a_squared_distance_is_at_least_s_plus_the_margin(name: str, precision: str) -> None:
     """The claim that the proof of a row rests on, and that it is not given away."""
     x = POINTS[name]()
-    tokens = knn.centred(x, x, precision)
+    tokens = candidates.centred(x, x, precision)
     a, b = tokens.a, tokens.b
     s = tokens.square[None] - 2 * (a @ b.T if precision == "ieee" else by_tf32x3(a, b))
     squared = (x.double()[:, None] - x.double()[None]).square().sum(-1)

@@ -12,11 +12,11 @@ import resource
 
 import torch
 
-from graphattn.kernels import knn, knn_exact
-from graphattn.kernels.band_tables import BandTables
+from graphattn.kernels.neighbors import candidates, exact
+from graphattn.kernels.bands.schedule import BandSchedule
 
 torch.manual_seed(0)
-knn.choose = lambda k, width: knn.Sizes(16, 16, 4, 16)
+candidates.choose = lambda k, width: candidates.Sizes(16, 16, 4, 16)
 N, T, D = 2**26 + 20, 20, 32
 near, other = torch.randn(T, D), torch.randn(T, D)
 expected = torch.cdist(near.double(), other.double()).topk(3, largest=False).indices
@@ -38,23 +38,25 @@ before = memory()
 """
 
 FAR_TARGETS = """
-tokens = knn.centred(near, other, "widened")
-knn.centred = lambda x, y, precision: tokens._replace(
+tokens = candidates.centred(near, other, "widened")
+candidates.centred = lambda x, y, precision: tokens._replace(
     a=far(tokens.a), margin=far(tokens.margin if PROVED else tokens.margin - torch.inf)
 )
-bands = BandTables(torch.tensor([[N - T, T, 0, T, 1, T, T, 1]]), "cpu")
-index = knn.nearest(far(near), other, bands, 3, to_self=False, self_loops=False)
+bands = BandSchedule(torch.tensor([[N - T, T, 0, T, 1, T, T, 1]]), "cpu")
+index = candidates.nearest(far(near), other, bands, 3, to_self=False, self_loops=False)
 assert torch.equal(index[-T:], expected)
 assert memory() - before < 0.5, memory() - before
 """
 
 # Searching again copies all sources: the kernels before it are looked at.
 FAR_SOURCES = """
-tokens = knn.centred(near, other, "widened")
-knn.centred = lambda x, y, precision: tokens._replace(b=far(tokens.b), square=far(tokens.square))
-knn.search_again = lambda x, y, index, unsure, *more: None if not unsure.any() else 1 / 0
-bands = BandTables(torch.tensor([[0, T, N - T, T, 1, T, T, 1]]), "cpu")
-index = knn.nearest(near, far(other), bands, 3, to_self=False, self_loops=False)
+tokens = candidates.centred(near, other, "widened")
+candidates.centred = lambda x, y, precision: tokens._replace(
+    b=far(tokens.b), square=far(tokens.square)
+)
+candidates.search_again = lambda x, y, index, unsure, *more: None if not unsure.any() else 1 / 0
+bands = BandSchedule(torch.tensor([[0, T, N - T, T, 1, T, T, 1]]), "cpu")
+index = candidates.nearest(near, far(other), bands, 3, to_self=False, self_loops=False)
 assert torch.equal(index, expected + N - T)
 assert memory() - before < 0.5, memory() - before
 """

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import graphattn as ga
-from graphattn.kernels.launch import recording
+from graphattn.kernels.shared.launch import recording
 from graphattn.ops.attention import api, operators
 
 DIM, K = 8, 4

@@ -14,9 +14,10 @@ import time
 
 import torch
 
-from graphattn.kernels import band, band_backward, tuning
-from graphattn.kernels.band_inputs import BandInputs
-from graphattn.kernels.band_tables import BandTables
+from graphattn.kernels.bands import backward, forward
+from graphattn.kernels.shared import tuning
+from graphattn.kernels.bands.inputs import BandInputs
+from graphattn.kernels.bands.schedule import BandSchedule
 
 torch.manual_seed(0)
 started = time.perf_counter()
@@ -55,7 +56,7 @@ near = [torch.randn(T, D).half() for _ in range(4)]
 for x, own in zip(tensors, near):
     x[0, -T:, 0] = own
 q, k, v, d_out = tensors
-bands = BandTables(torch.tensor([[N - T, T, N - T, T, 1, T, 0, 1]]), "cpu")
+bands = BandSchedule(torch.tensor([[N - T, T, N - T, T, 1, T, 0, 1]]), "cpu")
 x = BandInputs(q, k, v, torch.tensor([0.5]), bands, rbf=False)
 
 
@@ -66,10 +67,10 @@ def row_dots(a, b, factor=1.0, subtracted=None):
     return found
 
 
-band_backward.row_dots = row_dots
+backward.row_dots = row_dots
 with tuning.override(**small):
-    out, lse, saved = band.forward(x)
-    d_q, d_k, d_v, _, _ = band_backward.backward(x, out, saved, d_out, None, scale_gradient=True)
+    out, lse, saved = forward.forward(x)
+    d_q, d_k, d_v, _, _ = backward.backward(x, out, saved, d_out, None, scale_gradient=True)
 for found, expected in zip((out, d_q, d_k, d_v), attention(*near)):
     close(found[0, -T:, 0], expected)
 """
@@ -84,12 +85,12 @@ for place, own in enumerate(near):
     tensors.append(whole.as_strided((1, T, 1, D), (T * stride, stride, D, 1), 1000 * place))
     tensors[-1][0, :, 0] = own
 q, k, v, d_out = tensors
-bands = BandTables(torch.tensor([[0, T, 0, T, 1, T, 0, 1]]), "cpu")
+bands = BandSchedule(torch.tensor([[0, T, 0, T, 1, T, 0, 1]]), "cpu")
 x = BandInputs(q, k, v, torch.tensor([0.5]), bands, rbf=False)
 assert x.query.data_ptr() == q.data_ptr()  # no copy
 with tuning.override(**small):
-    out, lse, saved = band.forward(x)
-    d_q, d_k, d_v, _, _ = band_backward.backward(x, out, saved, d_out, None, scale_gradient=True)
+    out, lse, saved = forward.forward(x)
+    d_q, d_k, d_v, _, _ = backward.backward(x, out, saved, d_out, None, scale_gradient=True)
 for found, expected in zip((out, d_q, d_k, d_v), attention(*near)):
     close(found[0, :, 0], expected)
 """

@@ -250,7 +250,7 @@ def test_on_a_cpu_kernels_are_only_interpreted_where_that_is_asked_for(
 
 def test_auto_does_not_interpret(device: str) -> None:
     """Where kernels could only be interpreted, torch is faster; asked for by name they run."""
-    from graphattn.kernels.launch import recording
+    from graphattn.kernels.shared.launch import recording
 
     if device != "cpu":
         pytest.skip("a GPU takes kernels")

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from graphattn.kernels.ahead_of_time import Compiled
-from graphattn.kernels.launch import Launch
-from graphattn.kernels.prediction import Prediction, predict
+from graphattn.kernels.check.compile import Compiled
+from graphattn.kernels.check.prediction import Prediction, predict
+from graphattn.kernels.shared.launch import Launch
 
 BF16 = {"HGMMA.64x64x16.F32.BF16": 8}
 TF32 = {"HGMMA.64x64x8.F32.TF32": 16}

@@ -20,7 +20,7 @@ from torch_geometric.nn import GATConv, TransformerConv
 from torch_geometric.utils import coalesce
 
 import graphattn as ga
-from graphattn.kernels import tuning
+from graphattn.kernels.shared import tuning
 
 pytestmark = pytest.mark.usefixtures("device")
 

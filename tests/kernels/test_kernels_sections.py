@@ -12,7 +12,7 @@ from cases_kernels import Case, check, check_half, exact, kernels, tiles
 
 import graphattn as ga
 from graphattn.graphs.bands import bands_of, has_bands
-from graphattn.kernels import tuning
+from graphattn.kernels.shared import tuning
 from graphattn.ops.attention import triton
 from graphattn.ops.consensus.triton import edges_of
 

@@ -9,7 +9,7 @@ import torch
 from cases_kernels import Case, check, check_half, exact, kernels, tiles
 
 import graphattn as ga
-from graphattn.kernels import tuning
+from graphattn.kernels.shared import tuning
 
 pytestmark = pytest.mark.usefixtures("device")
 

@@ -23,9 +23,10 @@ from torch import Tensor
 
 import graphattn as ga
 from graphattn.graphs.bands import bands_of
-from graphattn.kernels import topk, tuning
-from graphattn.kernels.band_inputs import BandInputs
-from graphattn.kernels.band_tables import BandTables
+from graphattn.kernels.bands import top_k as selection
+from graphattn.kernels.bands.inputs import BandInputs
+from graphattn.kernels.bands.schedule import BandSchedule
+from graphattn.kernels.shared import tuning
 
 pytestmark = pytest.mark.usefixtures("device")
 
@@ -37,7 +38,7 @@ SWEEP = int(os.environ.get("GRAPHATTN_SWEEP_CASES", "30"))
 def _tiles(device: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The interpreter is slow to start a program: few of them. It holds float32 as well."""
     if device == "cpu":
-        monkeypatch.setitem(topk.WIDEST_HELD, torch.float32, 256)
+        monkeypatch.setitem(selection.WIDEST_HELD, torch.float32, 256)
     names = set(tuning.KERNELS) - set(tuning.OF_EDGES)
     large = {name: tuning.Choice(64, 64, 4, 1) for name in names}
     with tuning.override(**(large if device == "cpu" else {})):
@@ -96,14 +97,14 @@ def inputs_of(case: Case, tensors: Tensors, device: str) -> BandInputs:
     return BandInputs(
         *qkv,
         strength**-2 if case.score == "rbf" else strength,
-        BandTables(bands.sequences, torch.device(device), origin=bands.origin),
+        BandSchedule(bands.sequences, torch.device(device), origin=bands.origin),
         case.score == "rbf",
         x.get("table"),
         *masks,
     )
 
 
-def pairs_of(words: Tensor, case: Case, bands: BandTables) -> Tensor:
+def pairs_of(words: Tensor, case: Case, bands: BandSchedule) -> Tensor:
     """Bits [B, H, N, words] as a mask [B, H, N, M]; False where there is no edge."""
     kept = torch.zeros(*words.shape[:3], case.graph.num_sources, dtype=torch.bool)
     words = words.cpu()
@@ -136,7 +137,7 @@ def nearest_in_float64(case: Case, tensors: Tensors) -> Tensor:
 
 def check_choice(case: Case, tensors: Tensors, device: str) -> None:
     x = inputs_of(case, tensors, device)
-    found = pairs_of(topk.select(x, case.options["top_k"]), case, x.bands)
+    found = pairs_of(selection.select(x, case.options["top_k"]), case, x.bands)
     expected = nearest_in_float64(case, tensors)
     assert torch.equal(found, expected), f"{(found != expected).sum()} pairs differ"
 
@@ -178,7 +179,7 @@ def test_sizes_of_tiles_change_no_choice(
 ) -> None:
     """Windows that begin and end anywhere in tiles and in words of 32 bits."""
     if not held:
-        monkeypatch.setattr(topk, "HELD", 0)
+        monkeypatch.setattr(selection, "HELD", 0)
     case = top(13, graph)
     for rows, columns in ((16, 32), (32, 64)) if held else ((32, 32),):
         with tuning.override(band_select=tuning.Choice(rows, columns, 4, 1)):
@@ -211,7 +212,7 @@ def test_of_equal_sources_the_smaller_index_is_kept(
 ) -> None:
     """Nine different keys: the k-th has equals on both sides of tiles and words."""
     if not held:
-        monkeypatch.setattr(topk, "HELD", 0)
+        monkeypatch.setattr(selection, "HELD", 0)
     case = top(k, ga.causal_window_graph(100, 70), score=score)
     with tuning.override(band_select=tuning.Choice(32, 32, 4, 1)):
         check_choice(case, with_ties(case), device)
@@ -260,7 +261,7 @@ def test_every_row_keeps_k_or_all_it_has(device: str) -> None:
     """Also rows that padding leaves with fewer sources than k."""
     case = CASES["padding"]
     x, k = inputs_of(case, case.tensors(), device), case.options["top_k"]
-    kept = pairs_of(topk.select(x, k), case, x.bands).sum(-1)
+    kept = pairs_of(selection.select(x, k), case, x.bands).sum(-1)
     there = case.edges[:, None].sum(-1)
     assert torch.equal(kept, there.clamp(max=k))
     assert ((there > 0) & (there < k)).any()
@@ -313,7 +314,7 @@ def test_what_is_not_kept_is_not_averaged_even_if_it_is_bad(device: str) -> None
     case = top(3, ga.causal_window_graph(40, 10), score="dot", strength=(1.0,))
     tensors = case.tensors()
     x = inputs_of(case, tensors, device)
-    kept = pairs_of(topk.select(x, 3), case, x.bands)[0, 0]
+    kept = pairs_of(selection.select(x, 3), case, x.bands)[0, 0]
     expected = attend(case, {n: t.to(device) for n, t in tensors.items()}, backend="triton",
                       device=device)[0].cpu()  # fmt: skip
     seldom = int(kept.sum(0)[:30].argmin())
@@ -409,7 +410,7 @@ def test_random_problems_are_solved(
         options={"top_k": draw.choice([1, 2, 3, 8, 20])},
     )
     if draw.random() < 0.3:
-        monkeypatch.setattr(topk, "HELD", 0)
+        monkeypatch.setattr(selection, "HELD", 0)
     if draw.random() < 0.3:
         check_half(replace(case, offset=0.0), torch.bfloat16, device)
     else:

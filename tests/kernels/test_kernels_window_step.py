@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 import graphattn as ga
-from graphattn.kernels import tuning
-from graphattn.kernels.launch import launch, recording
+from graphattn.kernels.shared import tuning
+from graphattn.kernels.shared.launch import launch, recording
 from graphattn.nn.layer_cache import LayerCache
 
 DIM, WINDOW = 8, 5
@@ -125,7 +125,7 @@ def counting() -> Iterator[list[str]]:
         names.append(kernel.fn.__name__)
         launch(kernel, *arguments, **keywords)
 
-    with mock.patch("graphattn.kernels.window_step.launch", counted):
+    with mock.patch("graphattn.kernels.generation.step.launch", counted):
         yield names
 
 

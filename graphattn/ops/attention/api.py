@@ -18,7 +18,7 @@ from torch import Tensor
 
 from graphattn.graphs.arguments import as_float, as_int
 from graphattn.graphs.token_graph import TokenGraph
-from graphattn.kernels.launch import is_looked_into
+from graphattn.kernels.shared.launch import is_looked_into
 from graphattn.ops.attention import native, operators, reference, structured, triton
 from graphattn.ops.attention.edge_bias import check_edge_bias, is_table, per_edge
 from graphattn.ops.attention.reference import Score

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphattn.kernels.launch import why_not_heads, why_not_on
-from graphattn.kernels.tuning import HELD_TOKENS
+from graphattn.kernels.shared.launch import why_not_heads, why_not_on
+from graphattn.kernels.shared.tuning import HELD_TOKENS
 from graphattn.ops.attention.native import steps as native_steps
 from graphattn.ops.backends import choose_backend, wanted_backend
 
@@ -90,7 +90,7 @@ def why_no_step(
 
 
 def step_by_kernel(query: Tensor, key: Tensor, value: Tensor, **arguments: Any) -> Tensor:
-    """:func:`graphattn.kernels.window_step.window_step`, which has the arguments."""
-    from graphattn.kernels.window_step import window_step
+    """:func:`graphattn.kernels.generation.step.window_step`, which has the arguments."""
+    from graphattn.kernels.generation.step import window_step
 
     return window_step(query, key, value, **arguments)

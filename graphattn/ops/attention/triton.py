@@ -17,15 +17,15 @@ from torch import Tensor
 from graphattn.graphs.bands import band_tables, bands_and_others, bands_of, has_bands
 from graphattn.graphs.structure import Structure
 from graphattn.graphs.token_graph import TokenGraph
-from graphattn.kernels.band_tables import BandTables
-from graphattn.kernels.edge_tables import EdgeTables
-from graphattn.kernels.launch import why_not_heads
+from graphattn.kernels.bands.schedule import BandSchedule
+from graphattn.kernels.edges.schedule import EdgeSchedule
+from graphattn.kernels.shared.launch import why_not_heads
 from graphattn.ops.inputs import ValidPair, flat_masks
 from graphattn.ops.kept import kept
 
 if TYPE_CHECKING:
-    from graphattn.kernels.band_inputs import BandInputs
-    from graphattn.kernels.edge_inputs import EdgeInputs
+    from graphattn.kernels.bands.inputs import BandInputs
+    from graphattn.kernels.edges.inputs import EdgeInputs
 
 LOG2E = math.log2(math.e)
 Gradients = tuple[Tensor | None, ...]
@@ -87,7 +87,7 @@ class Call:
             if top_k is None or top_k >= self.bands.bands.window:
                 self._look_for_one_tensor(structure)
             else:
-                from graphattn.kernels.topk import select as select_within_bands
+                from graphattn.kernels.bands.top_k import select as select_within_bands
 
                 self.bands.kept = select_within_bands(self.bands, top_k)
             return
@@ -102,23 +102,25 @@ class Call:
             bias = bias[self.offset_rows]
         self.edges = self._over_edges(_edge_tables(graph), bias)
         if top_k is not None:
-            from graphattn.kernels.edge_selection import select
+            from graphattn.kernels.edges.top_k import select
 
             self.edges.kept = select(self.edges, top_k)
 
     def forward(self) -> tuple[Tensor, Tensor, Tensor]:
         """Output [B, N, H, Dv], log-sums [B, H, N], and log-sums for the backward [B, H, N]."""
-        from graphattn.kernels import band, edges, gaussian
+        from graphattn.kernels.bands.forward import forward as over_bands
+        from graphattn.kernels.bands.one_tensor import shared_forward
+        from graphattn.kernels.edges.forward import forward as over_edges
 
         if self.edges is None:
             assert self.bands is not None
-            attend = gaussian.shared_forward if self.is_gaussian else band.forward
+            attend = shared_forward if self.is_gaussian else over_bands
             return attend(self.bands)
         if self.bands is None:
-            return edges.forward(self.edges)
-        out, lse, saved = band.forward(self.bands, torch.float32)
+            return over_edges(self.edges)
+        out, lse, saved = over_bands(self.bands, torch.float32)
         of_bands = lse
-        out, lse, _ = edges.forward(self.edges, (out, lse))
+        out, lse, _ = over_edges(self.edges, (out, lse))
         # What the band kernels saved, over all edges; rows without any band edge stay empty there.
         return out, lse, torch.where(lse == -torch.inf, saved, saved + (lse - of_bands) * LOG2E)
 
@@ -164,17 +166,17 @@ class Call:
         needs_scale: bool,
         needs_bias: bool,
     ) -> Gradients:
-        from graphattn.kernels import band_backward, band_table, gaussian
+        from graphattn.kernels.bands.backward import backward
+        from graphattn.kernels.bands.bias_backward import d_table
+        from graphattn.kernels.bands.one_tensor import shared_backward
 
         x = self.bands
         assert x is not None
         if self.has_five_products:
-            d_x, d_scale = gaussian.shared_backward(x, out, lse, d_out, d_lse)
+            d_x, d_scale = shared_backward(x, out, lse, d_out, d_lse)
             return d_x, None, None, d_scale, None
-        *found, delta = band_backward.backward(
-            x, out, saved, d_out, d_lse, scale_gradient=needs_scale
-        )
-        return *found, band_table.d_table(x, saved, delta, d_out) if needs_bias else None
+        *found, delta = backward(x, out, saved, d_out, d_lse, scale_gradient=needs_scale)
+        return *found, d_table(x, saved, delta, d_out) if needs_bias else None
 
     def _through_edges(
         self,
@@ -185,10 +187,10 @@ class Call:
         needs_scale: bool,
         needs_bias: bool,
     ) -> Gradients:
-        from graphattn.kernels import edges_backward
+        from graphattn.kernels.edges.backward import backward
 
         assert self.edges is not None
-        *found, d_bias = edges_backward.backward(
+        *found, d_bias = backward(
             self.edges,
             out,
             saved,
@@ -205,7 +207,7 @@ class Call:
 
     def _look_for_one_tensor(self, structure: Structure) -> None:
         """Whether weights need no running maximum, and gradients five products instead of seven."""
-        from graphattn.kernels.gaussian import has_shared_backward, has_shared_forward
+        from graphattn.kernels.bands.one_tensor import has_shared_backward, has_shared_forward
 
         bands = bands_of(structure)
         assert bands is not None
@@ -214,13 +216,13 @@ class Call:
             self.is_gaussian = True
             self.has_five_products = has_shared_backward(self.bands, bands.is_symmetric)
 
-    def _over_bands(self, tables: BandTables, table: Tensor | None = None) -> BandInputs:
-        from graphattn.kernels.band_inputs import BandInputs
+    def _over_bands(self, tables: BandSchedule, table: Tensor | None = None) -> BandInputs:
+        from graphattn.kernels.bands.inputs import BandInputs
 
         return BandInputs(*self.tensors, self.scale, tables, self.is_rbf, table, *self.valid)
 
-    def _over_edges(self, tables: EdgeTables, bias: Tensor | None = None) -> EdgeInputs:
-        from graphattn.kernels.edge_inputs import EdgeInputs
+    def _over_edges(self, tables: EdgeSchedule, bias: Tensor | None = None) -> EdgeInputs:
+        from graphattn.kernels.edges.inputs import EdgeInputs
 
         return EdgeInputs(*self.tensors, self.scale, tables, self.is_rbf, bias, *self.valid)
 
@@ -247,24 +249,24 @@ def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
 @lru_cache(maxsize=64)
 def _tables_of_bands_and_others(
     structure: Structure, device: torch.device
-) -> tuple[BandTables, EdgeTables] | None:
+) -> tuple[BandSchedule, EdgeSchedule] | None:
     found = bands_and_others(structure)
     if found is None:
         return None
     bands, others = found
     sizes = structure.num_targets, structure.num_sources
-    return band_tables(bands, device), EdgeTables(
+    return band_tables(bands, device), EdgeSchedule(
         *sizes, edge_index=others.to(device, non_blocking=True)
     )
 
 
-def _edge_tables(graph: TokenGraph) -> EdgeTables:
+def _edge_tables(graph: TokenGraph) -> EdgeSchedule:
     return kept(graph, _tables_of_list)
 
 
-def _tables_of_list(graph: TokenGraph, listed: Tensor) -> EdgeTables:
+def _tables_of_list(graph: TokenGraph, listed: Tensor) -> EdgeSchedule:
     kind = {"neighbors" if graph.is_table else "edge_index": listed.long()}
-    return EdgeTables(graph.num_targets, graph.num_sources, **kind)
+    return EdgeSchedule(graph.num_targets, graph.num_sources, **kind)
 
 
 @lru_cache(maxsize=64)

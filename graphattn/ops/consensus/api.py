@@ -14,7 +14,7 @@ from torch import Tensor
 
 from graphattn.graphs.arguments import as_choice
 from graphattn.graphs.token_graph import TokenGraph
-from graphattn.kernels.launch import is_looked_into
+from graphattn.kernels.shared.launch import is_looked_into
 from graphattn.ops.backends import choose_backend, wanted_backend
 from graphattn.ops.consensus import compiled, native, operators, reference, structured, triton
 from graphattn.ops.consensus.edge_hidden import EdgeHidden, check_edge_hidden, in_dtype

@@ -97,7 +97,7 @@ def _groups(tensors: tuple[Any, ...], options: tuple[Any, ...]) -> Groups:
 )
 def _consensus(*arguments: Any) -> tuple[Tensor, Tensor]:
     """g [B, N, H, D], and the degrees [B, N, H] in float32: empty where nobody wants them."""
-    from graphattn.kernels import consensus
+    from graphattn.kernels.consensus.forward import forward
 
     groups = _groups(arguments[:COUNT], arguments[COUNT:])
     u = groups.u
@@ -105,7 +105,7 @@ def _consensus(*arguments: Any) -> tuple[Tensor, Tensor]:
     degree = u.new_empty(u.shape[:-1] if groups.degrees else (0,), dtype=torch.float32)
     with full_precision(u.device):
         for batch, heads in groups.cut(backward=False):
-            of_group, degree_of_group = consensus.forward(groups.inputs_of(batch, heads))
+            of_group, degree_of_group = forward(groups.inputs_of(batch, heads))
             gradient[batch, :, heads] = of_group
             if degree_of_group is not None:
                 degree[batch, :, heads] = degree_of_group
@@ -127,7 +127,7 @@ def _(*arguments: Any) -> tuple[Tensor, Tensor]:
 )
 def _consensus_backward(*arguments: Any) -> tuple[Tensor, ...]:
     """Gradients of the inputs; empty tensors for those that are not there or not asked for."""
-    from graphattn.kernels import consensus_backward
+    from graphattn.kernels.consensus.backward import backward
 
     tensors, options = arguments[:COUNT], arguments[COUNT:-3]
     d_gradient, d_degree, network = arguments[-3:]
@@ -142,9 +142,7 @@ def _consensus_backward(*arguments: Any) -> tuple[Tensor, ...]:
         for batch, heads in groups.cut(backward=True):
             upstream = d_gradient[batch, :, heads]
             of_degree = d_degree[batch, :, heads].contiguous() if groups.degrees else None
-            found = consensus_backward.backward(
-                groups.inputs_of(batch, heads), upstream, of_degree, network=network
-            )
+            found = backward(groups.inputs_of(batch, heads), upstream, of_degree, network=network)
             d_u[batch, :, heads] = found.u
             if found.v is not None:
                 d_v[batch, :, heads] = found.v

@@ -16,15 +16,15 @@ from torch import Tensor
 
 from graphattn.graphs.structure import Structure
 from graphattn.graphs.token_graph import TokenGraph
-from graphattn.kernels.consensus_edges import ConsensusEdges
-from graphattn.kernels.launch import why_not_heads
+from graphattn.kernels.consensus.schedule import ConsensusSchedule
+from graphattn.kernels.shared.launch import why_not_heads
 from graphattn.ops.consensus.parameters import EdgeNetworkParameters
 from graphattn.ops.consensus.pieces import equal_bands, moves_of, shift_of
 from graphattn.ops.inputs import ValidPair
 from graphattn.ops.kept import kept
 
 if TYPE_CHECKING:
-    from graphattn.kernels.consensus_inputs import ConsensusInputs
+    from graphattn.kernels.consensus.inputs import ConsensusInputs
 
 SHARE_OF_PLACES = 0.4  # of a window's offsets that must be edges; otherwise they are listed
 
@@ -47,7 +47,7 @@ class Groups:
         layers: of targets and of sources: tokens [B, N, G, in], weight [G, xi, in] and bias [G, xi]
             or None; hidden vectors [B, N, G, xi] and twice None.
         states: u [B, N, H, D] and v [B, M, H, D], one tensor if `shared`.
-        energy, degrees: as of :class:`~graphattn.kernels.consensus_inputs.ConsensusInputs`.
+        energy, degrees: as of :class:`~graphattn.kernels.consensus.inputs.ConsensusInputs`.
     """
 
     def __init__(
@@ -69,13 +69,13 @@ class Groups:
 
     def cut(self, backward: bool) -> Iterator[tuple[slice, slice]]:
         """Entries of the batch, and heads, whose hidden vectors and messages there is room for."""
-        from graphattn.kernels import consensus_inputs
+        from graphattn.kernels.consensus import inputs
 
         (B, N, H, D), M, xi = self.u.shape, self.v.shape[1], self.network.alpha.shape[-1]
         size = self.u.element_size()
         numbers = D + backward * (self.network.shear[0].numel() // max(xi, 1) + 2 * xi)
         own = self.edges.places * numbers + (1 + backward) * (N + M) * xi
-        fitting = max(1, consensus_inputs.WORKSPACE // max(own * size, 1))
+        fitting = max(1, inputs.WORKSPACE // max(own * size, 1))
         heads = min(H, fitting)
         entries = max(1, min(B, fitting // H))
         for b in range(0, B, entries):
@@ -84,7 +84,7 @@ class Groups:
 
     def inputs_of(self, batch: slice, heads: slice) -> ConsensusInputs:
         """What the kernels are given for a group; its hidden vectors are formed here."""
-        from graphattn.kernels.consensus_inputs import ConsensusInputs
+        from graphattn.kernels.consensus.inputs import ConsensusInputs
 
         hidden = [form(layer, batch, heads) for layer in self.layers]
         u, v = (x[batch, :, heads] for x in (self.u, self.v))
@@ -155,7 +155,7 @@ def add_layer_gradients(
 # What the kernels read in place of a graph is made once.
 
 
-def edges_of(graph: TokenGraph, *, loops: bool) -> ConsensusEdges:
+def edges_of(graph: TokenGraph, *, loops: bool) -> ConsensusSchedule:
     """The edges of a graph, without self-loops unless they count."""
     if graph.structure is not None:
         found = _of_structure(graph.structure, graph.device, loops)
@@ -165,7 +165,9 @@ def edges_of(graph: TokenGraph, *, loops: bool) -> ConsensusEdges:
 
 
 @lru_cache(maxsize=64)
-def _of_structure(structure: Structure, device: torch.device, loops: bool) -> ConsensusEdges | None:
+def _of_structure(
+    structure: Structure, device: torch.device, loops: bool
+) -> ConsensusSchedule | None:
     bands = equal_bands(structure)
     if not bands:
         return None
@@ -182,18 +184,18 @@ def _of_structure(structure: Structure, device: torch.device, loops: bool) -> Co
         lengths = torch.tensor([band.num_tokens for band in bands])
         ids = torch.arange(len(bands), dtype=torch.int32)
         sequence = ids.repeat_interleave(lengths).to(device, non_blocking=True)
-    return ConsensusEdges(N, M, device, moves, sequence)
+    return ConsensusSchedule(N, M, device, moves, sequence)
 
 
-def _listed_with_loops(graph: TokenGraph, listed: Tensor) -> ConsensusEdges:
+def _listed_with_loops(graph: TokenGraph, listed: Tensor) -> ConsensusSchedule:
     return _of_list(graph, listed, loops=True)
 
 
-def _listed_without_loops(graph: TokenGraph, listed: Tensor) -> ConsensusEdges:
+def _listed_without_loops(graph: TokenGraph, listed: Tensor) -> ConsensusSchedule:
     return _of_list(graph, listed, loops=False)
 
 
-def _of_list(graph: TokenGraph, listed: Tensor, *, loops: bool) -> ConsensusEdges:
+def _of_list(graph: TokenGraph, listed: Tensor, *, loops: bool) -> ConsensusSchedule:
     N, M = graph.num_targets, graph.num_sources
     listed = listed.long()
     if graph.is_table:
@@ -202,4 +204,4 @@ def _of_list(graph: TokenGraph, listed: Tensor, *, loops: bool) -> ConsensusEdge
     if not loops:  # no edge, rather than a shorter list, whose length the device would have to tell
         source, target = listed
         listed = torch.stack([source.masked_fill(source == target, -1), target])
-    return ConsensusEdges(N, M, listed.device, edge_index=listed)
+    return ConsensusSchedule(N, M, listed.device, edge_index=listed)

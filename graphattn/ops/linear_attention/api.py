@@ -10,7 +10,7 @@ from torch import Tensor
 
 from graphattn.graphs.arguments import as_float
 from graphattn.graphs.token_graph import TokenGraph
-from graphattn.kernels.launch import is_looked_into
+from graphattn.kernels.shared.launch import is_looked_into
 from graphattn.ops.backends import check_backend, choose_backend
 from graphattn.ops.counting import note_uncounted
 from graphattn.ops.inputs import (

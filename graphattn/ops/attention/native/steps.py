@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from graphattn.kernels.cpu import library
-from graphattn.kernels.launch import is_looked_into
+from graphattn.kernels.shared.launch import is_looked_into
 from graphattn.ops.attention.native.rows import KINDS, TokenView, _address, _view
 
 # Queries and heads that share a key head from which a product of matrices is faster.

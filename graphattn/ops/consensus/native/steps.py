@@ -15,7 +15,7 @@ from torch import Tensor
 
 from graphattn.kernels.cpu import library
 from graphattn.kernels.cpu.tensors import KINDS, TokenView, address, as_it_lies
-from graphattn.kernels.launch import is_looked_into
+from graphattn.kernels.shared.launch import is_looked_into
 from graphattn.ops.consensus.native.calls import ConsensusNetwork
 from graphattn.ops.consensus.parameters import EdgeNetworkParameters, FirstLayer
 

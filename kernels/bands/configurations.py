@@ -1,0 +1,177 @@
+"""The launches of attention over bands that matter most, at their real sizes."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from graphattn.kernels.bands import one_tensor
+from graphattn.kernels.bands.backward import backward
+from graphattn.kernels.bands.bias_backward import d_table
+from graphattn.kernels.bands.forward import forward
+from graphattn.kernels.bands.inputs import BandInputs
+from graphattn.kernels.bands.schedule import BandTables
+from graphattn.kernels.bands.top_k import select
+from graphattn.kernels.shared.configuration import SHORT_NAMES, Configuration
+from graphattn.kernels.shared.launch import Launch, recording
+
+# Products of a pair of tokens, per feature: two operations each.
+PRODUCTS = {
+    "band_forward_kernel": 2,
+    "shared_forward_kernel": 2,
+    "d_query_kernel": 3,
+    "d_source_kernel": 4,
+    "shared_backward_kernel": 5,
+    "d_table_kernel": 2,
+    "select_kernel": 1,
+}
+# How often a selection goes over its code (held) or its tiles (streamed): until 64 rows of normally
+# distributed tokens agree it halves 17 times, a third of the code; three tries a pass are two bits.
+TIMES_HELD, TIMES_STREAMED = 2.0, 12.0
+# Tensors of the size of the queries that a kernel reads and writes once.
+TENSORS = {
+    "band_forward_kernel": 4,
+    "shared_forward_kernel": 2,
+    "d_query_kernel": 5,
+    "d_source_kernel": 6,
+    "shared_backward_kernel": 3,
+    "d_table_kernel": 4,
+    "select_kernel": 2,
+    "row_dots_kernel": 2,
+}
+
+
+class Case(NamedTuple):
+    """Attention over one kind of graph, forward and backward."""
+
+    name: str
+    target: str
+    sequences: list[list[int]]  # rows of BandTables
+    batch: int
+    heads: int
+    features: int
+    dtype: torch.dtype = torch.bfloat16
+    rbf: bool = False
+    shared: bool = False
+    table_rows: int = 0
+    valid: bool = False
+    top_k: int | None = None
+
+
+def complete(tokens: int) -> list[list[int]]:
+    """Every token sees every token."""
+    return [[0, tokens, 0, tokens, 1, tokens - 1, tokens - 1, 1]]
+
+
+def window(tokens: int, before: int, after: int) -> list[list[int]]:
+    """Every token sees those from `before` back to `after` ahead."""
+    return [[0, tokens, 0, tokens, 1, before, after, 1]]
+
+
+LONG = 65536
+# Targets on an H200-class GPU: times faster than what is named, or a share of a bound.
+SDPA, DEIT = "1.0x SDPA", "1.15x DeiT on SDPA"
+KRAUSE = "5x masked dense, 1.5x Flex"
+WIDE, NARROW = "1.3x Flex, 0.9x flash", "2.5x Flex, 60 % of bytes"
+CASES = (
+    Case("GKA complete 4096", SDPA, complete(4096), 16, 16, 64, rbf=True, shared=True),
+    Case("GKA-S 197", DEIT, complete(197), 256, 6, 64, rbf=True, shared=True),
+    Case("causal window 256, RBF", WIDE, window(LONG, 255, 0), 1, 16, 64, rbf=True),
+    Case("causal window 256, dot", WIDE, window(LONG, 255, 0), 1, 16, 64),
+    Case("window 8 each side, RBF", NARROW, window(LONG, 8, 8), 1, 16, 64, rbf=True),
+    Case("window 8 each side, dot", NARROW, window(LONG, 8, 8), 1, 16, 64),
+    Case("causal 4096, dot, D 128", "", window(4096, 4095, 0), 4, 16, 128),
+    Case("causal 4096, dot, D 256", "", window(4096, 4095, 0), 4, 8, 256),
+    Case("GKA complete 4096, D 128", "", complete(4096), 4, 16, 128, rbf=True, shared=True),
+    Case("causal window 256, RBF, D 128", "", window(4096, 255, 0), 4, 16, 128, rbf=True),
+    Case("complete 4096, RBF", "", complete(4096), 4, 16, 64, torch.float16, rbf=True),
+    Case("complete 4096, RBF", "", complete(4096), 4, 16, 64, torch.float32, rbf=True),
+    Case("causal window 256, ALiBi, padded", "", window(4096, 255, 0), 4, 16, 64, table_rows=256,
+         valid=True),
+    Case("Krause 192 of 256", KRAUSE, window(LONG, 255, 0), 1, 8, 64, rbf=True, top_k=192),
+    Case("Krause 512 of 4096", "", window(LONG, 4095, 0), 1, 8, 64, rbf=True, top_k=512),
+)  # fmt: skip
+
+
+def configurations() -> list[Configuration]:
+    """Every launch of every case."""
+    return [configuration for case in CASES for configuration in configurations_of(case)]
+
+
+def configurations_of(case: Case) -> list[Configuration]:
+    """The launches of one case, in their order."""
+    sequences = torch.tensor(case.sequences)
+    bands = BandTables(sequences, "meta", origin=case.table_rows - 1 if case.table_rows else None)
+    tokens = int(sequences[:, 1].sum())
+    shape = case.batch, tokens, case.heads, case.features
+    query, key, value = (torch.empty(shape, dtype=case.dtype, device="meta") for _ in range(3))
+    valid = torch.empty(shape[:2], dtype=torch.bool, device="meta") if case.valid else None
+    table = torch.empty(case.table_rows, case.heads, device="meta") if case.table_rows else None
+    if case.shared:
+        key = value = query
+    inputs = BandInputs(
+        query, key, value, torch.empty(case.heads, device="meta"), bands, case.rbf, table,
+        valid, valid,
+    )  # fmt: skip
+    with recording() as launches:
+        if case.top_k is not None:
+            inputs.kept = select(inputs, case.top_k)
+        _attend(inputs, case.shared)
+    return [_describe(case, bands, tokens, launch) for launch in launches]
+
+
+def _attend(x: BandInputs, shared: bool) -> None:
+    """Forward and backward, as the operator runs them."""
+    d_out: Tensor = torch.empty_like(x.query)
+    if shared:
+        out, lse, saved = one_tensor.shared_forward(x)
+        if one_tensor.has_shared_backward(x, symmetric=True):
+            one_tensor.shared_backward(x, out, lse, d_out, None)
+            return
+    else:
+        out, _, saved = forward(x)
+    *_, delta = backward(x, out, saved, d_out, None, scale_gradient=x.rbf)
+    if x.table is not None:
+        d_table(x, saved, delta, d_out)
+
+
+def _describe(case: Case, bands: BandTables, tokens: int, launch: Launch) -> Configuration:
+    kernel, arguments = launch.kernel.fn.__name__, launch.arguments
+    edges = sum(_edges(row) for row in case.sequences) * case.batch * case.heads
+    numbers = case.batch * tokens * case.heads * case.features
+    tensors = TENSORS[kernel]
+    if arguments.get("p_a", 0) is arguments.get("p_b", 1):  # a square
+        tensors = 1
+    iterations, products = 0.0, PRODUCTS.get(kernel, 0)
+    width = case.features * (2 if case.rbf else 1)  # distances keep more numbers
+    if products:
+        rows, columns = arguments["ROWS"], arguments["COLUMNS"]
+        if kernel == "d_source_kernel":
+            pairs = bands.tile_pairs(columns, rows, "sources")
+        else:
+            pairs = bands.tile_pairs(rows, columns)
+        iterations = float(pairs * case.batch * case.heads)
+    if kernel == "select_kernel":
+        held = arguments["CHUNKS"] > 0
+        iterations = TIMES_HELD * launch.grid[0] if held else TIMES_STREAMED * iterations
+    words = arguments["p_kept"].nbytes if arguments.get("num_words") else 0
+    part = kernel.removesuffix("_kernel").replace("_", " ")
+    return Configuration(
+        f"{case.name}, {SHORT_NAMES[case.dtype]}: {part}",
+        launch,
+        main=bool(products) and case.dtype != torch.float32 and width <= 128,
+        flops=2.0 * products * edges * case.features,
+        bytes=float(tensors * numbers * case.dtype.itemsize + words),
+        iterations=iterations,
+        target=case.target,
+    )
+
+
+def _edges(row: list[int]) -> int:
+    """Of one sequence."""
+    _, targets, _, sources, _, before, after, _ = row
+    i = torch.arange(targets)
+    low, high = (i - before).clamp(min=0), (i + after + 1).clamp(max=sources)
+    return int((high - low).clamp(min=0).sum())

@@ -1,0 +1,212 @@
+"""Attention over bands, forward: target i averages the sources from i - before to i + after.
+
+One program takes a tile of targets of one head and goes over the sources that any of them sees,
+with a running maximum (online softmax; Milakov and Gimelshein 2018, Dao et al. 2022). Tiles that
+all its targets see in full need no mask. Output and log-sums are kept, no matrix of weights.
+
+Logits are scale * a, with a = q . k, or for RBF attention a = q . k - ||k||^2 / 2: what is missing
+there, -||q||^2 / 2, is the same for a whole row and put right in its log-sum.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from graphattn.kernels.bands.inputs import BandInputs
+from graphattn.kernels.bands.math import (
+    LN2,
+    LOG2E,
+    add_product,
+    cleaned,
+    edges_to,
+    half_square,
+    half_squares,
+    is_kept,
+    load_center,
+    load_sequence,
+    load_tile,
+    meeting,
+    own_tile,
+    poisoned,
+    product,
+    store_tile,
+)
+from graphattn.kernels.shared import tuning
+from graphattn.kernels.shared.launch import launch
+from graphattn.kernels.shared.row_dots import row_dots
+
+
+@triton.jit
+def attend_tile(
+    b_out, b_sum, b_max, b_query, b_center, i_scale, p_key, p_value, p_half, p_table, p_kept,
+    p_valid, i_row, i_column, i_h, H, i_origin, i_step, stride_kn, stride_vn,
+    n_targets, n_sources, n_before, n_after, n_words, i_loops,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, RBF: tl.constexpr, CENTERED: tl.constexpr,
+    STORED: tl.constexpr, TABLE: tl.constexpr, KEPT: tl.constexpr, VALID: tl.constexpr,
+    HOLES: tl.constexpr, STRIDED: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Adds the sources i_column, i_column + 1, ... to the running averages of a tile."""
+    # [COLUMNS, BLOCK_D]
+    b_key = load_tile(
+        p_key, i_column, i_step, stride_kn, n_sources, D, COLUMNS, BLOCK_D, STRIDED, MASKED
+    )
+    if CENTERED:
+        b_key = b_key - b_center[None, :]
+    # [ROWS, COLUMNS]
+    b_logit = product(b_query, tl.trans(b_key), PRECISION)
+    o_column = i_column + tl.arange(0, COLUMNS)
+    if RBF:
+        b_half = half_squares(b_key, p_half, i_column, i_step, n_sources, COLUMNS, STORED, STRIDED)
+        b_logit = b_logit - b_half[None, :]
+    o_row = i_row + tl.arange(0, ROWS)
+    if MASKED:
+        m_edge = edges_to(
+            o_row, i_column, i_step, n_sources, n_before, n_after, i_loops, p_valid,
+            COLUMNS, VALID, HOLES, STRIDED,
+        )  # fmt: skip
+        if KEPT:
+            m_edge = m_edge & is_kept(
+                p_kept, o_row, i_column, i_step, n_targets, n_before, n_words, COLUMNS, 0
+            )
+    if TABLE:
+        p_bias = p_table + (o_column[None, :] - o_row[:, None] + i_origin) * H + i_h
+        if MASKED:
+            b_bias = tl.load(p_bias, mask=m_edge, other=0.0)
+        else:  # the last tile of targets may be longer than the sequence
+            b_bias = tl.load(p_bias, mask=(o_row < n_targets)[:, None], other=0.0)
+        b_logit = b_logit * i_scale + b_bias * LOG2E
+        i_scale = 1.0
+    if MASKED:
+        b_logit = tl.where(m_edge, b_logit, float("-inf"))
+    b_larger = tl.maximum(b_max, tl.max(b_logit, axis=1))
+    b_level = tl.where(b_larger == float("-inf"), 0.0, b_larger) * i_scale
+    b_weight = tl.exp2(b_logit * i_scale - b_level[:, None])
+    b_fade = tl.exp2(b_max * i_scale - b_level)
+    b_sum = b_sum * b_fade + tl.sum(b_weight, axis=1)
+    # [COLUMNS, BLOCK_DV]
+    b_value = load_tile(
+        p_value, i_column, i_step, stride_vn, n_sources, DV, COLUMNS, BLOCK_DV, STRIDED, MASKED
+    )
+    if MASKED:
+        b_value, m_bad = cleaned(b_value)
+        b_weight = poisoned(b_weight, b_logit, m_bad)
+    b_out = add_product(b_out * b_fade[:, None], b_weight.to(b_value.dtype), b_value, PRECISION)
+    return b_out, b_sum, b_larger
+
+
+@triton.jit(do_not_specialize=["N", "M", "H", "num_tiles", "origin", "num_words"])
+def band_forward_kernel(
+    p_query, p_key, p_value, p_out, p_lse, p_saved, p_scale, p_half, p_center, p_table, p_kept,
+    p_valid_target, p_valid_source, p_tiles, p_sequences, N, M, H, num_tiles, origin, num_words,
+    stride_qn, stride_qh, stride_kn, stride_kh, stride_vn, stride_vh,
+    REPEATS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    RBF: tl.constexpr, CENTERED: tl.constexpr, STORED: tl.constexpr, TABLE: tl.constexpr,
+    KEPT: tl.constexpr, VALID: tl.constexpr, VALID_TARGET: tl.constexpr, HOLES: tl.constexpr,
+    STRIDED: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Output [B, N, H, DV], log-sums [B, H, N], and base-2 log-sums as the backward wants them."""
+    i_b, i_h, i_tile, i_row, p_row = own_tile(p_tiles, p_sequences, num_tiles, H)
+    (
+        i_target, n_targets, i_source, n_sources, i_step, n_before, n_after, i_loops,
+    ) = load_sequence(p_row)  # fmt: skip
+    i_head = i_h // REPEATS
+    p_query += (i_b * N + i_target) * stride_qn + i_h.to(tl.int64) * stride_qh
+    p_key += (i_b * M + i_source) * stride_kn + i_head.to(tl.int64) * stride_kh
+    p_value += (i_b * M + i_source) * stride_vn + i_head.to(tl.int64) * stride_vh
+    p_half += (i_b * (H // REPEATS) + i_head) * M + i_source
+    p_valid_source += i_b * M + i_source
+    if KEPT:
+        p_kept += ((i_b * H + i_h) * N + i_target) * num_words
+
+    # [ROWS, BLOCK_D]
+    b_query = load_tile(
+        p_query, i_row, i_step, stride_qn, n_targets, D, ROWS, BLOCK_D, STRIDED, True
+    )
+    i_slot = (i_b * num_tiles + i_tile) * (H // REPEATS) + i_head
+    b_center = load_center(p_center, i_slot, D, BLOCK_D, CENTERED)
+    if CENTERED:
+        b_query = b_query - b_center[None, :]
+    i_scale = tl.load(p_scale + i_h) * LOG2E
+    if not RBF:
+        # A row's maximum is taken before the scale is applied, so the scale must be positive.
+        i_sign = tl.where(i_scale < 0, -1.0, 1.0)
+        b_query = (b_query.to(tl.float32) * i_sign).to(b_query.dtype)
+        i_scale = tl.abs(i_scale)
+        i_scale = tl.where(i_scale == 0, 1e-30, i_scale)
+
+    b_out = tl.zeros([ROWS, BLOCK_DV], tl.float32)
+    b_sum = tl.zeros([ROWS], tl.float32)
+    b_max = tl.full([ROWS], float("-inf"), tl.float32)
+    i_borders = meeting(i_row, n_targets, n_sources, n_before, n_after, ROWS, COLUMNS, PARTS, KEPT)
+    for i_part in tl.static_range(PARTS):
+        for i_column in range(i_borders[i_part], i_borders[i_part + 1], COLUMNS):
+            b_out, b_sum, b_max = attend_tile(
+                b_out, b_sum, b_max, b_query, b_center, i_scale, p_key, p_value, p_half, p_table,
+                p_kept, p_valid_source, i_row, i_column, i_h, H, origin, i_step, stride_kn,
+                stride_vn, n_targets, n_sources, n_before, n_after, num_words, i_loops, D, DV,
+                BLOCK_D, BLOCK_DV, ROWS, COLUMNS, RBF, CENTERED, STORED, TABLE, KEPT, VALID, HOLES,
+                STRIDED, i_part != 1, PRECISION,
+            )  # fmt: skip
+
+    o_row = i_row + tl.arange(0, ROWS)
+    m_row = o_row < n_targets
+    m_empty = b_sum == 0
+    if VALID_TARGET:
+        p_rows = p_valid_target + i_b * N + i_target + o_row * i_step
+        m_empty = m_empty | (tl.load(p_rows, mask=m_row, other=0) == 0)
+    if TABLE:
+        b_saved = b_max + tl.log2(b_sum)
+    else:
+        b_saved = b_max * i_scale + tl.log2(b_sum)
+    b_true = b_saved
+    if RBF:
+        b_true = b_saved - i_scale * half_square(b_query)
+        if CENTERED:  # other tiles have other centres
+            b_saved = b_true
+    b_out = tl.where(m_empty[:, None], 0.0, b_out / tl.where(m_empty, 1.0, b_sum)[:, None])
+    p_out += (i_b * N + i_target) * H * DV + i_h * DV
+    store_tile(p_out, b_out, i_row, i_step, H * DV, n_targets, DV, ROWS, BLOCK_DV)
+    i_numbers = (i_b * H + i_h) * N + i_target
+    o_number = i_numbers + o_row * i_step
+    tl.store(p_lse + o_number, tl.where(m_empty, float("-inf"), b_true * LN2), mask=m_row)
+    # +inf: no weight is left when it is subtracted from a logit.
+    tl.store(p_saved + o_number, tl.where(m_empty, float("inf"), b_saved), mask=m_row)
+
+
+def forward(inputs: BandInputs, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """Output [B, N, H, Dv], log-sums [B, H, N], and log-sums for the backward [B, H, N].
+
+    `dtype` of the output: that of the inputs if None.
+    """
+    x = inputs
+    B, N, H, _ = x.query.shape
+    out = x.query.new_empty((B, N, H, x.value.shape[-1]), dtype=dtype or x.query.dtype)
+    lse = x.query.new_empty((B, H, N), dtype=torch.float32)
+    saved = torch.empty_like(lse)
+    choice = tuning.choose("forward", x.query.dtype, x.width, x.bands.window)
+    tiles = x.bands.tiles("targets", choice.rows)
+    stored = x.stores_half_squares(choice.rows)
+    launch(
+        band_forward_kernel,
+        (B * H * len(tiles),),
+        p_out=out,
+        p_lse=lse,
+        p_saved=saved,
+        p_half=row_dots(x.key, x.key, 0.5) if stored else lse,
+        p_center=x.centers("targets", tiles, choice.rows),
+        p_tiles=tiles,
+        num_tiles=len(tiles),
+        STORED=stored,
+        ROWS=choice.rows,
+        COLUMNS=choice.columns,
+        PARTS=x.parts(choice.rows, choice.columns),
+        num_warps=choice.num_warps,
+        num_stages=choice.num_stages,
+        **x.common(),
+    )
+    return out, lse, saved

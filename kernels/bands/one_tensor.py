@@ -1,0 +1,375 @@
+"""Gaussian kernel attention: query, key and value are one tensor, and every tile is loaded once.
+
+Log-affinities l_ij = -||x_i - x_j||^2 / (2 sigma^2) are at most 0, and 0 for a token and itself. So
+where all tokens see themselves, exp never overflows, sums are at least 1, and no running maximum is
+needed. Where, besides, two tokens see each other or not at all, one kernel gives the gradient with
+five products where a deterministic backward needs seven:
+
+    G_ij = [K_ij / Z_i (dy_i . x_j - delta_i) + K_ij / Z_j (dy_j . x_i - delta_j)] / sigma^2
+    dx_i = sum_j G_ij (x_j - x_i) + K_ij / Z_j dy_j
+
+with K = exp(l), Z its row sums and delta_i = y_i . dy_i (minus the gradient of log Z_i).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from graphattn.kernels.bands.inputs import BandInputs, side_by_side
+from graphattn.kernels.bands.math import (
+    LN2,
+    LOG2E,
+    add_product,
+    cleaned,
+    edges_to,
+    half_square,
+    half_squares,
+    load_center,
+    load_sequence,
+    load_tile,
+    meeting,
+    own_tile,
+    poisoned,
+    product,
+    row_pointers,
+    store_tile,
+)
+from graphattn.kernels.shared import tuning
+from graphattn.kernels.shared.launch import launch
+from graphattn.kernels.shared.row_dots import row_dots
+
+WIDEST_BACKWARD = 64  # features of a head
+
+
+@triton.jit
+def log_affinities(
+    b_x, b_own_half, b_other, p_half, i_scale, i_row, i_column, i_step, n_sources,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STORED: tl.constexpr, STRIDED: tl.constexpr,
+    PRECISION: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """log2 K of a tile of pairs: -||x_i - x_j||^2 / 2 sigma^2, and whatever rounds, not above 0.
+
+    If EXACT, a token's affinity with itself is 0, however far from the centre it is.
+    """
+    b_half = half_squares(b_other, p_half, i_column, i_step, n_sources, COLUMNS, STORED, STRIDED)
+    b_dot = product(b_x, tl.trans(b_other), PRECISION)
+    b_log = b_dot * i_scale - (b_half * i_scale)[None, :] - (b_own_half * i_scale)[:, None]
+    b_log = tl.minimum(b_log, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    if EXACT:  # noqa: SIM102  # one is a constant; the other says whether a tile meets itself
+        if (i_column < i_row + ROWS) & (i_row < i_column + COLUMNS):
+            o_row = i_row + tl.arange(0, ROWS)
+            o_column = i_column + tl.arange(0, COLUMNS)
+            m_self = (o_row[:, None] == o_column[None, :]) & (b_log <= 0.0)  # NaN stays NaN
+            b_log = tl.where(m_self, 0.0, b_log)
+    return b_log
+
+
+@triton.jit
+def shared_tile(
+    b_out, b_sum, b_x, b_own_half, b_center, i_scale, p_x, p_half, p_valid,
+    i_row, i_column, i_step, stride_xn, n_sources, n_before, n_after,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    CENTERED: tl.constexpr, STORED: tl.constexpr, VALID: tl.constexpr, STRIDED: tl.constexpr,
+    MASKED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Adds the tokens i_column, i_column + 1, ... to the sums of a tile."""
+    # [COLUMNS, BLOCK_D]
+    b_other = load_tile(
+        p_x, i_column, i_step, stride_xn, n_sources, D, COLUMNS, BLOCK_D, STRIDED, MASKED
+    )
+    if CENTERED:
+        b_other = b_other - b_center[None, :]
+    # [ROWS, COLUMNS]
+    b_log = log_affinities(
+        b_x, b_own_half, b_other, p_half, i_scale, i_row, i_column, i_step, n_sources,
+        ROWS, COLUMNS, STORED, STRIDED, PRECISION, False,
+    )  # fmt: skip
+    if MASKED:
+        o_row = i_row + tl.arange(0, ROWS)
+        m_edge = edges_to(
+            o_row, i_column, i_step, n_sources, n_before, n_after, 1, p_valid,
+            COLUMNS, VALID, False, STRIDED,
+        )  # fmt: skip
+        b_log = tl.where(m_edge, b_log, float("-inf"))
+        b_other, _ = cleaned(b_other)  # what is bad has NaN for a weight where it is seen
+    b_weight = tl.exp2(b_log)
+    b_sum += tl.sum(b_weight, axis=1)
+    b_out = add_product(b_out, b_weight.to(b_other.dtype), b_other, PRECISION)
+    return b_out, b_sum
+
+
+@triton.jit(do_not_specialize=["N", "H", "num_tiles"])
+def shared_forward_kernel(
+    p_x, p_out, p_lse, p_saved, p_scale, p_half, p_center, p_valid, p_tiles, p_sequences,
+    N, H, num_tiles, stride_xn, stride_xh,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    CENTERED: tl.constexpr, STORED: tl.constexpr, VALID: tl.constexpr, STRIDED: tl.constexpr,
+    PARTS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Output [B, N, H, D], log Z [B, H, N], and base-2 log-sums as the backward wants them."""
+    i_b, i_h, i_tile, i_row, p_row = own_tile(p_tiles, p_sequences, num_tiles, H)
+    i_token, n_tokens, _, _, i_step, n_before, n_after, _ = load_sequence(p_row)
+    p_x += (i_b * N + i_token) * stride_xn + i_h.to(tl.int64) * stride_xh
+    i_numbers = (i_b * H + i_h) * N + i_token
+    p_half += i_numbers
+    p_valid += i_b * N + i_token
+
+    # [ROWS, BLOCK_D]
+    b_x = load_tile(p_x, i_row, i_step, stride_xn, n_tokens, D, ROWS, BLOCK_D, STRIDED, True)
+    i_slot = (i_b * num_tiles + i_tile) * H + i_h
+    b_center = load_center(p_center, i_slot, D, BLOCK_D, CENTERED)
+    if CENTERED:
+        b_x = b_x - b_center[None, :]
+    b_own_half = half_square(b_x)
+    i_scale = tl.load(p_scale + i_h) * LOG2E
+
+    b_out = tl.zeros([ROWS, BLOCK_D], tl.float32)
+    b_sum = tl.zeros([ROWS], tl.float32)
+    i_borders = meeting(i_row, n_tokens, n_tokens, n_before, n_after, ROWS, COLUMNS, PARTS)
+    for i_part in tl.static_range(PARTS):
+        for i_column in range(i_borders[i_part], i_borders[i_part + 1], COLUMNS):
+            b_out, b_sum = shared_tile(
+                b_out, b_sum, b_x, b_own_half, b_center, i_scale, p_x, p_half, p_valid, i_row,
+                i_column, i_step, stride_xn, n_tokens, n_before, n_after, D, BLOCK_D, ROWS,
+                COLUMNS, CENTERED, STORED, VALID, STRIDED, i_part != 1, PRECISION,
+            )  # fmt: skip
+
+    o_row = i_row + tl.arange(0, ROWS)
+    m_row = o_row < n_tokens
+    # A token's own weight is 1: what rounding took from it, far from the centre, is given back.
+    b_lost = tl.where(b_sum < 1, 1 - b_sum, 0.0)
+    if tl.max(b_lost, axis=0) > 0:  # the tile is loaded again: keeping it takes registers
+        b_x = load_tile(p_x, i_row, i_step, stride_xn, n_tokens, D, ROWS, BLOCK_D, STRIDED, True)
+        if CENTERED:
+            b_x = b_x - b_center[None, :]
+        b_out += b_lost[:, None] * b_x.to(tl.float32)
+        b_sum += b_lost
+    m_empty = ~m_row
+    o_number = i_numbers + o_row * i_step
+    if VALID:
+        p_rows = p_valid + o_row * i_step
+        m_empty = m_empty | (tl.load(p_rows, mask=m_row, other=0) == 0)
+    b_out = b_out / b_sum[:, None]
+    if CENTERED:
+        b_out = b_out + b_center[None, :]
+    b_out = tl.where(m_empty[:, None], 0.0, b_out)
+    p_out += (i_b * N + i_token) * H * D + i_h * D
+    store_tile(p_out, b_out, i_row, i_step, H * D, n_tokens, D, ROWS, BLOCK_D)
+    b_true = tl.log2(b_sum)
+    tl.store(p_lse + o_number, tl.where(m_empty, float("-inf"), b_true * LN2), mask=m_row)
+    b_saved = b_true
+    if not CENTERED:  # without -||x_i||^2 / 2, as the kernels of three tensors keep it
+        b_saved = b_true + i_scale * b_own_half
+    tl.store(p_saved + o_number, tl.where(m_empty, float("inf"), b_saved), mask=m_row)
+
+
+@triton.jit
+def shared_backward_tile(
+    b_d_x, b_pulled, b_d_scale, b_x, b_own_half, b_d_out, b_inverse, b_delta, b_center, i_scale,
+    p_x, p_d_out, p_half, p_lse, p_delta, p_valid, i_row, i_column, i_step, stride_xn, stride_on,
+    n_tokens, n_before, n_after,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    CENTERED: tl.constexpr, STORED: tl.constexpr, VALID: tl.constexpr, STRIDED: tl.constexpr,
+    MASKED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Adds what the pairs with tokens i_column, i_column + 1, ... give to a tile's gradient."""
+    # [COLUMNS, BLOCK_D]
+    b_other = load_tile(
+        p_x, i_column, i_step, stride_xn, n_tokens, D, COLUMNS, BLOCK_D, STRIDED, MASKED
+    )
+    b_d_other = load_tile(
+        p_d_out, i_column, i_step, stride_on, n_tokens, D, COLUMNS, BLOCK_D, STRIDED, MASKED
+    )
+    o_row = i_row + tl.arange(0, ROWS)
+    o_column = i_column + tl.arange(0, COLUMNS)
+    m_column = o_column < n_tokens
+    p_rows = row_pointers(p_lse, i_column, i_step, COLUMNS, STRIDED)
+    b_other_lse = tl.load(p_rows, mask=m_column, other=0.0)
+    b_other_inverse = tl.exp2(-(b_other_lse * LOG2E))  # 1 / Z_j
+    b_other_inverse = tl.where(b_other_lse == float("-inf"), 0.0, b_other_inverse)
+    p_rows = row_pointers(p_delta, i_column, i_step, COLUMNS, STRIDED)
+    b_other_delta = tl.load(p_rows, mask=m_column, other=0.0)
+    if CENTERED:
+        b_other = b_other - b_center[None, :]
+        b_other_delta -= tl.sum(b_d_other * b_center[None, :], axis=1)
+    # [ROWS, COLUMNS]
+    b_log = log_affinities(
+        b_x, b_own_half, b_other, p_half, i_scale * LOG2E, i_row, i_column, i_step, n_tokens,
+        ROWS, COLUMNS, STORED, STRIDED, PRECISION, True,
+    )  # fmt: skip
+    b_there = product(b_d_out, tl.trans(b_other), PRECISION)
+    b_back = product(b_x, tl.trans(b_d_other), PRECISION)
+    if MASKED:
+        m_edge = edges_to(
+            o_row, i_column, i_step, n_tokens, n_before, n_after, 1, p_valid,
+            COLUMNS, VALID, False, STRIDED,
+        )  # fmt: skip
+        b_log = tl.where(m_edge, b_log, float("-inf"))
+        b_other, _ = cleaned(b_other)
+        b_d_other, m_bad = cleaned(b_d_other)
+    b_kernel = tl.exp2(b_log)
+    b_weight = b_kernel * b_other_inverse[None, :]  # of token i in the row of j
+    b_pull = b_kernel * b_inverse[:, None] * (b_there - b_delta[:, None])
+    b_pull = b_pull + b_weight * (b_back - b_other_delta[None, :])
+    if MASKED:
+        b_weight = poisoned(b_weight, b_log, m_bad)
+        b_pull = tl.where(b_log == float("-inf"), 0.0, b_pull)
+        b_log = tl.where(b_log == float("-inf"), 0.0, b_log)
+    b_d_scale += tl.sum(b_pull * b_log, axis=1)
+    b_rounded = (b_pull * i_scale).to(b_other.dtype)
+    b_pulled += tl.sum(b_rounded.to(tl.float32), axis=1)
+    b_d_x = add_product(b_d_x, b_rounded, b_other, PRECISION)
+    b_d_x = add_product(b_d_x, b_weight.to(b_d_other.dtype), b_d_other, PRECISION)
+    return b_d_x, b_pulled, b_d_scale
+
+
+@triton.jit(do_not_specialize=["N", "H", "num_tiles"])
+def shared_backward_kernel(
+    p_x, p_d_out, p_lse, p_delta, p_d_x, p_d_scale, p_scale, p_half, p_center, p_valid,
+    p_tiles, p_sequences, N, H, num_tiles, stride_xn, stride_xh, stride_on, stride_oh,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    CENTERED: tl.constexpr, STORED: tl.constexpr, VALID: tl.constexpr, STRIDED: tl.constexpr,
+    PARTS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """d_x [B, N, H, D], and every tile's share of d_scale [B, tiles, H]; symmetric graphs."""
+    i_b, i_h, i_tile, i_row, p_row = own_tile(p_tiles, p_sequences, num_tiles, H)
+    i_token, n_tokens, _, _, i_step, n_before, n_after, _ = load_sequence(p_row)
+    p_x += (i_b * N + i_token) * stride_xn + i_h.to(tl.int64) * stride_xh
+    p_d_out += (i_b * N + i_token) * stride_on + i_h.to(tl.int64) * stride_oh
+    i_numbers = (i_b * H + i_h) * N + i_token
+    p_half += i_numbers
+    p_valid += i_b * N + i_token
+
+    # [ROWS, BLOCK_D]
+    b_x = load_tile(p_x, i_row, i_step, stride_xn, n_tokens, D, ROWS, BLOCK_D, STRIDED, True)
+    b_d_out = load_tile(
+        p_d_out, i_row, i_step, stride_on, n_tokens, D, ROWS, BLOCK_D, STRIDED, True
+    )
+    i_slot = (i_b * num_tiles + i_tile) * H + i_h
+    b_center = load_center(p_center, i_slot, D, BLOCK_D, CENTERED)
+    if CENTERED:
+        b_x = b_x - b_center[None, :]
+    b_own_half = half_square(b_x)
+    o_row = i_row + tl.arange(0, ROWS)
+    m_row = o_row < n_tokens
+    if VALID:
+        p_rows = p_valid + o_row * i_step
+        m_row = m_row & (tl.load(p_rows, mask=m_row, other=0) != 0)
+    o_number = i_numbers + o_row * i_step
+    b_lse = tl.load(p_lse + o_number, mask=m_row, other=0.0)
+    b_inverse = tl.exp2(-(b_lse * LOG2E))
+    b_delta = tl.load(p_delta + o_number, mask=m_row, other=0.0)
+    if CENTERED:  # of values around the centre
+        b_delta -= tl.sum(b_d_out * b_center[None, :], axis=1)
+    i_scale = tl.load(p_scale + i_h)
+
+    b_d_x = tl.zeros([ROWS, BLOCK_D], tl.float32)
+    b_pulled = tl.zeros([ROWS], tl.float32)
+    b_d_scale = tl.zeros([ROWS], tl.float32)
+    i_borders = meeting(i_row, n_tokens, n_tokens, n_before, n_after, ROWS, COLUMNS, PARTS)
+    for i_part in tl.static_range(PARTS):
+        for i_column in range(i_borders[i_part], i_borders[i_part + 1], COLUMNS):
+            b_d_x, b_pulled, b_d_scale = shared_backward_tile(
+                b_d_x, b_pulled, b_d_scale, b_x, b_own_half, b_d_out, b_inverse, b_delta, b_center,
+                i_scale, p_x, p_d_out, p_half, p_lse + i_numbers, p_delta + i_numbers, p_valid,
+                i_row, i_column, i_step, stride_xn, stride_on, n_tokens, n_before, n_after, D,
+                BLOCK_D, ROWS, COLUMNS, CENTERED, STORED, VALID, STRIDED, i_part != 1, PRECISION,
+            )  # fmt: skip
+
+    b_d_x = tl.where(m_row[:, None], b_d_x - b_pulled[:, None] * b_x.to(tl.float32), 0.0)
+    p_d_x += (i_b * N + i_token) * H * D + i_h * D
+    store_tile(p_d_x, b_d_x, i_row, i_step, H * D, n_tokens, D, ROWS, BLOCK_D)
+    # Every pair is met from both ends, so half of it is the share of one; logs hold the scale.
+    i_share = tl.sum(tl.where(m_row, b_d_scale, 0.0), axis=0) * 0.5 / (i_scale * LOG2E)
+    tl.store(p_d_scale + (i_b * num_tiles + i_tile) * H + i_h, i_share)
+
+
+def has_shared_forward(inputs: BandInputs, self_loops: bool) -> bool:
+    """Whether the forward of one tensor gives the same: RBF, and every token sees itself."""
+    x = inputs
+    same = x.query.shape == x.value.shape and x.valid_target is x.valid_source
+    return x.rbf and self_loops and same and x.table is None
+
+
+def has_shared_backward(inputs: BandInputs, symmetric: bool) -> bool:
+    """Whether five products give the gradient: on symmetric graphs, and as long as they fit.
+
+    Beyond that width their accumulators spill more than two more products cost.
+    """
+    return symmetric and inputs.width <= WIDEST_BACKWARD
+
+
+def shared_forward(inputs: BandInputs) -> tuple[Tensor, Tensor, Tensor]:
+    """Output [B, N, H, D], log-sums [B, H, N], and log-sums for the backward [B, H, N]."""
+    x = inputs
+    B, N, H, _ = x.query.shape
+    out = torch.empty_like(x.query, memory_format=torch.contiguous_format)
+    lse = x.query.new_empty((B, H, N), dtype=torch.float32)
+    saved = torch.empty_like(lse)
+    choice = tuning.choose("shared_forward", x.query.dtype, x.width, x.bands.window)
+    launch(
+        shared_forward_kernel,
+        **_arguments(x, choice),
+        p_out=out,
+        p_lse=lse,
+        p_saved=saved,
+    )
+    return out, lse, saved
+
+
+def shared_backward(
+    inputs: BandInputs, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Gradients of the one tensor and of scale [H], on a symmetric graph."""
+    x = inputs
+    B, _, H, _ = x.query.shape
+    d_out = side_by_side(d_out)
+    d_x = torch.empty_like(x.query, memory_format=torch.contiguous_format)
+    choice = tuning.choose("shared_backward", x.query.dtype, x.width, x.bands.window)
+    shares = x.scale.new_empty(B, len(x.bands.tiles("targets", choice.rows)), H)
+    launch(
+        shared_backward_kernel,
+        **_arguments(x, choice),
+        p_d_out=d_out,
+        p_lse=lse,
+        p_delta=row_dots(out, d_out, 1.0, d_lse),
+        p_d_x=d_x,
+        p_d_scale=shares,
+        stride_on=d_out.stride(1),
+        stride_oh=d_out.stride(2),
+    )
+    return d_x, shares.sum((0, 1))
+
+
+def _arguments(x: BandInputs, choice: tuning.Choice) -> dict[str, Any]:
+    """What both kernels are started with."""
+    B, _, H, _ = x.query.shape
+    common, tiles = x.common(), x.bands.tiles("targets", choice.rows)
+    stored = x.stores_half_squares(choice.rows)
+    taken = (
+        "p_scale", "p_sequences", "N", "H", "D", "BLOCK_D", "CENTERED", "VALID", "STRIDED",
+        "PRECISION",
+    )  # fmt: skip
+    return {
+        "grid": (B * H * len(tiles),),
+        "p_x": x.query,
+        "p_valid": common["p_valid_source"],
+        "p_half": row_dots(x.query, x.query, 0.5) if stored else x.scale,
+        "p_center": x.centers("targets", tiles, choice.rows),
+        "p_tiles": tiles,
+        "num_tiles": len(tiles),
+        "stride_xn": x.query.stride(1),
+        "stride_xh": x.query.stride(2),
+        "STORED": stored,
+        "ROWS": choice.rows,
+        "COLUMNS": choice.columns,
+        "PARTS": x.parts(choice.rows, choice.columns),
+        "num_warps": choice.num_warps,
+        "num_stages": choice.num_stages,
+        **{name: common[name] for name in taken},
+    }

@@ -1,0 +1,100 @@
+"""Which tile of which sequence every program of a band kernel takes: index arrays, made once."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Side = Literal["targets", "sources"]
+
+
+class BandTables:
+    """The bands of a graph on one device.
+
+    Args:
+        sequences: [S, 8], int64, on the CPU: first target, number of targets, first source, number
+            of sources, step, before, after, and 1. Target i of a sequence sees its sources from
+            i - before to i + after; either may be negative. In the place of the 1 stands -2 times a
+            hop that is left out, source - target: 0 where tokens do not see themselves.
+        device: where the kernels run; "meta" to look at launches without a device.
+        origin: the row of a table of offsets that target i reads for source i.
+
+    Example:
+        >>> import torch
+        >>> from graphattn.kernels.bands.schedule import BandTables
+        >>> window = torch.tensor([[0, 40, 0, 40, 1, 8, 8, 1]])  # 40 tokens, 8 on each side
+        >>> bands = BandTables(window, "cpu")
+        >>> bands.tiles("targets", 16)  # sequence, first row
+        tensor([[ 0, 16],
+                [ 0,  0],
+                [ 0, 32]], dtype=torch.int32)
+        >>> bands.tile_pairs(16, 16)  # 24, 32 and 16 sources, 16 at a time
+        5
+    """
+
+    def __init__(
+        self, sequences: Tensor, device: torch.device | str, *, origin: int | None = None
+    ) -> None:
+        self.on_cpu, self.device, self.origin = sequences, torch.device(device), origin
+        self.sequences = copied(sequences, self.device)
+        self._tiles: dict[tuple[Side, int], Tensor] = {}
+        self._anchors: dict[tuple[Side, int], Tensor] = {}
+        _, targets, _, sources, step, before, after, loops = sequences.unbind(1)
+        self.is_strided = bool((step != 1).any())
+        self.has_holes = bool((loops != 1).any())
+        # How many tokens of one side a token of the other can meet, at most.
+        reach = torch.minimum(before + after + 1, torch.maximum(targets, sources))
+        self.window = int(reach.max()) if len(reach) else 0
+
+    def tiles(self, side: Side, rows: int) -> Tensor:
+        """Int32 [tiles, 2], sequence and first row: those with most to do come first."""
+        if (side, rows) not in self._tiles:
+            tiles = self._in_order(side, rows).to(torch.int32)
+            self._tiles[side, rows] = copied(tiles, self.device)
+        return self._tiles[side, rows]
+
+    def anchors(self, side: Side, rows: int) -> Tensor:
+        """A source near every tile, and its sequence's first, [2, tiles], counted among all.
+
+        That near a tile of targets is in no target's future.
+        """
+        if (side, rows) not in self._anchors:
+            sequence, first = self._in_order(side, rows).unbind(1)
+            _, own, start, other, step, before, after, _ = self.on_cpu[sequence].unbind(1)
+            if side == "targets":  # seen by all of them, if the window is long enough
+                last = torch.minimum(first + rows, own) - 1
+                first = torch.minimum(torch.maximum(first, last - before), first + after)
+                first = torch.minimum(first, other - 1).clamp(min=0)
+            pair = torch.stack([start + first * step, start])
+            self._anchors[side, rows] = copied(pair, self.device)
+        return self._anchors[side, rows]
+
+    def tile_pairs(self, rows: int, columns: int, side: Side = "targets") -> int:
+        """How many times a tile of one side meets one of the other, over all sequences."""
+        _, work = self._list_tiles(side, rows)
+        return int(((work + columns - 1) // columns).sum())
+
+    def _in_order(self, side: Side, rows: int) -> Tensor:
+        table, work = self._list_tiles(side, rows)
+        return table[work.argsort(descending=True, stable=True)]
+
+    def _list_tiles(self, side: Side, rows: int) -> tuple[Tensor, Tensor]:
+        """Tiles, and how many tokens of the other side each one meets."""
+        _, own, _, other, _, before, after, _ = self.on_cpu.unbind(1)
+        if side == "sources":  # a source is seen from j - after to j + before
+            own, other, before, after = other, own, after, before
+        count = (own + rows - 1) // rows
+        sequence = torch.arange(len(own)).repeat_interleave(count)
+        start = (count.cumsum(0) - count).repeat_interleave(count)
+        first = (torch.arange(len(sequence)) - start) * rows
+        last = torch.minimum(first + rows, own[sequence]) - 1
+        low = (first - before[sequence]).clamp(min=0)
+        high = torch.minimum(last + after[sequence] + 1, other[sequence])
+        return torch.stack([sequence, first], dim=1), (high - low).clamp(min=0)
+
+
+def copied(table: Tensor, device: torch.device) -> Tensor:
+    """A table on a device, behind the work that is queued there, without waiting for it."""
+    return table.to(device, non_blocking=True)

@@ -1,0 +1,344 @@
+"""Top-k within windows: which sources of every target count, by the size of their logits.
+
+Logits are compared as whole numbers in the same order. The k-th largest of a row lies between its
+smallest and its largest; that interval is halved, counting how many reach its middle, until as many
+as wanted do, or nothing lies between its ends. Of sources that equal the k-th the first are kept.
+
+The choice is a mask of bits that forward and backward read: they may add features in another order,
+and would then choose otherwise near a tie.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from graphattn.kernels.bands.inputs import BandInputs
+from graphattn.kernels.bands.math import (
+    NOWHERE,
+    edges_to,
+    first_word,
+    half_squares,
+    load_center,
+    load_sequence,
+    load_tile,
+    own_tile,
+    product,
+)
+from graphattn.kernels.shared import tuning
+from graphattn.kernels.shared.launch import launch
+from graphattn.kernels.shared.row_dots import row_dots
+
+WORD = 32  # sources whose bits share one number
+WARP = 32  # threads
+# Logits that a thread may hold, and of heads how wide: other products take its registers. Where
+# rows see more sources, or heads are wider, tiles are computed again and again.
+HELD = 192
+WIDEST_HELD = {torch.float16: 64, torch.bfloat16: 64}
+NO_EDGE = tl.constexpr(-(1 << 31))
+NOT_A_NUMBER = tl.constexpr((1 << 31) - 2)  # above infinity
+LARGEST = tl.constexpr((1 << 31) - 1)
+
+
+@triton.jit
+def rank_tile(
+    b_query, b_center, i_scale, p_key, p_half, p_table, p_valid, o_live, i_column, i_h, H,
+    i_origin, i_step, stride_kn, n_sources, n_before, n_after, i_loops,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, COLUMNS: tl.constexpr, RBF: tl.constexpr,
+    CENTERED: tl.constexpr, STORED: tl.constexpr, TABLE: tl.constexpr, VALID: tl.constexpr,
+    HOLES: tl.constexpr, STRIDED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Logits of the sources i_column, i_column + 1, ... as whole numbers in the same order.
+
+    NaN is the largest, as in torch, and NO_EDGE the smallest. [ROWS, COLUMNS].
+    """
+    # [COLUMNS, BLOCK_D]
+    b_key = load_tile(
+        p_key, i_column, i_step, stride_kn, n_sources, D, COLUMNS, BLOCK_D, STRIDED, True
+    )
+    if CENTERED:
+        b_key = b_key - b_center[None, :]
+    # [ROWS, COLUMNS]
+    b_logit = product(b_query, tl.trans(b_key), PRECISION)
+    if RBF:
+        b_half = half_squares(b_key, p_half, i_column, i_step, n_sources, COLUMNS, STORED, STRIDED)
+        b_logit = b_logit - b_half[None, :]
+    b_logit = b_logit * i_scale
+    m_edge = edges_to(
+        o_live, i_column, i_step, n_sources, n_before, n_after, i_loops, p_valid,
+        COLUMNS, VALID, HOLES, STRIDED,
+    )  # fmt: skip
+    if TABLE:
+        o_offset = (i_column + tl.arange(0, COLUMNS))[None, :] - o_live[:, None] + i_origin
+        b_logit += tl.load(p_table + o_offset * H + i_h, mask=m_edge, other=0.0)
+    b_logit = b_logit + 0.0  # -0.0 becomes 0.0, its equal
+    b_rank = b_logit.to(tl.int32, bitcast=True)
+    b_rank = tl.where(b_rank < 0, b_rank ^ LARGEST, b_rank)
+    b_rank = tl.where(b_logit != b_logit, NOT_A_NUMBER, b_rank)
+    return tl.where(m_edge, b_rank, NO_EDGE)
+
+
+@triton.jit
+def counted(b_counts, m_pair):
+    """One more where true: two instructions, since additions of floats can be predicated."""
+    return tl.where(m_pair, b_counts + 1.0, b_counts)
+
+
+@triton.jit
+def widened(b_low, b_most, b_rank):
+    """The smallest and the largest rank of every row's edges, a tile more, [ROWS] each."""
+    b_least = tl.min(tl.where(b_rank == NO_EDGE, LARGEST, b_rank), axis=1)
+    return tl.minimum(b_low, b_least), tl.maximum(b_most, tl.max(b_rank, axis=1))
+
+
+@triton.jit
+def turns(b_rank, b_low, i_column, COLUMNS: tl.constexpr):
+    """In which order sources are taken: -1 above `low`, their column if equal, never if below."""
+    o_column = i_column + tl.arange(0, COLUMNS)
+    b_turn = tl.where(b_rank == b_low[:, None], o_column[None, :], LARGEST)
+    return tl.where(b_rank > b_low[:, None], -1, b_turn)
+
+
+@triton.jit
+def middle(b_low, b_high):
+    """(low + high) / 2, rounded down; their sum may not fit into 32 bits."""
+    return (b_low >> 1) + (b_high >> 1) + (b_low & b_high & 1)
+
+
+@triton.jit
+def narrowed(b_low, b_high, b_of_low, b_of_high, b_try, b_reach, top_k):
+    """The interval in which the k-th largest rank lies, and how many reach its ends, after a try.
+
+    At least `top_k` reach `low` (if there are so many), and fewer reach `high`.
+    """
+    m_up = (b_reach >= top_k) & (b_try > b_low)
+    m_down = (b_reach < top_k) & (b_try < b_high)
+    b_low, b_of_low = tl.where(m_up, b_try, b_low), tl.where(m_up, b_reach, b_of_low)
+    b_high, b_of_high = tl.where(m_down, b_try, b_high), tl.where(m_down, b_reach, b_of_high)
+    return b_low, b_high, b_of_low, b_of_high
+
+
+@triton.jit
+def halved(b_end, b_start, b_try, b_reach, top_k):
+    """Where the last source that is kept lies: before `end`, not before `start`; after a try."""
+    m_enough = b_reach >= top_k
+    return tl.where(m_enough, b_try, b_end), tl.where(m_enough, b_start, b_try)
+
+
+@triton.jit
+def is_open(b_low, b_high, b_of_low, top_k):
+    """Whether some row needs another try."""
+    m_open = (b_of_low > top_k) & (b_high - 1 > b_low)
+    return tl.max(m_open.to(tl.int32), axis=0) > 0
+
+
+@triton.jit
+def store_kept(
+    p_kept, m_kept, o_row, n_targets, i_column, i_step, n_before, n_words,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Writes a tile as bits."""
+    b_bit = tl.full([COLUMNS], 1, tl.int32) << (tl.arange(0, COLUMNS) % 32)
+    b_bits = tl.where(m_kept, b_bit[None, :], 0)
+    # [ROWS, COLUMNS / 32]
+    b_words = tl.sum(tl.reshape(b_bits, [ROWS, COLUMNS // 32, 32]), axis=2)
+    o_word = i_column // 32 + tl.arange(0, COLUMNS // 32)[None, :]
+    o_word = o_word - first_word(o_row, n_before)[:, None]
+    m_word = (o_row < n_targets)[:, None] & (o_word >= 0) & (o_word < n_words)
+    tl.store(p_kept + (o_row * i_step)[:, None] * n_words + o_word, b_words, mask=m_word)
+
+
+@triton.jit(do_not_specialize=["N", "M", "H", "num_tiles", "origin", "num_words", "top_k"])
+def select_kernel(
+    p_query, p_key, p_value, p_scale, p_half, p_center, p_table, p_kept,
+    p_valid_target, p_valid_source, p_tiles, p_sequences,
+    N, M, H, num_tiles, origin, top_k, num_words,
+    stride_qn, stride_qh, stride_kn, stride_kh, stride_vn, stride_vh,
+    REPEATS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    RBF: tl.constexpr, CENTERED: tl.constexpr, STORED: tl.constexpr, TABLE: tl.constexpr,
+    KEPT: tl.constexpr, VALID: tl.constexpr, VALID_TARGET: tl.constexpr, HOLES: tl.constexpr,
+    STRIDED: tl.constexpr, PRECISION: tl.constexpr, CHUNKS: tl.constexpr,
+):  # fmt: skip
+    """kept [B, H, N, words]: bits of the `top_k` sources of every row with the largest logits.
+
+    Rows that see no more than CHUNKS tiles are held; if that is 0 they are computed again for
+    every try, always by the same instructions, so that ranks never differ.
+    """
+    i_b, i_h, i_tile, i_row, p_row = own_tile(p_tiles, p_sequences, num_tiles, H)
+    (
+        i_target, n_targets, i_source, n_sources, i_step, n_before, n_after, i_loops,
+    ) = load_sequence(p_row)  # fmt: skip
+    i_head = i_h // REPEATS
+    p_query += (i_b * N + i_target) * stride_qn + i_h.to(tl.int64) * stride_qh
+    p_key += (i_b * M + i_source) * stride_kn + i_head.to(tl.int64) * stride_kh
+    p_half += (i_b * (H // REPEATS) + i_head) * M + i_source
+    p_valid_source += i_b * M + i_source
+    p_kept += ((i_b * H + i_h) * N + i_target) * num_words
+    # [ROWS, BLOCK_D]
+    b_query = load_tile(
+        p_query, i_row, i_step, stride_qn, n_targets, D, ROWS, BLOCK_D, STRIDED, True
+    )
+    i_slot = (i_b * num_tiles + i_tile) * (H // REPEATS) + i_head
+    b_center = load_center(p_center, i_slot, D, BLOCK_D, CENTERED)
+    if CENTERED:
+        b_query = b_query - b_center[None, :]
+    i_scale = tl.load(p_scale + i_h)
+    o_row = i_row + tl.arange(0, ROWS)
+    o_live = tl.where(o_row < n_targets, o_row, -NOWHERE)
+    i_begin = tl.maximum(i_row - n_before, 0) // 32 * 32
+    i_end = tl.minimum(tl.minimum(i_row + ROWS, n_targets) + n_after, n_sources)
+
+    # No row has more edges than its window has sources. Where it has fewer, as next to padding, it
+    # takes more tries to find that all are kept.
+    o_first, o_past = tl.maximum(o_row - n_before, 0), tl.minimum(o_row + n_after + 1, n_sources)
+    b_of_low = tl.where(o_row < n_targets, (o_past - o_first).to(tl.float32), 0.0)
+    b_of_high = tl.zeros([ROWS], tl.float32)
+    b_low = tl.full([ROWS], LARGEST, tl.int32)
+    b_most = tl.full([ROWS], NO_EDGE, tl.int32)
+    b_end = tl.full([ROWS], 0, tl.int32) + i_end
+    if CHUNKS > 0:
+        held = ()
+        for i_chunk in tl.static_range(CHUNKS):
+            b_rank = rank_tile(
+                b_query, b_center, i_scale, p_key, p_half, p_table, p_valid_source, o_live,
+                i_begin + i_chunk * COLUMNS, i_h, H, origin, i_step, stride_kn, n_sources,
+                n_before, n_after, i_loops, D, BLOCK_D, COLUMNS, RBF, CENTERED, STORED, TABLE,
+                VALID, HOLES, STRIDED, PRECISION,
+            )  # fmt: skip
+            held = held + (b_rank,)  # type: ignore[assignment]  # noqa: RUF005
+            b_low, b_most = widened(b_low, b_most, b_rank)
+        b_high = b_most + 1
+        while is_open(b_low, b_high, b_of_low, top_k):
+            b_try = middle(b_low, b_high)
+            b_counts = tl.zeros([ROWS, COLUMNS], tl.float32)
+            for i_chunk in tl.static_range(CHUNKS):
+                b_counts = counted(b_counts, held[i_chunk] >= b_try[:, None])
+            b_reach = tl.sum(b_counts, axis=1)
+            b_low, b_high, b_of_low, b_of_high = narrowed(
+                b_low, b_high, b_of_low, b_of_high, b_try, b_reach, top_k
+            )
+        order = ()
+        for i_chunk in tl.static_range(CHUNKS):
+            b_turn = turns(held[i_chunk], b_low, i_begin + i_chunk * COLUMNS, COLUMNS)
+            order = order + (b_turn,)  # type: ignore[assignment]  # noqa: RUF005
+        b_start = tl.where(b_of_low > top_k, i_begin, b_end - 1)
+        while tl.max(b_end - b_start, axis=0) > 1:
+            b_try = (b_start + b_end) // 2
+            b_counts = tl.zeros([ROWS, COLUMNS], tl.float32)
+            for i_chunk in tl.static_range(CHUNKS):
+                b_counts = counted(b_counts, order[i_chunk] < b_try[:, None])
+            b_reach = tl.sum(b_counts, axis=1)
+            b_end, b_start = halved(b_end, b_start, b_try, b_reach, top_k)
+        for i_chunk in tl.static_range(CHUNKS):
+            store_kept(
+                p_kept, order[i_chunk] < b_end[:, None], o_row, n_targets,
+                i_begin + i_chunk * COLUMNS, i_step, n_before, num_words, ROWS, COLUMNS,
+            )  # fmt: skip
+    else:
+        b_high, b_start = b_most, b_end
+        # 0: the range of ranks, 1: the k-th rank, 2: the last of its equals, 3: writing
+        i_phase = 0
+        while i_phase < 4:
+            # To compute a tile costs more than to compare it with three numbers.
+            b_try, b_upto = middle(b_low, b_high), (b_start + b_end) // 2
+            b_below, b_above = middle(b_low, b_try), middle(b_try, b_high)
+            b_counts = tl.zeros([ROWS, COLUMNS], tl.float32)
+            b_counts_below = tl.zeros([ROWS, COLUMNS], tl.float32)
+            b_counts_above = tl.zeros([ROWS, COLUMNS], tl.float32)
+            for i_column in range(i_begin, i_end, COLUMNS):
+                b_rank = rank_tile(
+                    b_query, b_center, i_scale, p_key, p_half, p_table, p_valid_source, o_live,
+                    i_column, i_h, H, origin, i_step, stride_kn, n_sources, n_before, n_after,
+                    i_loops, D, BLOCK_D, COLUMNS, RBF, CENTERED, STORED, TABLE, VALID, HOLES,
+                    STRIDED, PRECISION,
+                )  # fmt: skip
+                if i_phase == 0:
+                    b_low, b_most = widened(b_low, b_most, b_rank)
+                elif i_phase == 1:
+                    b_counts = counted(b_counts, b_rank >= b_try[:, None])
+                    b_counts_below = counted(b_counts_below, b_rank >= b_below[:, None])
+                    b_counts_above = counted(b_counts_above, b_rank >= b_above[:, None])
+                else:
+                    b_turn = turns(b_rank, b_low, i_column, COLUMNS)
+                    if i_phase == 2:
+                        b_counts = counted(b_counts, b_turn < b_upto[:, None])
+                    else:
+                        store_kept(
+                            p_kept, b_turn < b_end[:, None], o_row, n_targets, i_column, i_step,
+                            n_before, num_words, ROWS, COLUMNS,
+                        )  # fmt: skip
+            b_reach = tl.sum(b_counts, axis=1)
+            if i_phase == 0:
+                b_high = b_most + 1
+            elif i_phase == 1:
+                b_low, b_high, b_of_low, b_of_high = narrowed(
+                    b_low, b_high, b_of_low, b_of_high, b_try, b_reach, top_k
+                )
+                b_low, b_high, b_of_low, b_of_high = narrowed(
+                    b_low, b_high, b_of_low, b_of_high, b_below, tl.sum(b_counts_below, axis=1),
+                    top_k,
+                )  # fmt: skip
+                b_low, b_high, b_of_low, b_of_high = narrowed(
+                    b_low, b_high, b_of_low, b_of_high, b_above, tl.sum(b_counts_above, axis=1),
+                    top_k,
+                )  # fmt: skip
+            elif i_phase == 2:
+                b_end, b_start = halved(b_end, b_start, b_upto, b_reach, top_k)
+            if i_phase < 2:
+                b_start = tl.where(b_of_low > top_k, i_begin, b_end - 1)
+                i_phase = tl.where(is_open(b_low, b_high, b_of_low, top_k), 1, 2)
+            if i_phase == 3:
+                i_phase = 4
+            elif i_phase == 2:
+                i_phase = tl.where(tl.max(b_end - b_start, axis=0) > 1, 2, 3)
+
+
+def select(inputs: BandInputs, top_k: int) -> Tensor:
+    """Int32 [B, H, N, words]: bits of the `top_k` sources of every target and head that count.
+
+    Those with the largest logits; of equal ones the smaller sources. Bit c % 32 of word c // 32 -
+    max(i - before, 0) // 32 of target i is that of source c; both are counted within their
+    sequence. Bits of pairs that are no edges may be anything.
+    """
+    x = inputs
+    B, N, H, _ = x.query.shape
+    choice = tuning.choose("band_select", x.query.dtype, x.width, x.bands.window)
+    rows, columns = choice.rows, max(choice.columns, WORD)
+    chunks = triton.cdiv(_span(x.bands.on_cpu, rows), columns)
+    is_held = chunks * columns * rows <= HELD * WARP * choice.num_warps
+    is_held = is_held and x.width <= WIDEST_HELD.get(x.query.dtype, 0)
+    words = triton.cdiv(x.bands.window - 1, WORD) + 1 if x.bands.window else 0
+    kept = torch.empty((B, H, N, words), dtype=torch.int32, device=x.query.device)
+    tiles = x.bands.tiles("targets", rows)
+    stored = x.stores_half_squares(rows)
+    launch(
+        select_kernel,
+        (B * H * len(tiles),),
+        p_half=row_dots(x.key, x.key, 0.5) if stored else x.scale,
+        p_center=x.centers("targets", tiles, rows),
+        p_tiles=tiles,
+        num_tiles=len(tiles),
+        top_k=min(top_k, x.bands.window),
+        STORED=stored,
+        ROWS=rows,
+        COLUMNS=columns,
+        CHUNKS=chunks if is_held else 0,
+        num_warps=choice.num_warps,
+        num_stages=choice.num_stages,
+        fp_fusion=False,  # equal keys must have equal squares, whichever lanes add them up
+        **(x.common() | {"p_kept": kept, "num_words": words}),
+    )
+    return kept
+
+
+def _span(sequences: Tensor, rows: int) -> int:
+    """How many sources the tiles of `rows` targets reach over, from the last whole word on."""
+    _, targets, _, sources, _, before, after, _ = sequences.unbind(1)
+    step = min(rows, WORD)
+    # Tiles begin at multiples of their rows, so this is how far their first source is in its word.
+    inside = -before % step + WORD - step
+    reach = before + after + targets.clamp(max=rows) + inside
+    return int(torch.minimum(reach, sources).max()) if len(sequences) else 0

@@ -1,0 +1,59 @@
+"""Every main configuration of every kernel, compiled without a device and judged.
+
+    python -m graphattn.kernels.check                    # sm_90
+    python -m graphattn.kernels.check --all --markdown docs/benchmarks/kernels.md
+
+Exits with 1 and a list where a kernel spills registers, needs more shared memory than there is,
+or lacks the matrix instruction of its architecture.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from graphattn.kernels.check.compile import ARCHITECTURES
+from graphattn.kernels.check.report import CONFIGURATIONS, as_json, check, markdown
+
+
+def main(arguments: Sequence[str] | None = None, *, configurations: str = CONFIGURATIONS) -> int:
+    """The command; returns its exit status.
+
+    Args:
+        arguments: what follows ``python -m graphattn.kernels.check``.
+        configurations: the module whose ``all_configurations()`` are checked.
+    """
+    parser = argparse.ArgumentParser(
+        prog="python -m graphattn.kernels.check",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--arch", nargs="+", choices=ARCHITECTURES, default=["sm_90"])
+    parser.add_argument("--all", action="store_true", help="every architecture")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="every number, for programs")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="the tables, to be kept")
+    options = parser.parse_args(arguments)
+    if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
+        print(
+            "TRITON_INTERPRET is set: an interpreted kernel cannot be compiled. Unset it.",
+            file=sys.stderr,
+        )
+        return 2
+    rows = check(list(ARCHITECTURES) if options.all else options.arch, configurations)
+    text = markdown(rows)
+    print(text)
+    if options.markdown:
+        options.markdown.write_text(text, encoding="utf-8")
+    if options.json:
+        options.json.write_text(as_json(rows), encoding="utf-8")
+    found = sum(len(row.problems) for row in rows)
+    if found:
+        print(f"{found} problems, listed above", file=sys.stderr)
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,175 @@
+"""Configurations compiled, judged and set in tables."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import multiprocessing
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from typing import NamedTuple
+
+from graphattn.kernels.check.compile import (
+    KIB,
+    Compiled,
+    compile_launch,
+    matrix_families,
+    problems,
+)
+from graphattn.kernels.check.prediction import Prediction, predict
+from graphattn.kernels.shared import tuning
+
+CONFIGURATIONS = "graphattn.kernels.check.families"
+PROCESSES = 2
+
+
+class Row(NamedTuple):
+    """One configuration on one architecture."""
+
+    name: str
+    arch: str
+    target: str
+    compiled: Compiled | None  # None: it did not compile
+    prediction: Prediction | None  # sm_90 only
+    problems: list[str]
+
+
+def check(archs: Sequence[str], configurations: str = CONFIGURATIONS) -> list[Row]:
+    """Compiles every configuration for every architecture, in two processes."""
+    module, jobs = importlib.import_module(configurations), []
+    for arch in archs:
+        with tuning.compiling_for(arch):  # how many launches there are depends on sizes of tiles
+            count = len(module.all_configurations())
+        jobs += [(configurations, i, arch) for i in range(count)]
+    # Kernels cannot be pickled, so a job names its configuration. A new interpreter for each
+    # process, because PyTorch's threads do not survive a fork.
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(min(PROCESSES, len(jobs)) or 1, mp_context=context) as processes:
+        return list(processes.map(check_one, jobs))
+
+
+def check_one(job: tuple[str, int, str]) -> Row:
+    """One configuration on one architecture; what the compiler refuses is a problem, too."""
+    module, i, arch = job
+    with tuning.compiling_for(arch):
+        configuration = importlib.import_module(module).all_configurations()[i]
+    name, target = configuration.name, configuration.target
+    try:
+        compiled = compile_launch(configuration.launch, arch)
+    except Exception as error:  # of the compiler, the assembler, the linker: any is a finding
+        refused = f"does not compile: {last_words(error)}"
+        return Row(name, arch, target, None, None, [refused])
+    prediction = predict(configuration, compiled) if arch == "sm_90" else None
+    return Row(
+        name, arch, target, compiled, prediction, problems(compiled, main=configuration.main)
+    )
+
+
+def last_words(error: BaseException) -> str:
+    """The line that says why: Triton shows the source first, and wraps what its parts raise."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    lines = [line.strip() for line in str(error).splitlines() if line.strip(" ^")]
+    return f"{type(error).__name__}: {lines[-1] if lines else ''}"
+
+
+COMPILED = ("configuration", "registers", "spills", "shared KiB", "matrix instructions", "loop")
+PREDICTED = (
+    "configuration",
+    "bytes",
+    "gathers",
+    "matrix",
+    "issue slots",
+    "special",
+    "predicted",
+    "target",
+)
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    """The tables as text that depends on the kernels and on Triton's version alone."""
+    import triton
+
+    text = [
+        "# Kernels, compiled ahead of time",
+        "",
+        f"Triton {triton.__version__}; nothing here was run on a device. Registers per thread; "
+        "loop: instructions of one warp in one pass through the main loop; spills: loads and "
+        "stores of spilled registers (in the main loop). "
+        "`python -m graphattn.kernels.check --all --markdown FILE` writes this.",
+    ]
+    for arch in dict.fromkeys(row.arch for row in rows):
+        text += ["", f"## {arch}", ""]
+        text += table(COMPILED, [compiled_cells(row) for row in rows if row.arch == arch])
+    predicted = [row for row in rows if row.prediction is not None]
+    if predicted:
+        text += [
+            "",
+            "## Predicted time on an H200",
+            "",
+            "Microseconds each unit would need if it were the only limit; the largest is the "
+            "predicted time, which no launch beats. Not measured.",
+            "",
+        ]
+        text += table(PREDICTED, [predicted_cells(row) for row in predicted])
+    found = [f"- {row.name} on {row.arch} {problem}" for row in rows for problem in row.problems]
+    text += ["", "## Problems", "", *(found or ["None."]), ""]
+    return "\n".join(text)
+
+
+def compiled_cells(row: Row) -> tuple[str, ...]:
+    """A row under `COMPILED`."""
+    if row.compiled is None:
+        return (row.name, "does not compile", "", "", "", "")
+    compiled = row.compiled
+    families = [f"{count} {name}" for name, count in matrix_families(compiled).items()]
+    return (
+        row.name,
+        str(compiled.registers),
+        f"{compiled.spills} ({compiled.loop_spills})" if compiled.spills else "0",
+        f"{compiled.shared / KIB:.1f}",
+        ", ".join(families),
+        str(compiled.loop_instructions),
+    )
+
+
+def predicted_cells(row: Row) -> tuple[str, ...]:
+    """A row under `PREDICTED`."""
+    prediction = row.prediction
+    assert prediction is not None
+    parts = tuple(microseconds(seconds) for seconds in prediction)
+    total = f"{microseconds(prediction.seconds)} ({prediction.limit})"
+    return (row.name, *parts, total, row.target)
+
+
+def microseconds(seconds: float) -> str:
+    """Three significant digits, never in scientific notation: 1,230 or 4.56 or 0.0078."""
+    value = float(f"{1e6 * seconds:.3g}")
+    return f"{value:,.0f}" if value >= 100 else f"{value:g}"
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """Lines of a Markdown table, columns aligned so that it reads as plain text, too."""
+    cells = [header, *rows]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
+    lines = [
+        "| " + " | ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) + " |"
+        for row in cells
+    ]
+    return [lines[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *lines[1:]]
+
+
+def as_json(rows: Iterable[Row]) -> str:
+    """Every number of every row."""
+    records = []
+    for row in rows:
+        record = row._asdict()
+        record["compiled"] = row.compiled and row.compiled._asdict()
+        prediction = row.prediction
+        record["prediction"] = prediction and {
+            **prediction._asdict(),
+            "seconds": prediction.seconds,
+            "limit": prediction.limit,
+        }
+        records.append(record)
+    return json.dumps(records, indent=1) + "\n"

@@ -1,0 +1,307 @@
+"""Gradients of the sums of a consensus step: every edge's matrix is formed again.
+
+R is symmetric, so the gradient of a difference is R itself applied to e, what comes back to both
+ends of the edge. Only the edge network needs derivatives of its own. With the raw rows l_k,
+
+    d l_k = (beta / r) [(l_k . e) d + (l_k . d) e - 2 (l_k . d) (l_k . e) l_k / |l_k|^2] / |l_k|^2,
+
+a second product brings them back to the hidden vector. Its gradient at both ends is a sum of
+messages again (:mod:`both_ends`). Gradients of weights are products of all edges' d l_k and hidden
+vectors: those are written, a piece of the edges at a time, and multiplied by the vendor's library.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from graphattn.kernels.bands.math import product
+from graphattn.kernels.consensus.inputs import EXTRA, ConsensusInputs
+from graphattn.kernels.consensus.math import (
+    LOGITS,
+    along,
+    both_valid,
+    combine,
+    edge_network,
+    gelu,
+    gelu_slope,
+    hidden_sum,
+    inverse_squares,
+    load_edges,
+    load_features,
+    own_tiles,
+    row_of,
+    sigmoid,
+    strengths,
+)
+from graphattn.kernels.consensus.sum_messages import Sum
+
+WIDE = 64  # hidden features at a time on the way back
+
+
+@triton.jit
+def row_gradients(
+    b_rows, b_d, b_e, b_along_d, b_along_e, b_share, b_inverse, b_scale, D: tl.constexpr
+):  # fmt: skip
+    """Of e . R d with respect to the raw rows l, [ROWS, RANKS, BLOCK_D].
+
+    The formula above for m = s l, then times s: `b_along_d` and `b_along_e` are m . d and m . e,
+    `b_inverse` is 1 / |m|^2 and `b_share` beta / (r |m|^2). `b_rows` is l, hence the first scale.
+    """
+    if D == 1:  # a unit row has nowhere to turn to; rounding would
+        b_d_rows = tl.zeros_like(b_rows)
+    else:
+        b_back = -2.0 * b_share * b_along_d * b_along_e * b_inverse * b_scale
+        b_d_rows = b_back[:, :, None] * b_rows
+        b_d_rows += (b_share * b_along_e)[:, :, None] * b_d[:, None, :]
+        b_d_rows += (b_share * b_along_d)[:, :, None] * b_e[:, None, :]
+        b_d_rows = b_d_rows * b_scale[:, :, None]
+    return b_d_rows
+
+
+@triton.jit(
+    do_not_specialize=["B", "N", "M", "H", "first", "count", "num_places", "num_steps", "num_tiles"]
+)
+def consensus_backward_kernel(
+    p_d_gradient, p_d_degree, p_messages, p_d_rows, p_hidden, p_d_hidden, p_target_hidden,
+    p_source_hidden, p_u, p_v, p_shear, p_shear_bias, p_logits, p_logit_bias, p_targets, p_sources,
+    p_moves, p_sequence, p_valid_target, p_valid_source,
+    B, N, M, H, first, count, num_places, num_steps, num_tiles,
+    stride_tb, stride_tn, stride_th, stride_sb, stride_sn, stride_sh,
+    stride_ub, stride_un, stride_uh, stride_vb, stride_vn, stride_vh, stride_gb, stride_gn,
+    stride_gh,
+    RANK: tl.constexpr, RANKS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr,
+    BLOCK_D: tl.constexpr, XI: tl.constexpr, BLOCK_XI: tl.constexpr, ROWS: tl.constexpr,
+    CHUNK: tl.constexpr, WIDE: tl.constexpr, EXTRA: tl.constexpr, LISTED: tl.constexpr,
+    SEQUENCES: tl.constexpr, VALID_TARGET: tl.constexpr, VALID_SOURCE: tl.constexpr,
+    HALF: tl.constexpr, PRECISION: tl.constexpr, ENERGY: tl.constexpr, DEGREES: tl.constexpr,
+    NETWORK: tl.constexpr,
+):  # fmt: skip
+    """R e of every edge [H, B, places, D], and if NETWORK: gradients of raw rows, then of both
+    logits [H, B, places, columns + EXTRA]; hidden vectors, then a one [H, B, places, BLOCK_XI +
+    EXTRA]; gradients of what they are the GELU of [H, B, places, XI]."""
+    i_b, i_h, i_tile = own_tiles(B, num_tiles * num_steps)
+    i_tile, i_step = i_tile // num_steps, i_tile % num_steps
+    COLUMNS: tl.constexpr = RANKS * BLOCK_D
+    i_head = i_h.to(tl.int64)
+    p_target_hidden += i_b * stride_tb + i_head * stride_th
+    p_source_hidden += i_b * stride_sb + i_head * stride_sh
+    p_u += i_b * stride_ub + i_head * stride_uh
+    p_v += i_b * stride_vb + i_head * stride_vh
+    p_d_gradient += i_b * stride_gb + i_head * stride_gh
+    p_d_degree += i_b * N * H + i_h
+    p_shear += i_head * (GROUPS * COLUMNS * BLOCK_XI)
+    p_shear_bias += i_head * (GROUPS * COLUMNS)
+    p_logits += i_head * (LOGITS * BLOCK_XI)
+    o_first = (i_head * B + i_b) * num_places
+    o_feature = tl.arange(0, BLOCK_D)
+    o_column = tl.arange(0, COLUMNS)
+    b_place, b_target, b_source, m_edge = load_edges(
+        p_targets, p_sources, p_moves, p_sequence, M, first, count, i_tile, i_step, num_steps,
+        ROWS, LISTED, SEQUENCES,
+    )  # fmt: skip
+    m_edge = both_valid(
+        m_edge, b_target, b_source, p_valid_target + i_b * N, p_valid_source + i_b * M,
+        VALID_TARGET, VALID_SOURCE,
+    )  # fmt: skip
+    p_of_target = row_of(p_target_hidden, b_target, stride_tn)
+    p_of_source = row_of(p_source_hidden, b_source, stride_sn)
+    m_place = b_place >= 0
+    o_message = o_first + b_place
+    # [ROWS, BLOCK_D]
+    b_d = load_features(row_of(p_u, b_target, stride_un), m_edge, D, BLOCK_D)
+    b_d -= load_features(row_of(p_v, b_source, stride_vn), m_edge, D, BLOCK_D)
+    b_e = load_features(row_of(p_d_gradient, b_target, stride_gn), m_edge, D, BLOCK_D)
+    if ENERGY:
+        b_e -= load_features(row_of(p_d_gradient, b_source, stride_gn), m_edge, D, BLOCK_D)
+    b_d_strength = tl.zeros([ROWS], tl.float32)
+    if DEGREES:
+        b_d_strength += tl.load(row_of(p_d_degree, b_target, H), mask=m_edge, other=0.0)
+        if ENERGY:
+            b_d_strength += tl.load(row_of(p_d_degree, b_source, H), mask=m_edge, other=0.0)
+
+    b_pull = tl.zeros([ROWS, BLOCK_D], tl.float32)
+    b_alpha = tl.zeros([ROWS], tl.float32)
+    b_d_alpha = tl.zeros([ROWS], tl.float32)
+    b_d_beta = tl.zeros([ROWS], tl.float32)
+    for i_group in range(GROUPS):
+        if GROUPS > 1:  # what the group before has written is read below
+            tl.debug_barrier()
+        # [ROWS, RANKS, BLOCK_D], [ROWS, LOGITS]
+        b_rows, b_logits = edge_network(
+            p_of_target, p_of_source, m_edge,
+            p_shear + i_group * (COLUMNS * BLOCK_XI), p_shear_bias + i_group * COLUMNS,
+            p_logits, (), (), XI, BLOCK_XI, CHUNK, ROWS, RANKS, BLOCK_D, False,
+            PRECISION, HALF,
+        )  # fmt: skip
+        b_alpha, b_beta, b_alpha_logit, b_beta_logit = strengths(b_logits, p_logit_bias + 2 * i_h)
+        b_inverse, b_scale = inverse_squares(b_rows, RANK - i_group * RANKS, RANKS)
+        # [ROWS, RANKS], of scaled rows
+        b_along_d = b_scale * along(b_rows, b_d)
+        b_along_e = b_scale * along(b_rows, b_e)
+        b_share = b_inverse * (b_beta / RANK)[:, None]
+        b_pull += combine(b_rows, b_share * b_along_e * b_scale)
+        if NETWORK:
+            b_d_beta += tl.sum(b_along_d * b_along_e * b_inverse, axis=1) / RANK
+            b_d_rows = row_gradients(
+                b_rows,
+                b_d,
+                b_e,
+                b_along_d,
+                b_along_e,
+                b_share,
+                b_inverse,
+                b_scale,
+                D,
+            )
+            # [ROWS, COLUMNS]
+            b_d_rows = tl.reshape(b_d_rows, [ROWS, COLUMNS]).to(p_d_rows.dtype.element_ty)
+            p_tile = p_d_rows + o_message[:, None] * (GROUPS * COLUMNS + EXTRA)
+            p_tile += i_group * COLUMNS + o_column[None, :]
+            tl.store(p_tile, b_d_rows, mask=m_place[:, None])
+            if i_group == GROUPS - 1:
+                b_d_alpha = tl.sum(b_d * b_e, axis=1) + b_d_strength
+                b_d_alpha = b_d_alpha * sigmoid(b_alpha_logit)
+                b_d_beta = (b_d_beta + b_d_strength) * sigmoid(b_beta_logit)
+            p_weight = p_shear + i_group * (COLUMNS * BLOCK_XI)
+            for i_x in range(0, BLOCK_XI, WIDE):
+                o_x = i_x + tl.arange(0, WIDE)
+                m_tile = m_place[:, None] & (o_x < XI)[None, :]
+                # [COLUMNS, WIDE], then [ROWS, WIDE]
+                b_shear = tl.load(p_weight + o_column[:, None] * BLOCK_XI + o_x[None, :])
+                b_d_x = product(b_d_rows, b_shear, PRECISION)
+                p_d_x = p_d_hidden + o_message[:, None] * XI + o_x[None, :]
+                if GROUPS > 1:  # what is there so far, not yet times the slope
+                    m_before = m_tile & (i_group > 0)
+                    b_d_x += tl.load(p_d_x, mask=m_before, other=0.0).to(tl.float32)
+                if i_group == GROUPS - 1:
+                    b_weight = tl.load(p_logits + o_x).to(tl.float32)
+                    b_d_x += b_d_alpha[:, None] * b_weight[None, :]
+                    b_weight = tl.load(p_logits + BLOCK_XI + o_x).to(tl.float32)
+                    b_d_x += b_d_beta[:, None] * b_weight[None, :]
+                    b_x = hidden_sum(p_of_target, p_of_source, m_edge, i_x, XI, WIDE)
+                    b_d_x = b_d_x * gelu_slope(b_x, HALF)
+                    b_hidden = gelu(b_x, HALF).to(p_hidden.dtype.element_ty)
+                    p_x = p_hidden + o_message[:, None] * (BLOCK_XI + EXTRA)
+                    tl.store(p_x + o_x[None, :], b_hidden, mask=m_place[:, None])
+                tl.store(p_d_x, b_d_x.to(p_d_hidden.dtype.element_ty), mask=m_tile)
+
+    p_tile = p_messages + o_message[:, None] * D + o_feature[None, :]
+    b_message = (b_alpha[:, None] * b_e + b_pull).to(p_messages.dtype.element_ty)
+    tl.store(p_tile, b_message, mask=m_place[:, None] & (o_feature < D)[None, :])
+    if NETWORK:
+        o_extra = tl.arange(0, EXTRA)[None, :]
+        b_d_logits = tl.where(o_extra == 0, b_d_alpha[:, None], 0.0)
+        b_d_logits = tl.where(o_extra == 1, b_d_beta[:, None], b_d_logits)
+        p_tile = p_d_rows + o_message[:, None] * (GROUPS * COLUMNS + EXTRA) + GROUPS * COLUMNS
+        b_d_logits = b_d_logits.to(p_d_rows.dtype.element_ty)
+        tl.store(p_tile + o_extra, b_d_logits, mask=m_place[:, None])
+        b_one = tl.where(o_extra == 0, 1.0, 0.0) + tl.zeros([ROWS, EXTRA], tl.float32)
+        p_tile = p_hidden + o_message[:, None] * (BLOCK_XI + EXTRA) + BLOCK_XI
+        b_one = b_one.to(p_hidden.dtype.element_ty)
+        tl.store(p_tile + o_extra, b_one, mask=m_place[:, None])
+
+
+class Gradients(NamedTuple):
+    """Of the tensors of :class:`~graphattn.kernels.consensus.inputs.ConsensusInputs`.
+
+    Those of the network (float32) and of hidden vectors are None where they were not asked for. If
+    u and v are one tensor, `u` is the whole gradient and `v` None.
+    """
+
+    target_hidden: Tensor | None
+    source_hidden: Tensor | None
+    u: Tensor
+    v: Tensor | None
+    network: tuple[Tensor, ...] | None
+
+
+def backward(
+    inputs: ConsensusInputs,
+    d_gradient: Tensor,
+    d_degree: Tensor | None,
+    *,
+    network: bool,
+) -> Gradients:
+    """From the gradients of g [B, N, H, D] and of the degrees [B, N, H].
+
+    `network`: whether those of the edge network and of its hidden vectors are wanted, too.
+    """
+    x = inputs
+    B, N, H, D = x.u.shape
+    M, size = x.v.shape[1], x.u.element_size()
+    width, hidden_width = x.columns + EXTRA, x.block_xi + EXTRA
+    pieces = x.pieces((D + network * (width + hidden_width + x.xi)) * size)
+    d_gradient = d_gradient if d_gradient.stride(-1) == 1 else d_gradient.contiguous()
+    # u's share is R e at the target, v's is -R e at the source: of one tensor both.
+    dtype, tokens = x.u.dtype, (B, N, H, D)
+    d_u = Sum(x.u, tokens, dtype, (1, -1 if x.shared else 0), pieces)
+    d_v = None if x.shared else Sum(x.u, (B, M, H, D), dtype, (0, -1), pieces)
+    d_target = Sum(x.u, (B, N, H, x.xi), dtype, (1, 0), pieces) if network else None
+    d_source = Sum(x.u, (B, M, H, x.xi), dtype, (0, 1), pieces) if network else None
+    # [d rows, d alpha, d beta]^T [hidden, 1]: weights and biases of all three in one product.
+    total = x.u.new_zeros((H, width, hidden_width), dtype=torch.float32)
+    for piece in pieces:
+        messages = x.u.new_empty(H, B, piece.places, D)
+        d_rows = hidden = d_hidden = messages
+        if network:
+            d_rows = x.u.new_empty(H, B, piece.places, width)
+            hidden = x.u.new_empty(H, B, piece.places, hidden_width)
+            d_hidden = x.u.new_empty(H, B, piece.places, x.xi)
+        x.launch_over(
+            consensus_backward_kernel,
+            "consensus_backward",
+            piece,
+            steps_each=True,
+            p_d_gradient=d_gradient,
+            p_d_degree=messages if d_degree is None else d_degree,
+            p_messages=messages,
+            p_d_rows=d_rows,
+            p_hidden=hidden,
+            p_d_hidden=d_hidden,
+            stride_gb=d_gradient.stride(0),
+            stride_gn=d_gradient.stride(1),
+            stride_gh=d_gradient.stride(2),
+            EXTRA=EXTRA,
+            WIDE=min(WIDE, x.block_xi),
+            ENERGY=x.energy,
+            DEGREES=d_degree is not None,
+            NETWORK=network,
+        )
+        for end, of in (
+            (d_u, messages),
+            (d_v, messages),
+            (d_target, d_hidden),
+            (d_source, d_hidden),
+        ):
+            if end is not None:
+                end.add(piece, of)
+        if network:
+            total += torch.bmm(d_rows.flatten(1, 2).mT, hidden.flatten(1, 2))
+    return Gradients(
+        None if d_target is None else d_target.result(),
+        None if d_source is None else d_source.result(),
+        d_u.result(),
+        None if d_v is None else d_v.result(),
+        _unpack(x, total) if network else None,
+    )
+
+
+def _unpack(x: ConsensusInputs, total: Tensor) -> tuple[Tensor, ...]:
+    """Gradients of the six parameters, from [H, columns + EXTRA, BLOCK_XI + EXTRA]."""
+    H, D = total.shape[0], x.u.shape[-1]
+    rows = total[:, : x.columns].view(H, -1, x.block_features, total.shape[-1])
+    shear = rows[:, : x.rank, :D]
+    alpha, beta = total[:, x.columns], total[:, x.columns + 1]
+    return (
+        alpha[:, : x.xi],
+        alpha[:, x.block_xi],
+        beta[:, : x.xi],
+        beta[:, x.block_xi],
+        shear[..., : x.xi],
+        shear[..., x.block_xi],
+    )

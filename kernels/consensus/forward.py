@@ -1,0 +1,144 @@
+"""Consensus, forward: what every edge pulls with, and its sums at both ends.
+
+A tile of edges of one head is one matrix product with something before and after it. Before: hidden
+vectors gelu(target_hidden_i + source_hidden_j), formed on the way from two tokens. The product with
+W_Lambda gives the raw rows l_k of Lambda, which stay in registers. After:
+R d = alpha d + (beta / r) sum_k l_k (l_k . d) / |l_k|^2 for d = u_i - v_j (Stabilizing Transformer
+Training Through Consensus, Eq. 14 and 36, Algorithm 2). Nothing of an edge is
+written but that, a message R d for a bounded number of edges at a time (:mod:`both_ends` sums them
+up), and alpha + beta where the step size wants it.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from graphattn.kernels.consensus.inputs import ConsensusInputs
+from graphattn.kernels.consensus.math import (
+    LOGITS,
+    along,
+    both_valid,
+    combine,
+    edge_network,
+    hold_weights,
+    inverse_squares,
+    load_edges,
+    load_features,
+    own_tiles,
+    row_of,
+    strengths,
+)
+from graphattn.kernels.consensus.sum_messages import Sum
+
+
+@triton.jit(
+    do_not_specialize=[
+        "B",
+        "N",
+        "M",
+        "H",
+        "first",
+        "count",
+        "num_places",
+        "num_steps",
+        "num_tiles",
+    ]
+)
+def consensus_kernel(
+    p_messages, p_strength, p_target_hidden, p_source_hidden, p_u, p_v, p_shear, p_shear_bias,
+    p_logits, p_logit_bias, p_targets, p_sources, p_moves, p_sequence, p_valid_target,
+    p_valid_source, B, N, M, H, first, count, num_places, num_steps, num_tiles,
+    stride_tb, stride_tn, stride_th, stride_sb, stride_sn, stride_sh,
+    stride_ub, stride_un, stride_uh, stride_vb, stride_vn, stride_vh,
+    RANK: tl.constexpr, RANKS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr,
+    BLOCK_D: tl.constexpr, XI: tl.constexpr, BLOCK_XI: tl.constexpr, ROWS: tl.constexpr,
+    CHUNK: tl.constexpr, LISTED: tl.constexpr, SEQUENCES: tl.constexpr,
+    VALID_TARGET: tl.constexpr, VALID_SOURCE: tl.constexpr, HALF: tl.constexpr,
+    PRECISION: tl.constexpr, HELD: tl.constexpr, STRENGTH: tl.constexpr,
+):  # fmt: skip
+    """R d of every edge, [H, B, places, D], and alpha + beta, [H, B, places]."""
+    i_b, i_h, i_tile = own_tiles(B, num_tiles)
+    COLUMNS: tl.constexpr = RANKS * BLOCK_D
+    i_head = i_h.to(tl.int64)
+    p_target_hidden += i_b * stride_tb + i_head * stride_th
+    p_source_hidden += i_b * stride_sb + i_head * stride_sh
+    p_u += i_b * stride_ub + i_head * stride_uh
+    p_v += i_b * stride_vb + i_head * stride_vh
+    p_shear += i_head * (GROUPS * COLUMNS * BLOCK_XI)
+    p_shear_bias += i_head * (GROUPS * COLUMNS)
+    p_logits += i_head * (LOGITS * BLOCK_XI)
+    o_first = (i_head * B + i_b) * num_places
+    held_shear = hold_weights(p_shear, HELD, BLOCK_XI, CHUNK, COLUMNS)
+    held_logits = hold_weights(p_logits, HELD, BLOCK_XI, CHUNK, LOGITS)
+    o_feature = tl.arange(0, BLOCK_D)
+    for i_step in range(num_steps):
+        b_place, b_target, b_source, m_edge = load_edges(
+            p_targets, p_sources, p_moves, p_sequence, M, first, count, i_tile, i_step, num_steps,
+            ROWS, LISTED, SEQUENCES,
+        )  # fmt: skip
+        m_edge = both_valid(
+            m_edge, b_target, b_source, p_valid_target + i_b * N, p_valid_source + i_b * M,
+            VALID_TARGET, VALID_SOURCE,
+        )  # fmt: skip
+        b_message = tl.zeros([ROWS, BLOCK_D], tl.float32)
+        b_alpha = tl.zeros([ROWS], tl.float32)
+        b_beta = tl.zeros([ROWS], tl.float32)
+        for i_group in range(GROUPS):
+            # [ROWS, RANKS, BLOCK_D], [ROWS, LOGITS]
+            b_rows, b_logits = edge_network(
+                row_of(p_target_hidden, b_target, stride_tn),
+                row_of(p_source_hidden, b_source, stride_sn), m_edge,
+                p_shear + i_group * (COLUMNS * BLOCK_XI), p_shear_bias + i_group * COLUMNS,
+                p_logits, held_shear, held_logits, XI, BLOCK_XI, CHUNK, ROWS, RANKS, BLOCK_D, HELD,
+                PRECISION, HALF,
+            )  # fmt: skip
+            b_alpha, b_beta, _, _ = strengths(b_logits, p_logit_bias + 2 * i_h)
+            b_inverse, b_scale = inverse_squares(b_rows, RANK - i_group * RANKS, RANKS)
+            # [ROWS, BLOCK_D], read now: there is no room for it beside the sums of the product
+            b_d = load_features(row_of(p_u, b_target, stride_un), m_edge, D, BLOCK_D)
+            b_d -= load_features(row_of(p_v, b_source, stride_vn), m_edge, D, BLOCK_D)
+            b_share = b_scale * along(b_rows, b_d) * b_inverse * (b_beta / RANK)[:, None] * b_scale
+            b_message += combine(b_rows, b_share)
+            if i_group == 0:
+                b_message += b_alpha[:, None] * b_d
+
+        m_place = b_place >= 0
+        p_tile = p_messages + (o_first + b_place)[:, None] * D + o_feature[None, :]
+        b_message = b_message.to(p_messages.dtype.element_ty)
+        tl.store(p_tile, b_message, mask=m_place[:, None] & (o_feature < D)[None, :])
+        if STRENGTH:
+            b_strength = tl.where(m_edge, b_alpha + b_beta, 0.0)
+            tl.store(p_strength + o_first + b_place, b_strength, mask=m_place)
+
+
+def forward(inputs: ConsensusInputs) -> tuple[Tensor, Tensor | None]:
+    """g [B, N, H, D] in the dtype of u, and the degrees [B, N, H] in float32 if they are wanted."""
+    x = inputs
+    B, N, H, D = x.u.shape
+    pieces = x.pieces(D * x.u.element_size() + 4 * x.degrees)
+    gradient = Sum(x.u, (B, N, H, D), x.u.dtype, (1, -1 if x.energy else 0), pieces)
+    degree = None
+    if x.degrees:
+        degree = Sum(x.u, (B, N, H, 1), torch.float32, (1, 1 if x.energy else 0), pieces)
+    for piece in pieces:
+        messages = x.u.new_empty(H, B, piece.places, D)
+        strength = messages
+        if degree is not None:
+            strength = x.u.new_empty((H, B, piece.places, 1), dtype=torch.float32)
+        x.launch_over(
+            consensus_kernel,
+            "consensus",
+            piece,
+            steps_each=False,
+            HELD=x.holds_weights(x.choice("consensus")),
+            p_messages=messages,
+            p_strength=strength,
+            STRENGTH=degree is not None,
+        )
+        gradient.add(piece, messages)
+        if degree is not None:
+            degree.add(piece, strength)
+    return gradient.result(), None if degree is None else degree.result().squeeze(-1)

@@ -1,0 +1,235 @@
+"""What the consensus kernels are given, checked and laid out once for forward and backward."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+from torch.nn import functional
+
+from graphattn.kernels.bands.inputs import as_bytes
+from graphattn.kernels.consensus.math import LOGITS
+from graphattn.kernels.consensus.schedule import ConsensusEdges, Piece
+from graphattn.kernels.shared import tuning
+from graphattn.kernels.shared.launch import is_interpreted, launch
+from graphattn.kernels.shared.tuning import Choice
+
+WORKSPACE = 1 << 28  # bytes for the messages of a piece of the edges
+STEPS = 4  # tiles of a list of edges that one program takes
+HELD_BYTES = 1 << 17  # of weights that stay in shared memory; AMD's has 64 KiB in all
+MOST_CHUNKS = 8  # tiles of weights: code is written out for each
+EXTRA = 8  # columns behind those of Lambda and of hidden vectors, so that lines stay aligned
+
+
+class Weights(NamedTuple):
+    """The second layer of the edge network, [H, ...] each, zero where nothing belongs.
+
+    Attributes:
+        shear: [H, groups * RANKS * BLOCK_D, BLOCK_XI] in the dtype of the products.
+        shear_bias: [H, groups * RANKS * BLOCK_D], float32.
+        logits: [H, LOGITS, BLOCK_XI]: alpha's row, then beta's.
+        logit_bias: [H, 2], float32.
+    """
+
+    shear: Tensor
+    shear_bias: Tensor
+    logits: Tensor
+    logit_bias: Tensor
+
+
+@dataclass
+class ConsensusInputs:
+    """A consensus step: tensors, tables and options.
+
+    Args:
+        target_hidden: [B, N, H, xi], float32, float16 or bfloat16; one dtype for all four.
+        source_hidden: [B, M, H, xi].
+        u: what targets are in the differences, [B, N, H, D].
+        v: what sources are, [B, M, H, D].
+        network: alpha [H, xi], alpha_bias [H], beta, beta_bias likewise, shear [H, r, D, xi] and
+            shear_bias [H, r, D].
+        edges: of the graph, without self-loops if `energy`.
+        energy: both ends of an edge move.
+        degrees: the sums of alpha + beta over the edges of every token are wanted too.
+        valid_target, valid_source: bool [B, N] and [B, M]; None: all are.
+        shared: u and v are one tensor.
+        workspace: bytes for the messages of a piece of the edges.
+    """
+
+    target_hidden: Tensor
+    source_hidden: Tensor
+    u: Tensor
+    v: Tensor
+    network: tuple[Tensor, ...]
+    edges: ConsensusEdges
+    energy: bool
+    degrees: bool = False
+    valid_target: Tensor | None = None
+    valid_source: Tensor | None = None
+    shared: bool = False
+    workspace: int = field(default_factory=lambda: WORKSPACE)
+
+    def __post_init__(self) -> None:
+        self.target_hidden, self.source_hidden, self.u, self.v = (
+            x if x.stride(-1) == 1 else x.contiguous()
+            for x in (self.target_hidden, self.source_hidden, self.u, self.v)
+        )
+        self.valid_target, self.valid_source = map(as_bytes, (self.valid_target, self.valid_source))
+
+    @property
+    def rank(self) -> int:
+        """r, rows of Lambda."""
+        return self.network[4].shape[1]
+
+    @property
+    def xi(self) -> int:
+        """Hidden features."""
+        return self.target_hidden.shape[-1]
+
+    @property
+    def block_features(self) -> int:
+        """D, rounded up as tiles want it."""
+        return max(triton.next_power_of_2(self.u.shape[-1]), 16)
+
+    @property
+    def ranks(self) -> int:
+        """Rows of Lambda that are formed at a time."""
+        fitting = max(1, tuning.most_columns(self.u.dtype) // self.block_features)
+        return min(triton.next_power_of_2(self.rank), fitting)
+
+    @property
+    def groups(self) -> int:
+        """How many times that is."""
+        return triton.cdiv(self.rank, self.ranks)
+
+    @property
+    def columns(self) -> int:
+        """Rows of the packed weights of Lambda."""
+        return self.groups * self.ranks * self.block_features
+
+    @property
+    def block_xi(self) -> int:
+        """Hidden features, rounded up to whole chunks of any size."""
+        return max(triton.next_power_of_2(self.xi), 16) if self.xi < 64 else -(-self.xi // 64) * 64
+
+    @cached_property
+    def weights(self) -> Weights:
+        """The parameters as the kernels read them."""
+        alpha, alpha_bias, beta, beta_bias, shear, shear_bias = self.network
+        dtype, more_xi = self.u.dtype, self.block_xi - self.xi
+        more_rows = self.groups * self.ranks - self.rank
+        more_features = self.block_features - shear.shape[2]
+        packed = functional.pad(shear.to(dtype), (0, more_xi, 0, more_features, 0, more_rows))
+        bias = functional.pad(shear_bias.to(torch.float32), (0, more_features, 0, more_rows))
+        logits = torch.stack([alpha, beta], dim=1).to(dtype)
+        return Weights(
+            packed.flatten(1, 2).contiguous(),
+            bias.flatten(1).contiguous(),
+            functional.pad(logits, (0, more_xi, 0, LOGITS.value - 2)).contiguous(),
+            torch.stack([alpha_bias, beta_bias], dim=1).to(torch.float32).contiguous(),
+        )
+
+    @property
+    def precision(self) -> str:
+        """How products of float32 numbers keep their digits; half-precision ones do not ask."""
+        if is_interpreted():
+            return "widened"
+        is_single = self.u.dtype == torch.float32
+        return "tf32x3" if is_single and not tuning.is_amd() else "ieee"
+
+    def pieces(self, bytes_per_message: int) -> list[Piece]:
+        """The edges, so many at a time that their messages fit into the workspace."""
+        B, _, H, _ = self.u.shape
+        return self.edges.pieces(self.workspace // max(B * H * bytes_per_message, 1))
+
+    def choice(self, kernel: str) -> Choice:
+        """Edges of a tile and hidden features of a chunk (`columns`)."""
+        found = tuning.choose(kernel, self.u.dtype, self.block_features, tuning.NARROW)
+        return found._replace(columns=min(found.columns, self.block_xi))
+
+    def common(self, piece: Piece) -> dict[str, Any]:
+        """The arguments that both kernels take, whether they look at them or not."""
+        none = self.weights.logit_bias
+        sequence, D = self.edges.sequence, self.u.shape[-1]
+        listed = piece.targets is not None
+        strides = {
+            f"stride_{name}{dim}": x.stride(i)
+            for name, x in zip(
+                "tsuv",
+                (self.target_hidden, self.source_hidden, self.u, self.v),
+                strict=True,
+            )
+            for i, dim in enumerate("bnh")
+        }
+        return strides | {
+            "p_target_hidden": self.target_hidden,
+            "p_source_hidden": self.source_hidden,
+            "p_u": self.u,
+            "p_v": self.v,
+            "p_shear": self.weights.shear,
+            "p_shear_bias": self.weights.shear_bias,
+            "p_logits": self.weights.logits,
+            "p_logit_bias": self.weights.logit_bias,
+            "p_targets": piece.targets if listed else none,
+            "p_sources": piece.sources if listed else none,
+            "p_moves": none if listed else piece.moves,
+            "p_sequence": none if sequence is None else sequence,
+            "p_valid_target": none if self.valid_target is None else self.valid_target,
+            "p_valid_source": none if self.valid_source is None else self.valid_source,
+            "B": self.u.shape[0],
+            "N": self.u.shape[1],
+            "M": self.v.shape[1],
+            "H": self.u.shape[2],
+            "first": piece.first,
+            "count": piece.count,
+            "num_places": piece.places,
+            "RANK": self.rank,
+            "RANKS": self.ranks,
+            "GROUPS": self.groups,
+            "D": D,
+            "BLOCK_D": self.block_features,
+            "XI": self.xi,
+            "BLOCK_XI": self.block_xi,
+            "LISTED": listed,
+            "SEQUENCES": sequence is not None,
+            "VALID_TARGET": self.valid_target is not None,
+            "VALID_SOURCE": self.valid_source is not None,
+            "HALF": self.u.dtype != torch.float32,
+            "PRECISION": self.precision,
+        }
+
+    def launch_over(
+        self, kernel: Any, name: str, piece: Piece, *, steps_each: bool, **arguments: Any
+    ) -> None:
+        """Starts a kernel on the edges of a piece, for all heads and entries of the batch.
+
+        `steps_each`: every step is a program; otherwise programs take their steps in turn.
+        """
+        B, _, H, _ = self.u.shape
+        choice = self.choice(name)
+        tiles, steps = triton.cdiv(piece.count, choice.rows), piece.runs
+        if piece.targets is not None:  # a few tiles of the list in a row
+            steps = min(STEPS, tiles)
+            tiles = triton.cdiv(tiles, steps)
+        launch(
+            kernel,
+            (B * H * tiles * (steps if steps_each else 1),),
+            **arguments,
+            **self.common(piece),
+            num_steps=steps,
+            num_tiles=tiles,
+            ROWS=choice.rows,
+            CHUNK=choice.columns,
+            num_warps=choice.num_warps,
+            num_stages=choice.num_stages,
+        )
+
+    def holds_weights(self, choice: Choice) -> bool:
+        """Whether a program reads all weights of its head once, and keeps them on chip."""
+        size = self.columns * self.block_xi * self.u.element_size()
+        few = self.groups == 1 and self.block_xi // choice.columns <= MOST_CHUNKS
+        return few and size <= HELD_BYTES and tuning.reads_weights_on_chip()

@@ -1,0 +1,254 @@
+"""What the consensus kernels do with a tile of edges, and nothing else.
+
+Names as in band_math.py. A tile is ROWS edges of one head: `b_rows` holds the raw rows of Lambda,
+[ROWS, RANKS, BLOCK_D], as many of an edge's rows as fit into registers at a time.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from graphattn.kernels.bands.math import LN2, LOG2E, add_product
+
+LOGITS = tl.constexpr(16)  # the least number of columns of a product; two are used
+SMALLEST_SQUARE = tl.constexpr(2.0**-40)  # squares of rows between these are in range
+LARGEST_SQUARE = tl.constexpr(2.0**40)
+# x * sigmoid(1.594696 x + 0.074391 x^3 - 0.000766 x^5) for |x| <= 5 is the GELU to 5e-5, far below
+# what half precision can tell, in a third of the instructions of erf: a fit. Here for a power of 2:
+A = tl.constexpr(-1.594696 * 1.4426950408889634)
+B = tl.constexpr(-0.074391 * 1.4426950408889634)
+C = tl.constexpr(0.000766 * 1.4426950408889634)
+BORDER = tl.constexpr(5.0)
+SQRT_HALF = tl.constexpr(0.7071067811865476)
+INVERSE_SQRT_2PI = tl.constexpr(0.3989422804014327)
+
+
+@triton.jit
+def own_tiles(entries, num_tiles):
+    """What a program takes: batch, head, and the number of its tile of tokens or of listed edges.
+
+    Heads vary slowest: programs that run together read the weights of one head.
+    """
+    i_program = tl.program_id(0)
+    i_h = (i_program // num_tiles) // entries
+    i_b = ((i_program // num_tiles) % entries).to(tl.int64)
+    return i_b, i_h, i_program % num_tiles
+
+
+@triton.jit
+def load_edges(
+    p_targets, p_sources, p_moves, p_sequence, M, first, count, i_tile, i_step, num_steps,
+    ROWS: tl.constexpr, LISTED: tl.constexpr, SEQUENCES: tl.constexpr,
+):  # fmt: skip
+    """The edges of a step of a program, [ROWS] each: the place in messages (-1: none), target,
+    source, and whether there is such an edge.
+
+    LISTED: steps of a program are consecutive tiles of a list of `count` edges. Otherwise `i_tile`
+    is a tile of the targets first .. first + count - 1, which all steps share, and step `i_step`
+    takes the edges from source = target + moves[i_step]; their places are i_step * count, ...
+    """
+    if LISTED:
+        i_tile = i_tile * num_steps + i_step
+    o_place = i_tile * ROWS + tl.arange(0, ROWS)
+    m_edge = o_place < count
+    if LISTED:
+        b_place = tl.where(m_edge, o_place, -1)
+        b_target = tl.load(p_targets + o_place, mask=m_edge, other=0).to(tl.int32)
+        b_source = tl.load(p_sources + o_place, mask=m_edge, other=-1).to(tl.int32)
+        m_edge = b_source >= 0  # tables have empty entries
+    else:
+        b_place = tl.where(m_edge, i_step * count + o_place, -1)
+        b_target = first + o_place
+        b_source = b_target + tl.load(p_moves + i_step).to(tl.int32)
+        m_edge = m_edge & (b_source >= 0) & (b_source < M)
+        if SEQUENCES:
+            b_own = tl.load(p_sequence + b_target, mask=m_edge, other=0)
+            m_edge = m_edge & (tl.load(p_sequence + b_source, mask=m_edge, other=-1) == b_own)
+    return b_place, b_target, b_source, m_edge
+
+
+@triton.jit
+def row_of(p_first, b_token, i_stride):
+    """Where the features of tokens begin, [ROWS]."""
+    return p_first + b_token.to(tl.int64) * i_stride
+
+
+@triton.jit
+def both_valid(
+    m_edge, b_target, b_source, p_valid_target, p_valid_source,
+    VALID_TARGET: tl.constexpr, VALID_SOURCE: tl.constexpr,
+):  # fmt: skip
+    """Which edges join two valid tokens."""
+    if VALID_TARGET:
+        m_edge = m_edge & (tl.load(p_valid_target + b_target, mask=m_edge, other=0) != 0)
+    if VALID_SOURCE:
+        m_edge = m_edge & (tl.load(p_valid_source + b_source, mask=m_edge, other=0) != 0)
+    return m_edge
+
+
+@triton.jit
+def load_features(p_rows, m_row, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """Features of the tokens that `p_rows` [ROWS] point to, [ROWS, BLOCK] in float32."""
+    o_feature = tl.arange(0, BLOCK)
+    m_tile = m_row[:, None] & (o_feature < WIDTH)[None, :]
+    return tl.load(p_rows[:, None] + o_feature[None, :], mask=m_tile, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def hidden_sum(p_target, p_source, m_edge, i_x, XI: tl.constexpr, CHUNK: tl.constexpr):
+    """target_hidden_i + source_hidden_j, CHUNK features from `i_x` on, [ROWS, CHUNK] in float32."""
+    o_x = i_x + tl.arange(0, CHUNK)
+    m_tile = m_edge[:, None] & (o_x < XI)[None, :]
+    b_target = tl.load(p_target[:, None] + o_x[None, :], mask=m_tile, other=0.0).to(tl.float32)
+    b_source = tl.load(p_source[:, None] + o_x[None, :], mask=m_tile, other=0.0).to(tl.float32)
+    return b_target + b_source
+
+
+@triton.jit
+def gelu_parts(b_x):
+    """x cut below -BORDER, x cut on both sides, its square, and rsqrt(1 + e^-p): the square root of
+    the sigmoid, because a root costs one instruction where 1 / x costs five."""
+    b_x = tl.maximum(b_x, -BORDER, propagate_nan=tl.PropagateNan.ALL)
+    b_inner = tl.minimum(b_x, BORDER)
+    b_square = b_inner * b_inner
+    b_power = b_inner * (A + b_square * (B + b_square * C))
+    return b_x, b_inner, b_square, tl.rsqrt(1.0 + tl.exp2(b_power))
+
+
+@triton.jit
+def gelu(b_x, HALF: tl.constexpr):
+    """GELU: exact in float32, to 5e-5 where HALF."""
+    if HALF:
+        b_x, _, _, b_root = gelu_parts(b_x)
+        b_gelu = b_x * b_root * b_root
+    else:
+        b_gelu = b_x * (0.5 + 0.5 * tl.math.erf(b_x * SQRT_HALF))
+    return b_gelu
+
+
+@triton.jit
+def gelu_slope(b_x, HALF: tl.constexpr):
+    """Its derivative."""
+    if HALF:
+        b_x, b_inner, b_square, b_root = gelu_parts(b_x)
+        b_share = b_root * b_root
+        b_rise = b_inner * (A + b_square * (3.0 * B + b_square * (5.0 * C))) * (-1.0 * LN2)
+        b_rise = tl.where(b_x > BORDER, 0.0, b_rise)
+        b_slope = b_share + b_share * (1.0 - b_share) * b_rise
+    else:
+        b_slope = 0.5 + 0.5 * tl.math.erf(b_x * SQRT_HALF)
+        b_slope += b_x * INVERSE_SQRT_2PI * tl.exp2(b_x * b_x * (-0.5 * LOG2E))
+    return b_slope
+
+
+@triton.jit
+def softplus(b_x):
+    """log(1 + e^x), with all its digits also where that is small."""
+    b_power = tl.exp2(-tl.abs(b_x) * LOG2E)
+    b_series = b_power * (
+        1 - b_power * (1 / 2 - b_power * (1 / 3 - b_power * (1 / 4 - b_power / 5)))
+    )
+    b_log = tl.where(b_power < 0.03125, b_series, tl.log(1.0 + b_power))
+    return tl.maximum(b_x, 0.0, propagate_nan=tl.PropagateNan.ALL) + b_log
+
+
+@triton.jit
+def sigmoid(b_x):
+    """The derivative of softplus."""
+    return 1.0 / (1.0 + tl.exp2(b_x * (-1.0 * LOG2E)))
+
+
+@triton.jit
+def hold_weights(
+    p_weight, HELD: tl.constexpr, BLOCK_XI: tl.constexpr, CHUNK: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Weights [COLUMNS, BLOCK_XI] as tiles [CHUNK, COLUMNS], which stay on chip if HELD."""
+    held = ()
+    if HELD:
+        o_column = tl.arange(0, COLUMNS)
+        for i_chunk in tl.static_range(BLOCK_XI // CHUNK):
+            o_x = i_chunk * CHUNK + tl.arange(0, CHUNK)
+            b_weight = tl.load(p_weight + o_column[None, :] * BLOCK_XI + o_x[:, None])
+            held = held + (b_weight,)  # type: ignore[assignment]  # noqa: RUF005
+    return held
+
+
+@triton.jit
+def edge_network(
+    p_target, p_source, m_edge, p_shear, p_shear_bias, p_logits, held_shear, held_logits,
+    XI: tl.constexpr, BLOCK_XI: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr,
+    RANKS: tl.constexpr, BLOCK_D: tl.constexpr, HELD: tl.constexpr, PRECISION: tl.constexpr,
+    HALF: tl.constexpr,
+):  # fmt: skip
+    """Raw rows of Lambda [ROWS, RANKS, BLOCK_D], and [ROWS, LOGITS]: alpha's and beta's first.
+
+    One product, CHUNK hidden features at a time, which are formed from both tokens on the way.
+    Weights [RANKS * BLOCK_D, BLOCK_XI] and [LOGITS, BLOCK_XI], zero where nothing belongs.
+    """
+    o_column = tl.arange(0, RANKS * BLOCK_D)
+    o_logit = tl.arange(0, LOGITS)
+    b_rows = tl.zeros([ROWS, RANKS * BLOCK_D], tl.float32)
+    b_logits = tl.zeros([ROWS, LOGITS], tl.float32)
+    if HELD:
+        for i_chunk in tl.static_range(BLOCK_XI // CHUNK):
+            b_hidden = gelu(
+                hidden_sum(p_target, p_source, m_edge, i_chunk * CHUNK, XI, CHUNK), HALF
+            )
+            b_hidden = b_hidden.to(p_shear.dtype.element_ty)
+            b_rows = add_product(b_rows, b_hidden, held_shear[i_chunk], PRECISION)
+            b_logits = add_product(b_logits, b_hidden, held_logits[i_chunk], PRECISION)
+    else:
+        for i_x in range(0, BLOCK_XI, CHUNK):
+            o_x = i_x + tl.arange(0, CHUNK)
+            b_hidden = gelu(hidden_sum(p_target, p_source, m_edge, i_x, XI, CHUNK), HALF)
+            b_hidden = b_hidden.to(p_shear.dtype.element_ty)
+            # [CHUNK, RANKS * BLOCK_D], then [CHUNK, LOGITS]
+            b_shear = tl.load(p_shear + o_column[None, :] * BLOCK_XI + o_x[:, None])
+            b_rows = add_product(b_rows, b_hidden, b_shear, PRECISION)
+            b_weight = tl.load(p_logits + o_logit[None, :] * BLOCK_XI + o_x[:, None])
+            b_logits = add_product(b_logits, b_hidden, b_weight, PRECISION)
+    b_rows += tl.load(p_shear_bias + o_column)[None, :]
+    return tl.reshape(b_rows, [ROWS, RANKS, BLOCK_D]), b_logits
+
+
+@triton.jit
+def strengths(b_logits, p_logit_bias):
+    """alpha, beta, and what they are the softplus of, [ROWS] each."""
+    o_logit = tl.arange(0, LOGITS)[None, :]
+    b_alpha_logit = tl.sum(tl.where(o_logit == 0, b_logits, 0.0), axis=1) + tl.load(p_logit_bias)
+    b_beta_logit = tl.sum(tl.where(o_logit == 1, b_logits, 0.0), axis=1) + tl.load(p_logit_bias + 1)
+    return softplus(b_alpha_logit), softplus(b_beta_logit), b_alpha_logit, b_beta_logit
+
+
+@triton.jit
+def inverse_squares(b_rows, n_rows, RANKS: tl.constexpr):
+    """1 / |s l|^2 of every raw row l (0 for a zero row), and s, [ROWS, RANKS].
+
+    The projection of d on l is s l (s l . d) / |s l|^2 for any s, so callers multiply by s twice.
+    It is 1, but for rows whose squares would leave the range: rare, and decided row by row, so that
+    no edge changes the rounding of another. Rows from `n_rows` on are padding.
+    """
+    b_square = tl.sum(b_rows * b_rows, axis=2)
+    b_scale = tl.full(b_square.shape, 1.0, tl.float32)
+    m_usual = (b_square >= SMALLEST_SQUARE) & (b_square <= LARGEST_SQUARE)
+    m_usual = m_usual | (tl.arange(0, RANKS) >= n_rows)[None, :]
+    if tl.min(tl.min(m_usual.to(tl.int32), axis=1), axis=0) == 0:
+        b_largest = tl.max(tl.abs(b_rows), axis=2)
+        b_scale = tl.where(m_usual | (b_largest == 0), 1.0, 1.0 / b_largest)
+        b_scaled = b_rows * b_scale[:, :, None]
+        b_square = tl.sum(b_scaled * b_scaled, axis=2)
+    return tl.where(b_square == 0, 0.0, 1.0 / b_square), b_scale
+
+
+@triton.jit
+def along(b_rows, b_d):
+    """row . d for every row, [ROWS, RANKS]."""
+    return tl.sum(b_rows * b_d[:, None, :], axis=2)
+
+
+@triton.jit
+def combine(b_rows, b_share):
+    """The sum of rows times their shares [ROWS, RANKS]: [ROWS, BLOCK_D]."""
+    return tl.sum(b_rows * b_share[:, :, None], axis=1)

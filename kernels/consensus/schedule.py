@@ -1,0 +1,115 @@
+"""The edges of a graph as the consensus kernels go over them: a bounded piece at a time.
+
+Every edge has a place in the messages of its piece. On windows the places are runs: one run of
+targets for every number of tokens between target and source, so both ends are contiguous and
+nothing is listed. Elsewhere they are stretches of the list of edges.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from graphattn.kernels.edges.schedule import EdgeTables
+
+
+@dataclass
+class Piece:
+    """Some edges: `runs` runs of `count` places each.
+
+    Without a list these are targets first .. first + count - 1, once for each of `moves`.
+
+    Attributes:
+        targets, sources: int64 [count], the ends of listed edges (a source of -1 is no edge).
+        moves: int64 [runs], source minus target, on the device.
+        reach: (least, largest) of the moves.
+        tables: the rows of the list, for sums at both ends.
+    """
+
+    count: int
+    runs: int = 1
+    first: int = 0
+    targets: Tensor | None = None
+    sources: Tensor | None = None
+    moves: Tensor | None = None
+    reach: tuple[int, int] = (0, 0)
+    tables: EdgeTables | None = None
+
+    @property
+    def places(self) -> int:
+        """How many messages the piece has."""
+        return self.count * self.runs
+
+
+@dataclass
+class ConsensusEdges:
+    """A graph of N targets and M sources: either `moves` or `edge_index` is given.
+
+    Args:
+        num_targets, num_sources: N and M.
+        moves: source minus target of the edges of every token, in ascending order.
+        sequence: int32 [N], the sequence of a batch that each token is in; None: all are in one.
+        edge_index: [2, E], int64: sources and targets, sorted by target; a source of -1 is none.
+        device: where the kernels run.
+
+    Example:
+        >>> from graphattn.kernels.consensus.schedule import ConsensusEdges
+        >>> window = ConsensusEdges(10, 10, moves=(-1, 1), device="cpu")
+        >>> [(piece.first, piece.count, piece.runs) for piece in window.pieces(12)]
+        [(0, 3, 2), (3, 3, 2), (6, 4, 2)]
+    """
+
+    num_targets: int
+    num_sources: int
+    device: torch.device | str
+    moves: tuple[int, ...] = ()
+    sequence: Tensor | None = None
+    edge_index: Tensor | None = None
+    _pieces: dict[int, list[Piece]] = field(default_factory=dict, repr=False)
+
+    @property
+    def places(self) -> int:
+        """How many messages all edges have."""
+        if self.edge_index is not None:
+            return self.edge_index.shape[1]
+        return len(self.moves) * self.num_targets
+
+    def pieces(self, places: int) -> list[Piece]:
+        """All edges, in pieces of at most `places` messages if they can be cut so small."""
+        # Of all that fit there is one cut; of others few, whatever batches and dtypes come along.
+        fits = places >= self.places
+        places = self.places if fits else 1 << (max(places, 1).bit_length() - 1)
+        if places not in self._pieces:
+            self._pieces[places] = list(self._cut(places)) if self.places else []
+        return self._pieces[places]
+
+    def _cut(self, places: int) -> Iterator[Piece]:
+        if self.edge_index is not None:
+            for start, stop in _runs(self.edge_index.shape[1], places):
+                part = self.edge_index[:, start:stop]
+                tables = EdgeTables(self.num_targets, self.num_sources, edge_index=part)
+                yield Piece(stop - start, targets=part[1], sources=part[0], tables=tables)
+            return
+        if not self.moves:
+            return
+        for few in _runs(len(self.moves), places):  # more moves than places: some at a time
+            moves = self.moves[slice(*few)]
+            on_device = torch.tensor(moves).to(self.device, non_blocking=True)
+            for start, stop in _runs(self.num_targets, max(1, places // len(moves))):
+                yield Piece(
+                    stop - start,
+                    len(moves),
+                    start,
+                    moves=on_device,
+                    reach=(moves[0], moves[-1]),
+                )
+
+
+def _runs(length: int, most: int) -> Iterator[tuple[int, int]]:
+    """0 .. length in runs of at most so many, about equally long."""
+    count = -(-length // most)
+    for i in range(count):
+        yield length * i // count, length * (i + 1) // count

@@ -1,0 +1,221 @@
+"""Sums of messages at the ends of edges: in a fixed order, without atomics.
+
+A kernel that went over edges has left one message for each of them, [H, B, places, width]. Here
+every token adds up those of its own edges: where it is target, where it is source, or both.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from graphattn.kernels.consensus.schedule import Piece
+from graphattn.kernels.edges.backward import add_parts_kernel
+from graphattn.kernels.edges.inputs import launch_over_split, num_groups
+from graphattn.kernels.edges.math import own_segments, store_rows
+from graphattn.kernels.edges.schedule import Rows
+from graphattn.kernels.shared import tuning
+from graphattn.kernels.shared.launch import launch
+
+NUMBERS = 1024  # of a tile of a window
+
+
+@triton.jit(
+    do_not_specialize=[
+        "B", "N", "H", "num_places", "first", "count", "low", "high", "num_tiles", "num_runs",
+    ]
+)  # fmt: skip
+def sum_runs_kernel(
+    p_found, p_messages, p_moves, B, N, H, num_places, first, count, low, high, num_tiles, num_runs,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr,
+    AT_TARGET: tl.constexpr, AT_SOURCE: tl.constexpr, ADD: tl.constexpr,
+):  # fmt: skip
+    """found[b, n, h] (+)= AT_TARGET * messages to n, + AT_SOURCE * those from n, of every run; for
+    tokens low .. high - 1."""
+    i_program = tl.program_id(0)
+    i_h = i_program % H
+    i_tile = (i_program // H) % num_tiles
+    i_b = ((i_program // H) // num_tiles).to(tl.int64)
+    o_token = low + i_tile * TOKENS + tl.arange(0, TOKENS)
+    o_feature = tl.arange(0, BLOCK)
+    m_token = o_token < high
+    m_feature = (o_feature < WIDTH)[None, :]
+    p_messages += (i_h.to(tl.int64) * B + i_b) * num_places * WIDTH
+    b_found = tl.zeros([TOKENS, BLOCK], tl.float32)
+    for i_run in range(num_runs):
+        p_run = p_messages + tl.cast(i_run, tl.int64) * count * WIDTH
+        if AT_TARGET != 0:
+            o_place = (o_token - first).to(tl.int64)
+            m_tile = (m_token & (o_place >= 0) & (o_place < count))[:, None] & m_feature
+            p_tile = p_run + o_place[:, None] * WIDTH + o_feature[None, :]
+            b_found += AT_TARGET * tl.load(p_tile, mask=m_tile, other=0.0).to(tl.float32)
+        if AT_SOURCE != 0:
+            o_place = o_token - first - tl.load(p_moves + i_run)
+            m_tile = (m_token & (o_place >= 0) & (o_place < count))[:, None] & m_feature
+            p_tile = p_run + o_place[:, None] * WIDTH + o_feature[None, :]
+            b_found += AT_SOURCE * tl.load(p_tile, mask=m_tile, other=0.0).to(tl.float32)
+    p_tile = p_found + ((i_b * N + o_token)[:, None] * H + i_h) * WIDTH + o_feature[None, :]
+    m_tile = m_token[:, None] & m_feature
+    if ADD:
+        b_found += tl.load(p_tile, mask=m_tile, other=0.0)
+    tl.store(p_tile, b_found.to(p_found.dtype.element_ty), mask=m_tile)
+
+
+@triton.jit(
+    do_not_specialize=["B", "N", "H", "num_places", "num_segments", "num_groups", "num_parts"]
+)
+def sum_rows_kernel(
+    p_found, p_part, p_messages, p_segments, p_places, B, N, H, num_places, num_segments,
+    num_groups, num_parts,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, SLOTS: tl.constexpr,
+    SIGN: tl.constexpr, ADD: tl.constexpr, PLACES: tl.constexpr,
+):  # fmt: skip
+    """found[b, n, h] (+)= SIGN * the messages of row n; parts of split rows [B, parts, H, WIDTH].
+
+    PLACES: where a row's messages lie is listed; otherwise they lie side by side.
+    """
+    i_b, i_h, b_row, b_first, b_count, b_part = own_segments(
+        p_segments, num_segments, num_groups, H, ROWS
+    )
+    i_most = tl.max(b_count, axis=0)
+    if not ADD or i_most > 0:
+        p_messages += (i_h.to(tl.int64) * B + i_b) * num_places * WIDTH
+        o_feature = tl.arange(0, BLOCK)
+        m_feature = o_feature < WIDTH
+        b_found = tl.zeros([ROWS, BLOCK], tl.float32)
+        for i_slot in range(0, i_most, SLOTS):
+            o_slot = i_slot + tl.arange(0, SLOTS)
+            m_edge = o_slot[None, :] < b_count[:, None]
+            b_place = b_first[:, None] + o_slot[None, :]
+            if PLACES:
+                b_place = tl.load(p_places + b_place, mask=m_edge, other=0)
+            # [ROWS, SLOTS, BLOCK]
+            p_tile = p_messages + (b_place * WIDTH)[:, :, None] + o_feature[None, None, :]
+            m_tile = m_edge[:, :, None] & m_feature[None, None, :]
+            b_found += tl.sum(tl.load(p_tile, mask=m_tile, other=0.0).to(tl.float32), axis=1)
+        b_found = SIGN * b_found
+        m_row = b_row >= 0
+        m_part = m_row & (b_part >= 0)
+        store_rows(p_part + (i_b * num_parts * H + i_h) * WIDTH, b_found, b_part, m_part, H * WIDTH,
+                   WIDTH, BLOCK)  # fmt: skip
+        m_row = m_row & (b_part < 0)
+        p_found += (i_b * N * H + i_h) * WIDTH
+        if ADD:
+            p_tile = p_found + (b_row * (H * WIDTH))[:, None] + o_feature[None, :]
+            b_found += tl.load(p_tile, mask=m_row[:, None] & m_feature[None, :], other=0.0)
+        store_rows(p_found, b_found, b_row, m_row, H * WIDTH, WIDTH, BLOCK)
+
+
+class Sum:
+    """A sum over the edges of every token, [B, N, H, width], piece by piece.
+
+    One piece is written in `dtype` at once; several are added up in float32 first.
+
+    Args:
+        tokens: N, those of the side that is summed up; both sides if `at` has two numbers.
+        at: the sign of a message at its target, and at its source; 0 where it does not count.
+    """
+
+    def __init__(
+        self,
+        like: Tensor,
+        sizes: tuple[int, int, int, int],
+        dtype: torch.dtype,
+        at: tuple[int, int],
+        pieces: list[Piece],
+    ) -> None:
+        self.at, self.dtype = at, dtype
+        # One launch writes every token: nothing to clear, nothing to add to. A list takes one for
+        # each side.
+        self.is_whole = len(pieces) == 1 and not (pieces[0].tables is not None and all(at))
+        new = like.new_empty if self.is_whole else like.new_zeros
+        self.found = new(sizes, dtype=dtype if self.is_whole else torch.float32)
+
+    def add(self, piece: Piece, messages: Tensor) -> None:
+        """Messages [H, B, places, width] of a piece."""
+        tables = piece.tables
+        if tables is None:
+            self._add_runs(piece, messages)
+            return
+        for sign, rows in zip(
+            self.at, (lambda: tables.by_target, lambda: tables.by_source), strict=True
+        ):
+            if sign:
+                self._add_rows(rows(), messages, sign)
+
+    def result(self) -> Tensor:
+        """The sums in their dtype."""
+        return self.found.to(self.dtype)
+
+    def _add_runs(self, piece: Piece, messages: Tensor) -> None:
+        B, N, H, width = self.found.shape
+        low, high = 0, N
+        if not self.is_whole:
+            # The piece's targets, and where its moves lead from them.
+            ends = [0] * bool(self.at[0]) + list(piece.reach) * bool(self.at[1])
+            low = max(0, piece.first + min(ends))
+            high = min(N, piece.first + piece.count + max(ends))
+        block = triton.next_power_of_2(width)
+        tokens = max(1, NUMBERS // max(block, 16))
+        tiles = triton.cdiv(max(high - low, 0), tokens)
+        launch(
+            sum_runs_kernel,
+            (B * H * tiles,),
+            p_found=self.found,
+            p_messages=messages,
+            p_moves=piece.moves,
+            B=B,
+            N=N,
+            H=H,
+            num_places=piece.places,
+            first=piece.first,
+            count=piece.count,
+            low=low,
+            high=high,
+            num_tiles=tiles,
+            num_runs=piece.runs,
+            WIDTH=width,
+            BLOCK=block,
+            TOKENS=tokens,
+            AT_TARGET=self.at[0],
+            AT_SOURCE=self.at[1],
+            ADD=not self.is_whole,
+            num_warps=4,
+            num_stages=1,
+        )
+
+    def _add_rows(self, rows: Rows, messages: Tensor, sign: int) -> None:
+        B, N, H, width = self.found.shape
+        choice = tuning.choose_for_edges("both_ends", width, rows.mean_degree)
+        groups = num_groups(choice, rows)
+        part = messages.new_empty((B, rows.num_parts, H, width), dtype=torch.float32)
+        launch(
+            sum_rows_kernel,
+            (B * H * groups,),
+            p_found=self.found,
+            p_part=part,
+            p_messages=messages,
+            p_segments=rows.segments,
+            p_places=rows.others if rows.edge_ids is None else rows.edge_ids,
+            B=B,
+            N=N,
+            H=H,
+            num_places=messages.shape[2],
+            num_segments=len(rows.segments),
+            num_groups=groups,
+            num_parts=rows.num_parts,
+            WIDTH=width,
+            BLOCK=triton.next_power_of_2(width),
+            ROWS=choice.rows,
+            SLOTS=choice.columns,
+            SIGN=sign,
+            ADD=not self.is_whole,
+            PLACES=rows.edge_ids is not None,
+            num_warps=choice.num_warps,
+            num_stages=choice.num_stages,
+        )
+        launch_over_split(
+            add_parts_kernel, rows, self.found, p_part=part, p_sum=self.found, ADD=not self.is_whole
+        )

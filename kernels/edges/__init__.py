@@ -1,0 +1,9 @@
+"""Attention over any edges, row by row of the graph's adjacency matrix (CSR). In this order:
+
+- `schedule`: which edges a program takes.
+- `inputs`: what the kernels are given, and how they are started.
+- `math`: what every kernel does with its rows.
+- `forward`, `backward`: attention, and its gradients.
+- `top_k`: which edges of a row count.
+- `configurations`: the launches that are compiled ahead of time.
+"""

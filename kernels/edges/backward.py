@@ -1,0 +1,281 @@
+"""Gradients of attention over any edges: weights are computed again from logits and log-sums.
+
+With P the weights and delta_i = out_i . d_out_i - d_lse_i, the logits' gradients are
+ds_ij = P_ij (d_out_i . v_j - delta_i). One kernel goes over the edges of every target: d_query, and
+ds itself where edges have biases. Another goes over the edges of every source (the transposed
+rows): d_key and d_value. No atomics: the sums of split rows are added up in order. That is the
+backward of FlashAttention-2 (Dao 2023), edge by edge.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from graphattn.kernels.bands.inputs import side_by_side
+from graphattn.kernels.bands.math import LOG2E, weights_again
+from graphattn.kernels.edges.inputs import EdgeInputs, launch_over, launch_over_split, num_groups
+from graphattn.kernels.edges.math import (
+    affinities,
+    gather,
+    load_edges,
+    load_rows,
+    own_segments,
+    own_split,
+    store_rows,
+    without_invalid,
+)
+from graphattn.kernels.shared import tuning
+from graphattn.kernels.shared.row_dots import row_dots
+
+
+@triton.jit(do_not_specialize=["N", "M", "E", "H", "num_segments", "num_groups", "num_parts"])
+def edges_d_query_kernel(
+    p_query, p_key, p_value, p_saved, p_delta, p_d_out, p_d_query, p_part, p_d_scale, p_d_bias,
+    p_scale, p_bias, p_kept, p_valid_target, p_valid_source, p_segments, p_others, p_edge_ids,
+    N, M, E, H, num_segments, num_groups, num_parts,
+    stride_qn, stride_qh, stride_kn, stride_kh, stride_vn, stride_vh, stride_on, stride_oh,
+    REPEATS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, ROWS: tl.constexpr, SLOTS: tl.constexpr,
+    RBF: tl.constexpr, BIAS: tl.constexpr, KEPT: tl.constexpr, EDGE_IDS: tl.constexpr,
+    VALID: tl.constexpr, VALID_TARGET: tl.constexpr, SPLIT: tl.constexpr,
+    SCALE_GRADIENT: tl.constexpr, BIAS_GRADIENT: tl.constexpr,
+):  # fmt: skip
+    """d_query [B, N, H, D], its parts [B, parts, H, D], d_bias [B, E, H], and every program's
+    share of d_scale [B, groups, H]."""
+    i_b, i_h, b_row, b_first, b_count, b_part = own_segments(
+        p_segments, num_segments, num_groups, H, ROWS
+    )
+    m_row = b_row >= 0
+    b_count = without_invalid(b_count, b_row, p_valid_target + i_b * N, VALID_TARGET)
+    i_head = i_h // REPEATS
+    p_query += i_b * N * stride_qn + i_h.to(tl.int64) * stride_qh
+    p_d_out += i_b * N * stride_on + i_h.to(tl.int64) * stride_oh
+    p_key += i_b * M * stride_kn + i_head.to(tl.int64) * stride_kh
+    p_value += i_b * M * stride_vn + i_head.to(tl.int64) * stride_vh
+    if BIAS == 2:
+        p_bias += i_b * E * H
+    # [ROWS, BLOCK_D] and [ROWS, BLOCK_DV]
+    b_query = load_rows(p_query, b_row, m_row, stride_qn, D, BLOCK_D)
+    o_number = (i_b * H + i_h) * N + b_row
+    b_saved = tl.load(p_saved + o_number, mask=m_row, other=float("inf"))
+    m_row_alive = m_row & (b_saved != float("inf"))  # what comes in for empty rows is not read
+    b_delta = tl.load(p_delta + o_number, mask=m_row_alive, other=0.0)
+    b_d_out = load_rows(p_d_out, b_row, m_row_alive, stride_on, DV, BLOCK_DV)
+    i_scale = tl.load(p_scale + i_h)
+
+    b_d_query = tl.zeros([ROWS, BLOCK_D], tl.float32)
+    b_d_scale = tl.zeros([ROWS], tl.float32)
+    for i_slot in range(0, tl.max(b_count, axis=0), SLOTS):
+        b_source, m_edge, b_edge = load_edges(
+            p_others, p_edge_ids, p_valid_source + i_b * M, p_kept + i_b * E * H, b_first, b_count,
+            i_slot, H, i_h, SLOTS, VALID, KEPT, EDGE_IDS,
+        )  # fmt: skip
+        # [ROWS, SLOTS, BLOCK_D], then [ROWS, SLOTS]
+        b_key = gather(p_key, b_source, m_edge, stride_kn, D, BLOCK_D)
+        b_affinity, b_pull = affinities(b_query, b_key, RBF)
+        b_logit = b_affinity * (i_scale * LOG2E) - b_saved[:, None]
+        if BIAS:
+            b_logit += tl.load(p_bias + b_edge * H + i_h, mask=m_edge, other=0.0) * LOG2E
+        b_weight = weights_again(b_logit)
+        # [ROWS, SLOTS, BLOCK_DV]
+        b_value = gather(p_value, b_source, m_edge, stride_vn, DV, BLOCK_DV)
+        b_d_weight = tl.sum(b_value * b_d_out[:, None, :], axis=2)
+        b_d_logit = tl.where(m_edge, b_weight * (b_d_weight - b_delta[:, None]), 0.0)
+        if BIAS_GRADIENT:
+            tl.store(p_d_bias + (i_b * E + b_edge) * H + i_h, b_d_logit, mask=m_edge)
+        if SCALE_GRADIENT:
+            b_d_scale += tl.sum(tl.where(m_edge, b_d_logit * b_affinity, 0.0), axis=1)
+        b_pull = tl.where(m_edge[:, :, None], b_pull, 0.0)
+        b_d_query += tl.sum(b_d_logit[:, :, None] * b_pull, axis=1)
+
+    b_d_query = b_d_query * i_scale
+    p_d_query += (i_b * N * H + i_h) * D
+    store_rows(p_d_query, b_d_query, b_row, m_row & (b_part < 0), H * D, D, BLOCK_D)
+    if SPLIT:
+        p_part += (i_b * num_parts * H + i_h) * D
+        store_rows(p_part, b_d_query, b_part, m_row & (b_part >= 0), H * D, D, BLOCK_D)
+    if SCALE_GRADIENT:
+        i_group = (tl.program_id(0) // H) % num_groups
+        tl.store(p_d_scale + (i_b * num_groups + i_group) * H + i_h, tl.sum(b_d_scale, axis=0))
+
+
+@triton.jit(do_not_specialize=["N", "M", "E", "H", "num_segments", "num_groups", "num_parts"])
+def edges_d_source_kernel(
+    p_query, p_key, p_value, p_saved, p_delta, p_d_out, p_d_key, p_d_value, p_part_key,
+    p_part_value, p_scale, p_bias, p_kept, p_valid_target, p_valid_source, p_segments, p_others,
+    p_edge_ids, N, M, E, H, num_segments, num_groups, num_parts,
+    stride_qn, stride_qh, stride_kn, stride_kh, stride_vn, stride_vh, stride_on, stride_oh,
+    REPEATS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, ROWS: tl.constexpr, SLOTS: tl.constexpr,
+    RBF: tl.constexpr, BIAS: tl.constexpr, KEPT: tl.constexpr, EDGE_IDS: tl.constexpr,
+    VALID: tl.constexpr, VALID_TARGET: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    """d_key [B, M, Hk, D] and d_value [B, M, Hk, DV], summed over the query heads of a key head;
+    parts of split rows in float32."""
+    Hk = H // REPEATS
+    i_b, i_head, b_row, b_first, b_count, b_part = own_segments(
+        p_segments, num_segments, num_groups, Hk, ROWS
+    )
+    m_row = b_row >= 0
+    b_count = without_invalid(b_count, b_row, p_valid_source + i_b * M, VALID)
+    p_query += i_b * N * stride_qn
+    p_d_out += i_b * N * stride_on
+    p_key += i_b * M * stride_kn + i_head.to(tl.int64) * stride_kh
+    p_value += i_b * M * stride_vn + i_head.to(tl.int64) * stride_vh
+    if BIAS == 2:
+        p_bias += i_b * E * H
+    # [ROWS, BLOCK_D] and [ROWS, BLOCK_DV]
+    m_seen = m_row & (b_count > 0)  # what nobody sees is not read
+    b_key = load_rows(p_key, b_row, m_seen, stride_kn, D, BLOCK_D)
+    b_value = load_rows(p_value, b_row, m_seen, stride_vn, DV, BLOCK_DV)
+
+    b_d_key = tl.zeros([ROWS, BLOCK_D], tl.float32)
+    b_d_value = tl.zeros([ROWS, BLOCK_DV], tl.float32)
+    for i_repeat in range(REPEATS):
+        i_h = i_head * REPEATS + i_repeat
+        i_scale = tl.load(p_scale + i_h)
+        p_own_query = p_query + i_h.to(tl.int64) * stride_qh
+        p_own_d_out = p_d_out + i_h.to(tl.int64) * stride_oh
+        i_numbers = (i_b * H + i_h) * N
+        for i_slot in range(0, tl.max(b_count, axis=0), SLOTS):
+            b_target, m_edge, b_edge = load_edges(
+                p_others, p_edge_ids, p_valid_target + i_b * N, p_kept + i_b * E * H, b_first,
+                b_count, i_slot, H, i_h, SLOTS, VALID_TARGET, KEPT, EDGE_IDS,
+            )  # fmt: skip
+            # [ROWS, SLOTS]
+            o_number = i_numbers + b_target
+            b_saved = tl.load(p_saved + o_number, mask=m_edge, other=float("inf"))
+            m_edge = m_edge & (b_saved != float("inf"))
+            b_delta = tl.load(p_delta + o_number, mask=m_edge, other=0.0)
+            # [ROWS, SLOTS, BLOCK_D]
+            b_query = gather(p_own_query, b_target, m_edge, stride_qn, D, BLOCK_D)
+            b_affinity, b_pull = affinities(b_key, b_query, RBF)
+            b_logit = b_affinity * (i_scale * LOG2E) - b_saved
+            if BIAS:
+                b_logit += tl.load(p_bias + b_edge * H + i_h, mask=m_edge, other=0.0) * LOG2E
+            b_weight = tl.where(m_edge, weights_again(b_logit), 0.0)
+            # [ROWS, SLOTS, BLOCK_DV]
+            b_d_out = gather(p_own_d_out, b_target, m_edge, stride_on, DV, BLOCK_DV)
+            b_d_weight = tl.sum(b_d_out * b_value[:, None, :], axis=2)
+            b_d_logit = tl.where(m_edge, b_weight * (b_d_weight - b_delta) * i_scale, 0.0)
+            b_d_value += tl.sum(b_weight[:, :, None] * b_d_out, axis=1)
+            b_pull = tl.where(m_edge[:, :, None], b_pull, 0.0)
+            b_d_key += tl.sum(b_d_logit[:, :, None] * b_pull, axis=1)
+
+    m_whole = m_row & (b_part < 0)
+    p_d_key += (i_b * M * Hk + i_head) * D
+    p_d_value += (i_b * M * Hk + i_head) * DV
+    store_rows(p_d_key, b_d_key, b_row, m_whole, Hk * D, D, BLOCK_D)
+    store_rows(p_d_value, b_d_value, b_row, m_whole, Hk * DV, DV, BLOCK_DV)
+    if SPLIT:
+        m_part = m_row & (b_part >= 0)
+        p_part_key += (i_b * num_parts * Hk + i_head) * D
+        p_part_value += (i_b * num_parts * Hk + i_head) * DV
+        store_rows(p_part_key, b_d_key, b_part, m_part, Hk * D, D, BLOCK_D)
+        store_rows(p_part_value, b_d_value, b_part, m_part, Hk * DV, DV, BLOCK_DV)
+
+
+@triton.jit(do_not_specialize=["N", "H", "num_split", "num_parts"])
+def add_parts_kernel(
+    p_part, p_sum, p_split, N, H, num_split, num_parts,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, PARTS: tl.constexpr, ADD: tl.constexpr = False,
+):  # fmt: skip
+    """sum [B, N, H, D] of split rows, from their parts [B, parts, H, D], always in one order; with
+    ADD to what is there."""
+    i_b, i_h, i_row, i_first, i_count = own_split(p_split, num_split, H)
+    if i_row >= 0:
+        o_feature = tl.arange(0, BLOCK_D)
+        m_feature = o_feature < D
+        b_sum = tl.zeros([BLOCK_D], tl.float32)
+        for i_part in range(0, i_count, PARTS):
+            o_part = i_part + tl.arange(0, PARTS)
+            p_tile = p_part + (((i_b * num_parts + i_first + o_part) * H + i_h) * D)[:, None]
+            m_tile = (o_part < i_count)[:, None] & m_feature[None, :]
+            b_part = tl.load(p_tile + o_feature[None, :], mask=m_tile, other=0.0)
+            b_sum += tl.sum(b_part, axis=0)
+        p_own = p_sum + ((i_b * N + i_row) * H + i_h) * D + o_feature
+        if ADD:
+            b_sum += tl.load(p_own, mask=m_feature, other=0.0)
+        tl.store(p_own, b_sum.to(p_sum.dtype.element_ty), mask=m_feature)
+
+
+def backward(
+    inputs: EdgeInputs,
+    out: Tensor,
+    saved: Tensor,
+    d_out: Tensor,
+    d_lse: Tensor | None,
+    *,
+    scale_gradient: bool,
+    bias_gradient: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Gradients of query, key, value, scale [H] and bias, the last two where asked for.
+
+    `out` and `d_out` are [B, N, H, Dv], `saved` [B, H, N], `d_lse` [B, N, H]. `saved` is what
+    the forward kept, or base-2 log-sums (+inf for empty rows) over these and other edges together;
+    then `out` is the average over all of them, too.
+    """
+    x = inputs
+    B, _, H, D = x.query.shape
+    Hk, DV = x.value.shape[-2:]
+    d_out = side_by_side(d_out)
+    upstream: dict[str, Any] = {
+        "p_saved": saved,
+        "p_delta": row_dots(out, d_out, 1.0, d_lse),
+        "p_d_out": d_out,
+        "stride_on": d_out.stride(1),
+        "stride_oh": d_out.stride(2),
+    }
+    rows = x.tables.by_target
+    choice = tuning.choose_for_edges("edges_d_query", x.width, rows.mean_degree)
+    d_query = torch.empty_like(x.query, memory_format=torch.contiguous_format)
+    part = saved.new_empty(B, rows.num_parts, H, D)
+    d_scale = saved.new_empty(B, num_groups(choice, rows), H) if scale_gradient else None
+    d_bias = None
+    if bias_gradient:
+        assert x.bias is not None
+        d_bias = saved.new_zeros(B, *x.bias.shape[-2:])
+    launch_over(
+        edges_d_query_kernel,
+        choice,
+        x,
+        rows,
+        H,
+        **upstream,
+        p_d_query=d_query,
+        p_part=part,
+        p_d_scale=saved if d_scale is None else d_scale,
+        p_d_bias=saved if d_bias is None else d_bias,
+        SCALE_GRADIENT=scale_gradient,
+        BIAS_GRADIENT=bias_gradient,
+    )
+    launch_over_split(add_parts_kernel, rows, d_query, p_part=part, p_sum=d_query)
+
+    rows = x.tables.by_source
+    choice = tuning.choose_for_edges("edges_d_source", x.width, rows.mean_degree)
+    d_key = torch.empty_like(x.key, memory_format=torch.contiguous_format)
+    d_value = torch.empty_like(x.value, memory_format=torch.contiguous_format)
+    part_key = saved.new_empty(B, rows.num_parts, Hk, D)
+    part_value = saved.new_empty(B, rows.num_parts, Hk, DV)
+    launch_over(
+        edges_d_source_kernel,
+        choice,
+        x,
+        rows,
+        Hk,
+        **upstream,
+        p_d_key=d_key,
+        p_d_value=d_value,
+        p_part_key=part_key,
+        p_part_value=part_value,
+    )
+    launch_over_split(add_parts_kernel, rows, d_key, p_part=part_key, p_sum=d_key)
+    launch_over_split(add_parts_kernel, rows, d_value, p_part=part_value, p_sum=d_value)
+    if d_bias is not None and x.bias is not None and x.bias.dim() == 2:
+        d_bias = d_bias[0] if B == 1 else d_bias.sum(0)
+    return d_query, d_key, d_value, None if d_scale is None else d_scale.sum((0, 1)), d_bias

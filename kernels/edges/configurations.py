@@ -1,0 +1,114 @@
+"""The launches of the edge kernels that matter most, at their real sizes."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from graphattn.kernels.edges.backward import backward
+from graphattn.kernels.edges.forward import forward
+from graphattn.kernels.edges.inputs import EdgeInputs
+from graphattn.kernels.edges.schedule import LONGEST_SEGMENT, EdgeTables
+from graphattn.kernels.edges.top_k import select
+from graphattn.kernels.shared.configuration import SHORT_NAMES, Configuration
+from graphattn.kernels.shared.launch import Launch, recording
+
+# Rows of features that a kernel gathers per edge, and that it reads or writes per token.
+GATHERED = {
+    "edges_forward_kernel": (2, 2),
+    "edges_d_query_kernel": (2, 3),
+    "edges_d_source_kernel": (2, 4),
+    "select_kernel": (1, 1),
+}
+
+
+class Case(NamedTuple):
+    """Attention over rows of `degree` edges each, forward and backward."""
+
+    name: str
+    target: str
+    tokens: int
+    degree: int
+    heads: int = 8
+    features: int = 64
+    batch: int = 1
+    dtype: torch.dtype = torch.bfloat16
+    rbf: bool = True
+    listed: bool = True  # as a list of edges, whose rows may be split; or a table of neighbours
+    bias: bool = False
+    valid: bool = False
+    top_k: int | None = None
+
+
+LONG = 65536
+FAST = "10x gather/scatter, 4x compiled"
+CASES = (
+    Case("kNN graph, k 16", FAST, LONG, 16, listed=False),
+    Case("bipartite, degree 32, dot", "", 16384, 32, rbf=False),
+    Case("grid 64 x 64 with class token, radius 2", "", 4097, 27, batch=16),
+    # Beside the band: every target sees 4 global sources, and 4 rows see all tokens.
+    Case("longformer, 4 global tokens", "", LONG, 8, rbf=False),
+    Case("kNN graph, k 16, top 8", "", LONG, 16, listed=False, top_k=8),
+    Case("kNN graph, k 16, bias, padded", "", LONG, 16, listed=False, bias=True, valid=True),
+    Case("kNN graph, k 16", "", LONG, 16, listed=False, dtype=torch.float32),
+    Case("kNN graph, k 16, D 16", "", LONG, 16, features=16, listed=False),
+    Case("kNN graph, k 16, D 128", "", LONG, 16, features=128, listed=False),
+    Case("kNN graph, k 16, D 256", "", LONG, 16, features=256, listed=False),
+)
+
+
+def configurations() -> list[Configuration]:
+    """Every launch of every case."""
+    return [configuration for case in CASES for configuration in configurations_of(case)]
+
+
+def configurations_of(case: Case) -> list[Configuration]:
+    """The launches of one case, in their order, but for those that add up what was split."""
+    B, N, H, D = case.batch, case.tokens, case.heads, case.features
+    if case.listed:
+        edges_of = {"edge_index": torch.empty(2, N * case.degree, dtype=torch.int64, device="meta")}
+    else:
+        edges_of = {"neighbors": torch.empty(N, case.degree, dtype=torch.int64, device="meta")}
+    query, key, value = (torch.empty(B, N, H, D, dtype=case.dtype, device="meta") for _ in range(3))
+    valid = torch.empty(B, N, dtype=torch.bool, device="meta") if case.valid else None
+    bias = torch.empty(N * case.degree, H, device="meta") if case.bias else None
+    x = EdgeInputs(
+        query, key, value, torch.empty(H, device="meta"), EdgeTables(N, N, **edges_of), case.rbf,
+        bias, valid, valid,
+    )  # fmt: skip
+    with recording() as launches:
+        if case.top_k is not None:
+            x.kept = select(x, case.top_k)
+        out, _, saved = forward(x)
+        backward(
+            x,
+            out,
+            saved,
+            torch.empty_like(out),
+            None,
+            scale_gradient=case.rbf,
+            bias_gradient=case.bias,
+        )
+    return [_describe(case, found) for found in launches if found.kernel.fn.__name__ in GATHERED]
+
+
+def _describe(case: Case, launch: Launch) -> Configuration:
+    kernel, arguments = launch.kernel.fn.__name__, launch.arguments
+    gathered, own = GATHERED[kernel]
+    tokens, edges_of_all = case.batch * case.tokens, case.batch * case.tokens * case.degree
+    row = float(case.heads * case.features * case.dtype.itemsize)
+    segments = case.batch * case.tokens * case.heads * -(-case.degree // LONGEST_SEGMENT)
+    passes = segments / arguments["ROWS"] * -(-case.degree // arguments["SLOTS"])
+    part = kernel.removesuffix("_kernel").removeprefix("edges_").replace("_", " ")
+    return Configuration(
+        f"{case.name}, {SHORT_NAMES[case.dtype]}: {part}",
+        launch,
+        main=False,
+        flops=0.0,
+        # What is gathered must come in once at least, and the list itself, four bytes an edge.
+        bytes=(gathered + own) * tokens * row + 4.0 * case.tokens * case.degree,
+        iterations=passes * (2 if kernel == "select_kernel" else 1),  # held, and written
+        target=case.target,
+        gathered=gathered * edges_of_all * row,
+    )

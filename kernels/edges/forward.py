@@ -1,0 +1,183 @@
+"""Attention over any edges, forward: target i averages the sources that its row of edges names.
+
+One program takes a few rows of one head, gathers the keys and values at the other ends of their
+edges, and keeps a running maximum (online softmax; Milakov and Gimelshein 2018). There is no matrix
+product: two targets rarely see the same run of sources, so gathered keys serve one row each. RBF
+logits come from differences, exact whatever offset the tokens share.
+
+Rows with more than `edge_tables.LONGEST_SEGMENT` edges (a class token, hubs) are split: their parts
+are averages of their own, which a second kernel merges by their log-sums, always in one order.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from graphattn.kernels.bands.math import LN2, LOG2E
+from graphattn.kernels.edges.inputs import EdgeInputs, launch_over, launch_over_split
+from graphattn.kernels.edges.math import (
+    affinities,
+    gather,
+    load_edges,
+    load_rows,
+    own_segments,
+    own_split,
+    store_rows,
+    without_invalid,
+)
+from graphattn.kernels.shared import tuning
+
+
+@triton.jit(do_not_specialize=["N", "M", "E", "H", "num_segments", "num_groups", "num_parts"])
+def edges_forward_kernel(
+    p_query, p_key, p_value, p_out, p_lse, p_saved, p_part_out, p_part_lse, p_start_out,
+    p_start_lse, p_scale, p_bias, p_kept, p_valid_target, p_valid_source, p_segments, p_others,
+    p_edge_ids, N, M, E, H, num_segments, num_groups, num_parts,
+    stride_qn, stride_qh, stride_kn, stride_kh, stride_vn, stride_vh,
+    REPEATS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, ROWS: tl.constexpr, SLOTS: tl.constexpr,
+    RBF: tl.constexpr, BIAS: tl.constexpr, KEPT: tl.constexpr, EDGE_IDS: tl.constexpr,
+    VALID: tl.constexpr, VALID_TARGET: tl.constexpr, SPLIT: tl.constexpr, START: tl.constexpr,
+):  # fmt: skip
+    """Output [B, N, H, DV], log-sums [B, H, N], and base-2 log-sums for the backward.
+
+    Parts of split rows: outputs [B, parts, H, DV] and base-2 log-sums [B, parts, H]. With START
+    other edges of the same rows have been averaged before, and are carried on with.
+    """
+    i_b, i_h, b_row, b_first, b_count, b_part = own_segments(
+        p_segments, num_segments, num_groups, H, ROWS
+    )
+    m_row = b_row >= 0
+    b_count = without_invalid(b_count, b_row, p_valid_target + i_b * N, VALID_TARGET)
+    i_head = i_h // REPEATS
+    p_query += i_b * N * stride_qn + i_h.to(tl.int64) * stride_qh
+    p_key += i_b * M * stride_kn + i_head.to(tl.int64) * stride_kh
+    p_value += i_b * M * stride_vn + i_head.to(tl.int64) * stride_vh
+    if BIAS == 2:
+        p_bias += i_b * E * H
+    # [ROWS, BLOCK_D]
+    b_query = load_rows(p_query, b_row, m_row, stride_qn, D, BLOCK_D)
+    i_scale = tl.load(p_scale + i_h) * LOG2E
+    o_number = (i_b * H + i_h) * N + b_row
+    m_whole = m_row & (b_part < 0)
+
+    b_out = tl.zeros([ROWS, BLOCK_DV], tl.float32)
+    b_sum = tl.zeros([ROWS], tl.float32)
+    b_max = tl.full([ROWS], float("-inf"), tl.float32)
+    if START:
+        b_max = tl.load(p_start_lse + o_number, mask=m_whole, other=float("-inf")) * LOG2E
+        b_sum = tl.where(b_max == float("-inf"), 0.0, 1.0)
+        p_start = p_start_out + (i_b * N * H + i_h) * DV
+        b_out = load_rows(p_start, b_row, m_whole, H * DV, DV, BLOCK_DV)
+    for i_slot in range(0, tl.max(b_count, axis=0), SLOTS):
+        b_source, m_edge, b_edge = load_edges(
+            p_others, p_edge_ids, p_valid_source + i_b * M, p_kept + i_b * E * H, b_first, b_count,
+            i_slot, H, i_h, SLOTS, VALID, KEPT, EDGE_IDS,
+        )  # fmt: skip
+        # [ROWS, SLOTS, BLOCK_D], then [ROWS, SLOTS]
+        b_key = gather(p_key, b_source, m_edge, stride_kn, D, BLOCK_D)
+        b_affinity, _ = affinities(b_query, b_key, RBF)
+        b_logit = b_affinity * i_scale
+        if BIAS:
+            b_logit += tl.load(p_bias + b_edge * H + i_h, mask=m_edge, other=0.0) * LOG2E
+        b_logit = tl.where(m_edge, b_logit, float("-inf"))
+        b_larger = tl.maximum(b_max, tl.max(b_logit, axis=1))
+        b_level = tl.where(b_larger == float("-inf"), 0.0, b_larger)
+        b_weight = tl.exp2(b_logit - b_level[:, None])
+        b_fade = tl.exp2(b_max - b_level)
+        b_sum = b_sum * b_fade + tl.sum(b_weight, axis=1)
+        # [ROWS, SLOTS, BLOCK_DV]
+        b_value = gather(p_value, b_source, m_edge, stride_vn, DV, BLOCK_DV)
+        b_out = b_out * b_fade[:, None] + tl.sum(b_weight[:, :, None] * b_value, axis=1)
+        b_max = b_larger
+
+    m_empty = b_sum == 0
+    b_lse = tl.where(m_empty, float("-inf"), b_max + tl.log2(b_sum))
+    b_out = tl.where(m_empty[:, None], 0.0, b_out / tl.where(m_empty, 1.0, b_sum)[:, None])
+    p_out += (i_b * N * H + i_h) * DV
+    store_rows(p_out, b_out, b_row, m_whole, H * DV, DV, BLOCK_DV)
+    tl.store(p_lse + o_number, b_lse * LN2, mask=m_whole)
+    # +inf: no weight is left when it is subtracted from a logit.
+    tl.store(p_saved + o_number, tl.where(m_empty, float("inf"), b_lse), mask=m_whole)
+    if SPLIT:
+        m_part = m_row & (b_part >= 0)
+        p_part_out += (i_b * num_parts * H + i_h) * DV
+        store_rows(p_part_out, b_out, b_part, m_part, H * DV, DV, BLOCK_DV)
+        tl.store(p_part_lse + (i_b * num_parts + b_part) * H + i_h, b_lse, mask=m_part)
+
+
+@triton.jit(do_not_specialize=["N", "H", "num_split", "num_parts"])
+def merge_averages_kernel(
+    p_part_out, p_part_lse, p_start_out, p_start_lse, p_out, p_lse, p_saved, p_split,
+    N, H, num_split, num_parts,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, PARTS: tl.constexpr, START: tl.constexpr,
+):  # fmt: skip
+    """Split rows, from the averages and base-2 log-sums of their parts."""
+    i_b, i_h, i_row, i_first, i_count = own_split(p_split, num_split, H)
+    if i_row >= 0:
+        o_feature = tl.arange(0, BLOCK_D)
+        m_feature = o_feature < D
+        i_number = (i_b * H + i_h) * N + i_row
+        o_number = ((i_b * N + i_row) * H + i_h) * D + o_feature
+        b_out = tl.zeros([BLOCK_D], tl.float32)
+        i_max = float("-inf")
+        i_sum = 0.0
+        if START:
+            i_max = tl.load(p_start_lse + i_number) * LOG2E
+            i_sum = tl.where(i_max == float("-inf"), 0.0, 1.0)
+            b_out = tl.load(p_start_out + o_number, mask=m_feature, other=0.0).to(tl.float32)
+        for i_part in range(0, i_count, PARTS):
+            o_part = i_part + tl.arange(0, PARTS)
+            m_part = o_part < i_count
+            o_part = (i_b * num_parts + i_first + o_part) * H + i_h
+            b_lse = tl.load(p_part_lse + o_part, mask=m_part, other=float("-inf"))
+            i_larger = tl.maximum(i_max, tl.max(b_lse, axis=0))
+            i_level = tl.where(i_larger == float("-inf"), 0.0, i_larger)
+            b_weight = tl.exp2(b_lse - i_level)
+            i_fade = tl.exp2(i_max - i_level)
+            i_sum = i_sum * i_fade + tl.sum(b_weight, axis=0)
+            # [PARTS, BLOCK_D]
+            p_tile = p_part_out + (o_part * D)[:, None] + o_feature[None, :]
+            b_part = tl.load(p_tile, mask=m_part[:, None] & m_feature[None, :], other=0.0)
+            b_out = b_out * i_fade + tl.sum(b_weight[:, None] * b_part, axis=0)
+            i_max = i_larger
+        i_empty = i_sum == 0
+        i_lse = tl.where(i_empty, float("-inf"), i_max + tl.log2(i_sum))
+        b_out = tl.where(i_empty, 0.0, b_out / tl.where(i_empty, 1.0, i_sum))
+        tl.store(p_out + o_number, b_out.to(p_out.dtype.element_ty), mask=m_feature)
+        tl.store(p_lse + i_number, i_lse * LN2)
+        tl.store(p_saved + i_number, tl.where(i_empty, float("inf"), i_lse))
+
+
+def forward(
+    inputs: EdgeInputs, start: tuple[Tensor, Tensor] | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Output [B, N, H, Dv], log-sums [B, H, N], and base-2 log-sums for the backward [B, H, N].
+
+    `start`: output and log-sums of the same targets over other edges, which these are added to.
+    """
+    x = inputs
+    B, N, H, _ = x.query.shape
+    DV = x.value.shape[-1]
+    out = x.query.new_empty(B, N, H, DV)
+    lse = x.query.new_empty((B, H, N), dtype=torch.float32)
+    saved = torch.empty_like(lse)
+    rows = x.tables.by_target
+    tensors: dict[str, Any] = {
+        "p_part_out": lse.new_empty(B, rows.num_parts, H, DV),
+        "p_part_lse": lse.new_empty(B, rows.num_parts, H),
+        "p_start_out": out if start is None else start[0],
+        "p_start_lse": lse if start is None else start[1],
+        "p_out": out,
+        "p_lse": lse,
+        "p_saved": saved,
+    }
+    choice = tuning.choose_for_edges("edges_forward", x.width, rows.mean_degree)
+    launch_over(edges_forward_kernel, choice, x, rows, H, START=start is not None, **tensors)
+    launch_over_split(merge_averages_kernel, rows, out, START=start is not None, **tensors)
+    return out, lse, saved

@@ -1,0 +1,161 @@
+"""What the edge kernels are given, checked and laid out once for forward and backward."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from graphattn.kernels.bands.inputs import as_bytes, side_by_side
+from graphattn.kernels.edges.schedule import EdgeTables, Rows
+from graphattn.kernels.shared.launch import launch
+from graphattn.kernels.shared.tuning import Choice
+
+PARTS = 16  # of a split row, read at a time
+
+
+@dataclass
+class EdgeInputs:
+    """Attention over any edges: tensors, tables and options.
+
+    Args:
+        query: [B, N, H, D], float32, float16 or bfloat16.
+        key: [B, M, Hk, D]; Hk divides H.
+        value: [B, M, Hk, Dv].
+        scale: [H], float32.
+        tables: the edges between N targets and M sources.
+        rbf: logits -scale ||q - k||^2 / 2 instead of scale q . k.
+        bias: [E, H], or [B, E, H] where every sample has its own; float32, added to the logits.
+        valid_target, valid_source: bool [B, N] and [B, M]; None: all are.
+        kept: uint8 [B, E, H], the edges that count; None: all do.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    scale: Tensor
+    tables: EdgeTables
+    rbf: bool
+    bias: Tensor | None = None
+    valid_target: Tensor | None = None
+    valid_source: Tensor | None = None
+    kept: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        self.query, self.key, self.value = map(side_by_side, (self.query, self.key, self.value))
+        self.scale = self.scale.to(torch.float32).contiguous()
+        if self.bias is not None:
+            self.bias = self.bias.to(torch.float32).contiguous()
+        self.valid_target, self.valid_source = map(as_bytes, (self.valid_target, self.valid_source))
+
+    @property
+    def width(self) -> int:
+        """The wider of the features of keys and values."""
+        return max(self.query.shape[-1], self.value.shape[-1])
+
+    @property
+    def num_edges(self) -> int:
+        """E: values per edge. Where nobody has some, a table's empty entries are counted, too."""
+        return self.tables.num_edges if self.bias is None else self.bias.shape[-2]
+
+    def common(self) -> dict[str, Any]:
+        """The arguments that all edge kernels take, whether they look at them or not."""
+        query, key, value, none = self.query, self.key, self.value, self.scale
+        D, DV, H, Hk = query.shape[-1], value.shape[-1], query.shape[-2], key.shape[-2]
+        return {
+            "p_query": query,
+            "p_key": key,
+            "p_value": value,
+            "p_scale": self.scale,
+            "p_bias": none if self.bias is None else self.bias,
+            "p_kept": none if self.kept is None else self.kept,
+            "p_valid_target": none if self.valid_target is None else self.valid_target,
+            "p_valid_source": none if self.valid_source is None else self.valid_source,
+            "N": query.shape[1],
+            "M": key.shape[1],
+            "E": self.num_edges,
+            "H": H,
+            "stride_qn": query.stride(1),
+            "stride_qh": query.stride(2),
+            "stride_kn": key.stride(1),
+            "stride_kh": key.stride(2),
+            "stride_vn": value.stride(1),
+            "stride_vh": value.stride(2),
+            "REPEATS": H // Hk,
+            "D": D,
+            "DV": DV,
+            "BLOCK_D": triton.next_power_of_2(D),
+            "BLOCK_DV": triton.next_power_of_2(DV),
+            "RBF": self.rbf,
+            "BIAS": 0 if self.bias is None else self.bias.dim() - 1,  # 2: every sample has its own
+            "KEPT": self.kept is not None,
+            "VALID_TARGET": self.valid_target is not None,
+            "VALID": self.valid_source is not None,
+        }
+
+
+def launch_over(
+    kernel: Any,
+    choice: Choice,
+    inputs: EdgeInputs,
+    rows: Rows,
+    heads: int,
+    *,
+    per_edge: bool = False,
+    **arguments: Any,
+) -> None:
+    """Starts a kernel on all segments of `rows` and that many heads; choice.columns: slots.
+
+    `per_edge`: it writes something for every edge.
+    """
+    x = inputs
+    per_edge = per_edge or x.bias is not None or x.kept is not None
+    groups = num_groups(choice, rows)
+    launch(
+        kernel,
+        (len(x.query) * heads * groups,),
+        **arguments,
+        **x.common(),
+        p_segments=rows.segments,
+        p_others=rows.others,
+        p_edge_ids=rows.others if rows.edge_ids is None else rows.edge_ids,
+        num_segments=len(rows.segments),
+        num_groups=groups,
+        num_parts=rows.num_parts,
+        ROWS=choice.rows,
+        SLOTS=choice.columns,
+        EDGE_IDS=per_edge and rows.edge_ids is not None,
+        SPLIT=rows.num_parts > 0,
+        num_warps=choice.num_warps,
+        num_stages=choice.num_stages,
+    )
+
+
+def num_groups(choice: Choice, rows: Rows) -> int:
+    """How many programs share the segments of one head."""
+    return triton.cdiv(len(rows.segments), choice.rows)
+
+
+def launch_over_split(kernel: Any, rows: Rows, result: Tensor, **arguments: Any) -> None:
+    """Starts a kernel that puts split rows together, in `result` [B, rows, heads, D]."""
+    B, N, H, D = result.shape
+    if not rows.num_parts:
+        return
+    launch(
+        kernel,
+        (B * H * len(rows.split),),
+        **arguments,
+        p_split=rows.split,
+        N=N,
+        H=H,
+        num_split=len(rows.split),
+        num_parts=rows.num_parts,
+        D=D,
+        BLOCK_D=triton.next_power_of_2(D),
+        PARTS=PARTS,
+        num_warps=4,
+        num_stages=1,
+    )

@@ -1,0 +1,143 @@
+"""Top-k within rows of edges: which edges of every target count, by the size of their logits.
+
+The k-th largest logit of a row is found bit by bit, by counting (radix select); of edges that equal
+it the first are kept, which are those with the smaller sources. The choice is a mask that forward
+and backward read: they may add features in another order, and would choose otherwise near a tie.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from graphattn.kernels.edges.inputs import EdgeInputs, launch_over
+from graphattn.kernels.edges.math import (
+    affinities,
+    gather,
+    load_edges,
+    load_rows,
+    own_segments,
+    without_invalid,
+)
+from graphattn.kernels.shared import tuning
+
+
+@triton.jit
+def load_ranks(
+    b_query, i_scale, p_key, p_bias, p_valid, p_others, p_edge_ids, b_first, b_count, i_slot, heads,
+    i_h, stride_kn, D: tl.constexpr, BLOCK_D: tl.constexpr, SLOTS: tl.constexpr,
+    RBF: tl.constexpr, BIAS: tl.constexpr, EDGE_IDS: tl.constexpr, VALID: tl.constexpr,
+):  # fmt: skip
+    """Logits as integers in the same order, from 0 on, NaN the largest as in torch.topk.
+
+    -1 where there is no edge. The mask that is being made is not read: `p_others` stands in for it.
+    """
+    b_source, m_edge, b_edge = load_edges(
+        p_others, p_edge_ids, p_valid, p_others, b_first, b_count, i_slot, heads, i_h,
+        SLOTS, VALID, False, EDGE_IDS,
+    )  # fmt: skip
+    # [ROWS, SLOTS, BLOCK_D], then [ROWS, SLOTS]
+    b_key = gather(p_key, b_source, m_edge, stride_kn, D, BLOCK_D)
+    b_affinity, _ = affinities(b_query, b_key, RBF)
+    b_logit = b_affinity * i_scale
+    if BIAS:
+        b_logit += tl.load(p_bias + b_edge * heads + i_h, mask=m_edge, other=0.0)
+    b_logit = tl.where(b_logit == 0, 0.0, b_logit)  # -0.0 equals 0.0
+    b_bits = b_logit.to(tl.int32, bitcast=True)
+    b_bits = tl.where(b_bits < 0, b_bits ^ 0x7FFFFFFF, b_bits)
+    b_bits = tl.where(b_logit != b_logit, 0x7FFFFFFF, b_bits)
+    b_rank = b_bits.to(tl.int64) + 0x80000000
+    return tl.where(m_edge, b_rank, -1), m_edge, b_edge
+
+
+@triton.jit(
+    do_not_specialize=["N", "M", "E", "H", "num_segments", "num_groups", "num_parts", "top_k"]
+)
+def select_kernel(
+    p_query, p_key, p_value, p_chosen, p_scale, p_bias, p_kept, p_valid_target, p_valid_source,
+    p_segments, p_others, p_edge_ids, N, M, E, H, num_segments, num_groups, num_parts, top_k,
+    stride_qn, stride_qh, stride_kn, stride_kh, stride_vn, stride_vh,
+    REPEATS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, ROWS: tl.constexpr, SLOTS: tl.constexpr,
+    RBF: tl.constexpr, BIAS: tl.constexpr, KEPT: tl.constexpr, EDGE_IDS: tl.constexpr,
+    VALID: tl.constexpr, VALID_TARGET: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    """chosen [B, E, H]: 1 for the `top_k` edges of every row with the largest logits.
+
+    Rows of at most SLOTS edges are held; longer ones are gathered again for every bit.
+    """
+    i_b, i_h, b_row, b_first, b_count, _ = own_segments(
+        p_segments, num_segments, num_groups, H, ROWS
+    )
+    b_count = without_invalid(b_count, b_row, p_valid_target + i_b * N, VALID_TARGET)
+    i_head = i_h // REPEATS
+    p_query += i_b * N * stride_qn + i_h.to(tl.int64) * stride_qh
+    p_key += i_b * M * stride_kn + i_head.to(tl.int64) * stride_kh
+    p_valid_source += i_b * M
+    if BIAS == 2:
+        p_bias += i_b * E * H
+    b_query = load_rows(p_query, b_row, b_row >= 0, stride_qn, D, BLOCK_D)
+    i_scale = tl.load(p_scale + i_h)
+    i_most = tl.max(b_count, axis=0)
+
+    b_held, _, _ = load_ranks(
+        b_query, i_scale, p_key, p_bias, p_valid_source, p_others, p_edge_ids, b_first, b_count, 0,
+        H, i_h, stride_kn, D, BLOCK_D, SLOTS, RBF, BIAS, EDGE_IDS, VALID,
+    )  # fmt: skip
+    b_kth = tl.zeros([ROWS], tl.int64)  # the largest number that top_k ranks reach
+    for i_bit in range(32):
+        b_try = b_kth + (tl.full([ROWS], 0x80000000, tl.int64) >> i_bit)
+        b_reach = tl.sum((b_held >= b_try[:, None]).to(tl.int32), axis=1)
+        for i_slot in range(SLOTS, i_most, SLOTS):
+            b_rank, _, _ = load_ranks(
+                b_query, i_scale, p_key, p_bias, p_valid_source, p_others, p_edge_ids, b_first,
+                b_count, i_slot, H, i_h, stride_kn, D, BLOCK_D, SLOTS, RBF, BIAS, EDGE_IDS, VALID,
+            )  # fmt: skip
+            b_reach += tl.sum((b_rank >= b_try[:, None]).to(tl.int32), axis=1)
+        b_kth = tl.where(b_reach >= top_k, b_try, b_kth)
+
+    b_more = tl.sum((b_held > b_kth[:, None]).to(tl.int32), axis=1)
+    for i_slot in range(SLOTS, i_most, SLOTS):
+        b_rank, _, _ = load_ranks(
+            b_query, i_scale, p_key, p_bias, p_valid_source, p_others, p_edge_ids, b_first,
+            b_count, i_slot, H, i_h, stride_kn, D, BLOCK_D, SLOTS, RBF, BIAS, EDGE_IDS, VALID,
+        )  # fmt: skip
+        b_more += tl.sum((b_rank > b_kth[:, None]).to(tl.int32), axis=1)
+    b_left = top_k - b_more  # how many that equal the k-th are kept
+    for i_slot in range(0, i_most, SLOTS):
+        b_rank, m_edge, b_edge = load_ranks(
+            b_query, i_scale, p_key, p_bias, p_valid_source, p_others, p_edge_ids, b_first,
+            b_count, i_slot, H, i_h, stride_kn, D, BLOCK_D, SLOTS, RBF, BIAS, EDGE_IDS, VALID,
+        )  # fmt: skip
+        b_equal = (b_rank == b_kth[:, None]).to(tl.int32)
+        m_first = (b_equal > 0) & (tl.cumsum(b_equal, axis=1) <= b_left[:, None])
+        m_kept = (b_rank > b_kth[:, None]) | m_first
+        tl.store(p_chosen + (i_b * E + b_edge) * H + i_h, m_kept.to(tl.uint8), mask=m_edge)
+        b_left -= tl.sum(b_equal, axis=1)
+
+
+def select(inputs: EdgeInputs, top_k: int) -> Tensor:
+    """Uint8 [B, E, H]: the `top_k` edges of every target and head with the largest logits.
+
+    Equal logits: the smaller source. Edges that do not count, because a token is invalid, are not
+    chosen. Targets with no more than `top_k` edges keep them all.
+    """
+    x, rows = inputs, inputs.tables.by_target
+    B, H = x.query.shape[0], x.query.shape[2]
+    chosen = torch.zeros((B, x.num_edges, H), dtype=torch.uint8, device=x.query.device)
+    rows = rows._replace(segments=rows.whole)
+    choice = tuning.choose_for_edges("edges_select", x.width, rows.mean_degree)
+    launch_over(
+        select_kernel,
+        choice,
+        x,
+        rows,
+        H,
+        per_edge=True,
+        fp_fusion=False,
+        p_chosen=chosen,
+        top_k=top_k,
+    )
+    return chosen

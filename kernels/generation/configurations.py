@@ -1,0 +1,96 @@
+"""The launches of the step kernel that matter most, at their real sizes."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from graphattn.kernels.generation.step import window_step
+from graphattn.kernels.shared.configuration import SHORT_NAMES, Configuration
+from graphattn.kernels.shared.launch import Launch, recording
+
+
+class Case(NamedTuple):
+    """A token for each of `batch` texts, that have all filled their windows."""
+
+    name: str
+    target: str
+    window: int
+    top_k: int | None = None
+    batch: int = 64
+    heads: int = 8
+    kv_heads: int = 8
+    features: int = 64
+    dtype: torch.dtype = torch.bfloat16
+    rbf: bool = True
+    shared: bool = False  # key and value are one tensor, as in Gaussian kernel attention
+    valid: bool = False
+
+
+CASES = (
+    Case("step, W 256, k 192", "one launch per token", 256, top_k=192),
+    Case("step, W 256, k 192, one text", "", 256, top_k=192, batch=1),
+    Case("step, W 256, k 192, padded", "", 256, top_k=192, valid=True),
+    Case("step, W 256, k 192", "", 256, top_k=192, dtype=torch.float32),
+    Case("step, W 256, k 192, D 256", "", 256, top_k=192, heads=2, kv_heads=2, features=256),
+    Case("step, W 256, shared", "one launch per token", 256, shared=True),
+    Case("step, W 256, shared", "", 256, shared=True, dtype=torch.float32),
+    Case("step, W 256, dot, 2 key heads", "", 256, kv_heads=2, rbf=False),
+    Case("step, W 256, D 256", "", 256, heads=2, kv_heads=2, features=256),
+    Case("step, W 256, D 16", "", 256, heads=32, kv_heads=32, features=16),
+    Case("step, W 4096, k 192", "", 4096, top_k=192),
+    Case("step, W 4096, k 192, D 256", "", 4096, top_k=192, heads=2, kv_heads=2, features=256),
+    Case("step, W 8192, k 192", "", 8192, top_k=192),
+    Case("step, W 4096, shared", "", 4096, shared=True),
+    Case("step, W 4096, dot, one text", "", 4096, batch=1, rbf=False),
+)
+
+
+def configurations() -> list[Configuration]:
+    """One launch a case."""
+    return [_describe(case, _launch_of(case)) for case in CASES]
+
+
+def _launch_of(case: Case) -> Launch:
+    def empty(*shape: int, dtype: torch.dtype = case.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    B, W, H, Hk, D = case.batch, case.window, case.heads, case.kv_heads, case.features
+    query, key, keys = empty(B, H, D), empty(B, Hk, D), empty(B * Hk, W, D)
+    value, values = (key, keys) if case.shared else (empty(B, Hk, D), empty(B * Hk, W, D))
+    with recording() as launches:
+        window_step(
+            query,
+            key,
+            value,
+            keys,
+            values,
+            first=1,
+            held=W,
+            window=W,
+            log_sigma=empty(H, dtype=torch.float32) if case.rbf else None,
+            top_k=case.top_k,
+            valid=empty(B, dtype=torch.bool) if case.valid else None,
+            valids=empty(B, W, dtype=torch.bool) if case.valid else None,
+        )
+    (launch,) = launches
+    return launch
+
+
+def _describe(case: Case, launch: Launch) -> Configuration:
+    B, H, Hk, W = case.batch, case.heads, case.kv_heads, case.window
+    row = float(case.features * case.dtype.itemsize)
+    tensors = 1 if case.shared else 2
+    passes = B * H * -(-W // launch.arguments["SLOTS"])
+    return Configuration(
+        f"{case.name}, {SHORT_NAMES[case.dtype]}",
+        launch,
+        main=False,
+        flops=0.0,
+        # The cache once, the new rows in and into the cache, the query and the output.
+        bytes=tensors * B * Hk * (W + 2) * row + 2 * B * H * row,
+        iterations=passes * (1 if case.top_k is None else 2),  # over keys, and over values
+        target=case.target,
+        gathered=tensors * B * H * W * row,
+    )

@@ -1,0 +1,317 @@
+"""Generation, one token: a cache takes in its key and value, and it attends to its window.
+
+One launch does both. A program takes one query head of one text: it holds the query, and goes over
+the rows of the cache from the oldest to the newest. The new token is in them already, by the
+numbers that came in: whoever writes it, nobody reads what is being written. RBF logits come from
+differences, exact whatever offset the tokens share, as in :mod:`graphattn.kernels.edges`.
+
+Without `top_k` every slot of a tile keeps a running maximum of its own, and slots are merged at the
+end. With it the logits of the whole window are held as whole numbers in the same order (as in
+:mod:`graphattn.kernels.bands.top_k`), the k-th is found by halving an interval, of its equals the
+oldest are kept, and values that are not kept are not read.
+
+A window is not split over programs. What a split could win is what one multiprocessor lacks: it
+takes 64 bytes a clock from the L2 cache, 127 GB/s. A window of 256 bfloat16 tokens of 64 features
+is 64 KiB of keys and values: 0.5 us, less than the start of a second launch (2 us and more), which
+a split needs, and a third with `top_k`. At 4096 tokens it is 8 us for 8 programs, of which a split
+would save about half. From 132 pairs of text and head on there is nothing to win.
+(Arithmetic, not measured.)
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from graphattn.kernels.bands.inputs import as_bytes
+from graphattn.kernels.bands.math import LOG2E
+from graphattn.kernels.bands.top_k import LARGEST, NO_EDGE, NOT_A_NUMBER, middle
+from graphattn.kernels.edges.math import load_rows
+from graphattn.kernels.shared import tuning
+from graphattn.kernels.shared.launch import launch
+
+
+@triton.jit
+def load_slots(p_valid, i_slot, first, held, room, SLOTS: tl.constexpr, VALID: tl.constexpr):
+    """The next tokens by age: their places, which old ones are seen, which is new. [SLOTS] each."""
+    o_slot = i_slot + tl.arange(0, SLOTS)
+    o_place = first + o_slot
+    o_place = tl.where(o_place >= room, o_place - room, o_place)
+    m_old = o_slot < held - 1
+    if VALID:
+        m_old = m_old & (tl.load(p_valid + o_place, mask=m_old, other=0) != 0)
+    return o_place.to(tl.int64), m_old, o_slot == held - 1
+
+
+@triton.jit
+def load_logits(
+    b_query, b_new, i_scale, p_keys, o_place, m_old, m_new,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, RBF: tl.constexpr,
+):  # fmt: skip
+    """Keys [SLOTS, BLOCK_D] and logits [SLOTS]; the new token's in the same lanes as all others'.
+
+    So equal keys have equal logits. Those of slots that are neither old nor new mean nothing.
+    """
+    b_key = load_rows(p_keys, o_place, m_old, D, D, BLOCK_D)
+    b_key = tl.where(m_new[:, None], b_new[None, :], b_key)
+    if RBF:
+        b_apart = b_key - b_query[None, :]
+        b_affinity = tl.sum(b_apart * b_apart, axis=1)
+    else:
+        b_affinity = tl.sum(b_key * b_query[None, :], axis=1)
+    return b_key, b_affinity * i_scale
+
+
+@triton.jit
+def rank_of(b_logit):
+    """Logits as whole numbers in the same order; NaN is the largest, as in torch."""
+    b_rank = (b_logit + 0.0).to(tl.int32, bitcast=True)  # -0.0 becomes 0.0, its equal
+    b_rank = tl.where(b_rank < 0, b_rank ^ LARGEST, b_rank)
+    return tl.where(b_logit != b_logit, NOT_A_NUMBER, b_rank)
+
+
+@triton.jit
+def logit_of(b_rank):
+    """The way back of :func:`rank_of`."""
+    return tl.where(b_rank < 0, b_rank ^ LARGEST, b_rank).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def best(b_rank, top_k):
+    """Which of a row are the `top_k` largest, all that are edges if there are fewer, [tokens].
+
+    Always: `i_reach_low` ranks are at least `i_low`, `top_k` or more of them if there are so many,
+    and fewer than `top_k` are at least `i_high`.
+    """
+    i_reach_low = tl.sum((b_rank != NO_EDGE).to(tl.int32), axis=0)
+    i_low = tl.min(tl.where(b_rank == NO_EDGE, LARGEST, b_rank), axis=0)
+    i_high = tl.max(b_rank, axis=0) + 1
+    while (i_reach_low > top_k) & (i_high - 1 > i_low):
+        i_try = middle(i_low, i_high)
+        i_reach = tl.sum((b_rank >= i_try).to(tl.int32), axis=0)
+        i_high = tl.where(i_reach >= top_k, i_high, i_try)
+        i_low = tl.where(i_reach >= top_k, i_try, i_low)
+        i_reach_low = tl.where(i_reach >= top_k, i_reach, i_reach_low)
+    m_equal = b_rank == i_low
+    i_left = top_k - tl.sum((b_rank > i_low).to(tl.int32), axis=0)
+    m_oldest = m_equal & (tl.cumsum(m_equal.to(tl.int32), axis=0) <= i_left)
+    return (b_rank > i_low) | m_oldest
+
+
+@triton.jit
+def level_of(i_max):
+    """What is subtracted before exponentials: the maximum, or 0 where nothing is seen."""
+    return tl.where(i_max == float("-inf"), 0.0, i_max)
+
+
+@triton.jit(do_not_specialize=["H", "first", "held", "room", "top_k"])
+def window_step_kernel(
+    p_query, p_key, p_value, p_valid, p_keys, p_values, p_valids, p_out, p_log_sigma, p_sink,
+    scale, eps, H, first, held, room, top_k,
+    stride_qb, stride_qh, stride_kb, stride_kh, stride_vb, stride_vh,
+    REPEATS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, SLOTS: tl.constexpr,
+    CHUNKS: tl.constexpr, RBF: tl.constexpr, SIGMAS: tl.constexpr, EPS: tl.constexpr,
+    SINK: tl.constexpr,
+    SHARED: tl.constexpr, SELECT: tl.constexpr, VALID: tl.constexpr, MASKED: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """Output [B, H, D]; the caches [B * Hk, room, D] (and [B, room]) hold the new token, too."""
+    i_program = tl.program_id(0)
+    i_h = i_program % H
+    i_b = (i_program // H).to(tl.int64)
+    i_head = i_h // REPEATS
+    p_query += i_b * stride_qb + i_h * stride_qh
+    p_key += i_b * stride_kb + i_head * stride_kh
+    p_value += i_b * stride_vb + i_head * stride_vh
+    i_row = (i_b * (H // REPEATS) + i_head) * room
+    p_keys += i_row * D
+    p_values += i_row * D
+    p_valids += i_b * room
+    o_feature = tl.arange(0, BLOCK_D)
+    m_feature = o_feature < D
+
+    # [BLOCK_D]; what is new is rounded as it will be when it is read
+    b_query = tl.load(p_query + o_feature, mask=m_feature, other=0.0).to(tl.float32)
+    b_new_key = tl.load(p_key + o_feature, mask=m_feature, other=0.0)
+    b_new_key = b_new_key.to(p_keys.dtype.element_ty)
+    b_new_value = tl.load(p_value + o_feature, mask=m_feature, other=0.0)
+    b_new_value = b_new_value.to(p_values.dtype.element_ty)
+    i_newest = first + held - 1
+    i_newest = tl.where(i_newest >= room, i_newest - room, i_newest).to(tl.int64)
+    if i_h % REPEATS == 0:
+        tl.store(p_keys + i_newest * D + o_feature, b_new_key, mask=m_feature)
+        if not SHARED:
+            tl.store(p_values + i_newest * D + o_feature, b_new_value, mask=m_feature)
+    b_new_key, b_new_value = b_new_key.to(tl.float32), b_new_value.to(tl.float32)
+    i_end = held  # padding sees nothing
+    if VALID:
+        i_valid = tl.full([], 1, tl.uint8)
+        if MASKED:
+            i_valid = tl.load(p_valid + i_b)
+        if i_h == 0:
+            tl.store(p_valids + i_newest, i_valid)
+        i_end = tl.where(i_valid != 0, held, 0)
+    i_scale = scale
+    if RBF:
+        i_log_sigma = tl.load(p_log_sigma + i_h % SIGMAS).to(tl.float32)
+        i_scale = tl.exp(i_log_sigma * -2.0) * -0.5
+
+    # [SLOTS, BLOCK_D]
+    b_out = tl.zeros([SLOTS, BLOCK_D], tl.float32)
+    if SELECT:
+        o_chunk = tl.arange(0, CHUNKS)[:, None]
+        # [CHUNKS, SLOTS]
+        b_ranks = tl.full([CHUNKS, SLOTS], NO_EDGE, tl.int32)
+        for i_slot in tl.range(0, i_end, SLOTS, num_stages=STAGES):
+            o_place, m_old, m_new = load_slots(
+                p_valids, i_slot, first, held, room, SLOTS, VALID
+            )  # fmt: skip
+            _, b_logit = load_logits(
+                b_query, b_new_key, i_scale, p_keys, o_place, m_old, m_new, D, BLOCK_D, RBF
+            )
+            b_rank = tl.where(m_old | m_new, rank_of(b_logit), NO_EDGE)
+            b_ranks = tl.where(o_chunk == i_slot // SLOTS, b_rank[None, :], b_ranks)
+        b_row = tl.reshape(b_ranks, [CHUNKS * SLOTS])
+        m_kept = best(b_row, top_k)
+        b_row = tl.where(m_kept, logit_of(b_row), float("-inf"))
+        i_level = level_of(tl.max(b_row, axis=0)) * LOG2E
+        b_row = tl.exp2(b_row * LOG2E - i_level)
+        i_sum = tl.sum(b_row, axis=0)
+        # [CHUNKS, SLOTS]; a weight is never negative: -1 is what is not read
+        b_weights = tl.reshape(tl.where(m_kept, b_row, -1.0), [CHUNKS, SLOTS])
+        for i_slot in tl.range(0, i_end, SLOTS, num_stages=STAGES):
+            o_place, m_old, m_new = load_slots(
+                p_valids, i_slot, first, held, room, SLOTS, VALID
+            )  # fmt: skip
+            b_weight = tl.sum(tl.where(o_chunk == i_slot // SLOTS, b_weights, 0.0), axis=0)
+            m_read = b_weight != -1.0
+            b_value = load_rows(p_values, o_place, m_old & m_read, D, D, BLOCK_D)
+            b_value = tl.where((m_new & m_read)[:, None], b_new_value[None, :], b_value)
+            b_out = tl.fma(tl.where(m_read, b_weight, 0.0)[:, None], b_value, b_out)
+        b_out = tl.sum(b_out, axis=0)
+    else:
+        b_max = tl.full([SLOTS], float("-inf"), tl.float32)
+        b_sum = tl.zeros([SLOTS], tl.float32)
+        for i_slot in tl.range(0, i_end, SLOTS, num_stages=STAGES):
+            o_place, m_old, m_new = load_slots(
+                p_valids, i_slot, first, held, room, SLOTS, VALID
+            )  # fmt: skip
+            b_key, b_logit = load_logits(
+                b_query, b_new_key, i_scale, p_keys, o_place, m_old, m_new, D, BLOCK_D, RBF
+            )
+            b_value = b_key
+            if not SHARED:
+                b_value = load_rows(p_values, o_place, m_old, D, D, BLOCK_D)
+                b_value = tl.where(m_new[:, None], b_new_value[None, :], b_value)
+            b_logit = tl.where(m_old | m_new, b_logit * LOG2E, float("-inf"))
+            b_larger = tl.maximum(b_max, b_logit)
+            b_level = level_of(b_larger)
+            b_weight, b_fade = tl.exp2(b_logit - b_level), tl.exp2(b_max - b_level)
+            b_sum = b_sum * b_fade + b_weight
+            b_out = b_out * b_fade[:, None] + b_weight[:, None] * b_value
+            b_max = b_larger
+        i_level = level_of(tl.max(b_max, axis=0))
+        b_share = tl.exp2(b_max - i_level)
+        i_sum = tl.sum(b_sum * b_share, axis=0)
+        b_out = tl.sum(b_out * b_share[:, None], axis=0)
+    i_total = i_sum
+    if EPS:
+        i_total += eps * tl.exp2(tl.minimum(0.0 - i_level, 126.0))
+    if SINK:
+        i_sink = tl.load(p_sink + i_h).to(tl.float32) * LOG2E
+        i_total += tl.exp2(tl.minimum(i_sink - i_level, 126.0))
+    b_out = tl.where(i_sum == 0, 0.0, b_out / tl.where(i_sum == 0, 1.0, i_total))
+    p_out += (i_b * H + i_h) * D
+    tl.store(p_out + o_feature, b_out.to(p_out.dtype.element_ty), mask=m_feature)
+
+
+def window_step(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    *,
+    first: int,
+    held: int,
+    window: int,
+    log_sigma: Tensor | None,
+    scale: float = 1.0,
+    top_k: int | None = None,
+    eps: float = 0.0,
+    sink: Tensor | None = None,
+    valid: Tensor | None = None,
+    valids: Tensor | None = None,
+) -> Tensor:
+    """The output of a new token, [B, H, D]; the caches hold it, too, then.
+
+    Args:
+        query: [B, H, D], float32, float16 or bfloat16.
+        key, value: [B, Hk, D], of the new token; Hk divides H.
+        keys, values: [B * Hk, room, D], contiguous, written in place; may be one tensor, if `key`
+            and `value` are. Tokens stand side by side, around the end: the oldest at place
+            `first`, the new one will be `held` - 1 places behind it, modulo `room`.
+        first, held: the place of the oldest token that is seen; how many are, with the new one.
+        window: how many there may be: programs are made for this number.
+        log_sigma: [H] or [1], for logits -||q - k||^2 / (2 sigma^2); None: scale q . k.
+        top_k: how many sources of every head count, the largest logits, of equal ones the oldest;
+            None: all. The window must be at most `tuning.HELD_TOKENS` then.
+        eps: >= 0, added to the sum of exponentials.
+        sink: [H], logits that join that sum; None: none.
+        valid: bool [B], whether the new tokens are real; None: they are.
+        valids: bool [B, room], contiguous, which old tokens are real; written in place. None: all.
+            Needed with `valid`.
+    """
+    B, H, D = query.shape
+    room = keys.shape[1]
+    query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
+    out = query.new_empty(B, H, D)
+    choice = tuning.choose_for_edges("window_step", D, window)
+    selects = top_k is not None and top_k < window
+    none = query
+    launch(
+        window_step_kernel,
+        (B * H,),
+        p_query=query,
+        p_key=key,
+        p_value=value,
+        p_valid=none if valid is None else as_bytes(valid),
+        p_keys=keys,
+        p_values=values,
+        p_valids=none if valids is None else as_bytes(valids),
+        p_out=out,
+        p_log_sigma=none if log_sigma is None else log_sigma,
+        p_sink=none if sink is None else sink,
+        scale=scale,
+        eps=eps,
+        H=H,
+        first=first,
+        held=held,
+        room=room,
+        top_k=0 if top_k is None else top_k,
+        stride_qb=query.stride(0),
+        stride_qh=query.stride(1),
+        stride_kb=key.stride(0),
+        stride_kh=key.stride(1),
+        stride_vb=value.stride(0),
+        stride_vh=value.stride(1),
+        REPEATS=H // key.shape[1],
+        D=D,
+        BLOCK_D=triton.next_power_of_2(D),
+        SLOTS=choice.columns,
+        CHUNKS=tuning.power_of_2(triton.cdiv(window, choice.columns)) if selects else 1,
+        RBF=log_sigma is not None,
+        SIGMAS=1 if log_sigma is None else log_sigma.numel(),
+        EPS=eps > 0,
+        SINK=sink is not None,
+        SHARED=values is keys,
+        SELECT=selects,
+        VALID=valids is not None,
+        MASKED=valid is not None,
+        STAGES=choice.num_stages,
+        num_warps=choice.num_warps,
+        num_stages=choice.num_stages,
+        fp_fusion=not selects,  # equal keys must have equal logits, whichever lanes add them up
+    )
+    return out

@@ -1,0 +1,285 @@
+"""Nearest neighbours, exactly, in three kernels: candidates, their exact order, and proof.
+
+A program of the first takes a tile of targets, goes over the sources that any of them sees and
+keeps, for every target, those with the smallest rounded distances: a few more than are asked for.
+No matrix of distances is stored. The others, in `knn_exact`, order what was kept by exact
+distances, prove that rounding has hidden nobody, and search again the rows where they cannot.
+
+Rounded distances are :math:`s_{ij} = |b_j|^2 - 2 a_i \\cdot b_j` of centred tokens, which ranks the
+sources of a row as :math:`|a_i - b_j|^2` does.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from graphattn.kernels.bands.math import (
+    add_product,
+    edges_to,
+    load_sequence,
+    load_tile,
+    meeting,
+    own_tile,
+    product,
+    row_pointers,
+)
+from graphattn.kernels.bands.schedule import BandTables
+from graphattn.kernels.neighbors.exact import OWN_FIRST, OWN_NEVER, in_exact_order, search_again
+from graphattn.kernels.shared import tuning
+from graphattn.kernels.shared.launch import is_interpreted, launch
+
+SPARE = 6  # candidates beyond the k asked for and two that may turn out to be no edges
+WHOLE = 64  # features that are multiplied at once; more than that
+CHUNK = 32  # so many at a time
+INFINITE = tl.constexpr(0x7F800000)  # the bits of infinity
+# Terms of the bound on the error of s_ij, in units of eps (|a_i| + max |b|)^2; see `Centred`.
+ROUNDING = {"ieee": (1, 8), "widened": (1, 8), "tf32x3": (4, 32)}
+
+
+@triton.jit
+def ordered(b_bits):
+    """The bits of float32 numbers as integers in the same order; and back again."""
+    return b_bits ^ ((b_bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def merge(b_kept, b_index, b_top, b_key, i_column, LOW: tl.constexpr):
+    """Puts the smallest keys of a tile in place of the largest that are kept.
+
+    The low bits of a key are its place: its column in the tile, its slot among those kept. So no
+    two of a row are equal, and a minimum says where it stands. The bits that this costs round
+    numbers down: everything that is left out is at least the largest kept, so rounded.
+    """
+    o_slot = tl.arange(0, b_kept.shape[1])
+    b_least = tl.min(b_key, axis=1)
+    # Rows have few to put in, except at first: most tiles are done after a round or two.
+    while tl.max((b_least < (b_top & ~LOW)).to(tl.int32), axis=0) > 0:
+        m_slot = (b_kept == b_top[:, None]) & (b_least < (b_top & ~LOW))[:, None]
+        b_kept = tl.where(m_slot, (b_least & ~LOW)[:, None] | o_slot[None, :], b_kept)
+        b_place = i_column + (b_least & LOW)
+        b_index = tl.where(m_slot, b_place[:, None], b_index)
+        b_top = tl.max(b_kept, axis=1)
+        b_key = tl.where(b_key == b_least[:, None], 0x7FFFFFFF, b_key)
+        b_least = tl.min(b_key, axis=1)
+    return b_kept, b_index, b_top
+
+
+@triton.jit(do_not_specialize=["num_tiles"])
+def candidates_kernel(
+    p_a, p_b, p_square, p_index, p_bound, p_tiles, p_sequences, num_tiles,
+    WIDTH: tl.constexpr, BLOCK_C: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    KEPT: tl.constexpr, LOW: tl.constexpr, STRIDED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Sources with the smallest s, [N, KEPT], -1 where fewer; and what all others are at least."""
+    _, _, _, i_row, p_row = own_tile(p_tiles, p_sequences, num_tiles, 1)
+    (
+        i_target, n_targets, i_source, n_sources, i_step, n_before, n_after, _i_loops,
+    ) = load_sequence(p_row)  # fmt: skip
+    p_a += i_target * WIDTH
+    p_b += i_source * WIDTH
+    p_square += i_source
+    o_row = i_row + tl.arange(0, ROWS)
+    o_slot = tl.arange(0, KEPT)
+    # [ROWS, KEPT]
+    b_kept = tl.zeros([ROWS, KEPT], tl.int32) + (o_slot + INFINITE)[None, :]
+    b_index = tl.full([ROWS, KEPT], -1, tl.int32)
+    b_top = tl.max(b_kept, axis=1)
+    i_begin, i_full, i_full_end, i_end = meeting(
+        i_row, n_targets, n_sources, n_before, n_after, ROWS, COLUMNS, 3
+    )
+    if WIDTH == BLOCK_C:
+        # [ROWS, BLOCK_C]
+        b_a = load_tile(p_a, i_row, i_step, WIDTH, n_targets, BLOCK_C, ROWS, BLOCK_C, STRIDED, True)
+        # [COLUMNS, BLOCK_C]: read ahead, to arrive while the tile before it is merged.
+        b_b = load_tile(
+            p_b, i_begin, i_step, WIDTH, n_sources, BLOCK_C, COLUMNS, BLOCK_C, STRIDED, True
+        )
+    for i_column in range(i_begin, i_end, COLUMNS):
+        m_column = i_column + tl.arange(0, COLUMNS) < n_sources
+        p_squares = row_pointers(p_square, i_column, i_step, COLUMNS, STRIDED)
+        b_square = tl.load(p_squares, mask=m_column, other=float("inf"))
+        if WIDTH == BLOCK_C:
+            # [ROWS, COLUMNS]
+            b_dot = product(b_a, tl.trans(b_b), PRECISION)
+            b_b = load_tile(
+                p_b, i_column + COLUMNS, i_step, WIDTH, n_sources, BLOCK_C, COLUMNS, BLOCK_C,
+                STRIDED, True,
+            )  # fmt: skip
+        else:
+            b_dot = tl.zeros([ROWS, COLUMNS], tl.float32)
+            for i_chunk in range(0, WIDTH, BLOCK_C):
+                b_a = load_tile(
+                    p_a + i_chunk, i_row, i_step, WIDTH, n_targets, BLOCK_C, ROWS, BLOCK_C,
+                    STRIDED, True,
+                )  # fmt: skip
+                b_b = load_tile(
+                    p_b + i_chunk, i_column, i_step, WIDTH, n_sources, BLOCK_C, COLUMNS, BLOCK_C,
+                    STRIDED, True,
+                )  # fmt: skip
+                b_dot = add_product(b_dot, b_a, tl.trans(b_b), PRECISION)
+        b_s = b_square[None, :] - 2 * b_dot
+        o_place = tl.arange(0, COLUMNS)
+        b_key = (ordered(b_s.to(tl.int32, bitcast=True)) & ~LOW) | o_place[None, :]
+        if (i_column < i_full) | (i_column >= i_full_end):  # otherwise all rows see all sources
+            m_edge = edges_to(
+                o_row, i_column, i_step, n_sources, n_before, n_after, 1, p_square,
+                COLUMNS, False, False, STRIDED,
+            )  # fmt: skip
+            b_key = tl.where(m_edge, b_key, 0x7FFFFFFF)
+        b_kept, b_index, b_top = merge(b_kept, b_index, b_top, b_key, i_column, LOW)
+
+    m_row = o_row < n_targets
+    o_token = i_target + o_row * i_step
+    b_found = tl.where(b_index >= 0, (i_source + b_index * i_step).to(tl.int32), -1)
+    tl.store(p_index + o_token[:, None] * KEPT + o_slot[None, :], b_found, mask=m_row[:, None])
+    b_bound = ordered(b_top & ~LOW).to(tl.float32, bitcast=True)
+    tl.store(p_bound + o_token, b_bound, mask=m_row)
+
+
+class Sizes(NamedTuple):
+    """Of the tiles of `candidates_kernel`, and the candidates it keeps of every target."""
+
+    rows: int
+    columns: int
+    num_warps: int
+    kept: int
+
+
+def choose(k: int, width: int) -> Sizes:
+    """Chosen by instructions and registers of kernels compiled ahead of time; not yet measured.
+
+    Two programs of 4 warps share a multiprocessor: one multiplies while the other merges. Where
+    that spills, one program has 8.
+    """
+    kept = max(16, triton.next_power_of_2(k + 2 + SPARE))
+    if kept > 128:
+        return Sizes(32 if kept == 256 and not tuning.is_amd() else 16, 128, 8, kept)
+    if tuning.architecture() in ("sm_100", "sm_103"):
+        return Sizes(64, 64, 8, kept)
+    if kept <= 32 and (tuning.architecture() == "sm_90" or tuning.is_amd()):
+        return Sizes(64, 128 if width <= WHOLE else 64, 4, kept)
+    return Sizes(64, 128, 8, kept)
+
+
+class Centred(NamedTuple):
+    r"""Tokens as `candidates_kernel` reads them, and what rounding may do.
+
+    Sources that are not finite have an infinite square: they are never candidates.
+
+    Rounding changes :math:`s_{ij}` by at most
+    :math:`E_i = (m C + n) \, \epsilon \, (|a_i| + \max_j |b_j|)^2`, plus C of the smallest numbers:
+    a product of C terms in float32 is off by at most C eps / 2 of the product of norms (Higham,
+    *Accuracy and Stability of Numerical Algorithms*, 3.1), twice, and centring, the norms and a
+    few eps more make m = 1, n = 8. tf32x3 splits a number in two parts of 11 bits. It leaves out
+    the product of the two small parts, :math:`2^{-22}` of the product of norms, and hardware cuts
+    off what the small parts have beyond their 11 bits, :math:`2^{-21}` of it on each side: 10 eps
+    (eps is :math:`2^{-23}`). Its sums, of three terms a feature, are cut off rather than rounded:
+    an eps or less for each. As :math:`2 |a_i| |b_j|` is at most half of the square above, that is
+    (5 + 1.5 C) eps, and m = 4, n = 32 leave more than twice as much.
+    """
+
+    a: Tensor  # [N, WIDTH], zeros beyond the C features
+    b: Tensor  # [M, WIDTH]; one tensor with `a` where targets are the sources
+    square: Tensor  # [M]
+    margin: Tensor  # float64 [N]; see `in_exact_order`
+
+
+def centred(x: Tensor, y: Tensor, precision: str) -> Centred:
+    """Targets x [N, C] and sources y [M, C], measured from the mean of the sources.
+
+    Without a bound on rounding (products may overflow) the margin is minus infinity: nothing can
+    be proved. For targets that are not finite it is infinite: there is nothing to prove.
+    """
+    C = x.shape[1]
+    width = max(triton.next_power_of_2(C), 16) if C <= WHOLE else triton.cdiv(C, CHUNK) * CHUNK
+    finite = y.isfinite().all(dim=1)
+    count = finite.sum().clamp(min=1)
+    center = y.where(finite[:, None], 0.0).sum(dim=0, dtype=torch.float64) / count
+    center = center.to(y.dtype)
+
+    def moved(tokens: Tensor, are_finite: Tensor) -> Tensor:
+        room = tokens.new_zeros(len(tokens), width)
+        room[:, :C] = (tokens - center).where(are_finite[:, None], 0.0)
+        return room
+
+    b = moved(y, finite)
+    known = finite if x is y else x.isfinite().all(dim=1)
+    a = b if x is y else moved(x, known)
+    norm_of_b = torch.linalg.vector_norm(b, dim=1, dtype=torch.float64)
+    norm_of_a = norm_of_b if x is y else torch.linalg.vector_norm(a, dim=1, dtype=torch.float64)
+    reach = (norm_of_a + norm_of_b.amax()).square()
+    of_width, more = ROUNDING[precision]
+    finfo = torch.finfo(torch.float32)
+    rounding = (of_width * C + more) * finfo.eps * reach + C * finfo.tiny
+    # E_i would do; twice as much pays for what is rounded in float64.
+    margin = (norm_of_a.square() - 2 * rounding).where(4 * reach < finfo.max, -torch.inf)
+    square = norm_of_b.square().to(torch.float32).where(finite, torch.inf)
+    return Centred(a, b, square, margin.where(known, torch.inf))
+
+
+def nearest(
+    x: Tensor, y: Tensor, bands: BandTables, k: int, *, to_self: bool, self_loops: bool
+) -> Tensor:
+    """The k nearest sources of every target, int64 [N, k], nearest first; -1 where fewer.
+
+    Args:
+        x: targets, [N, C], float32.
+        y: sources, [M, C], float32; `x` itself where the tokens look at each other.
+        bands: which sources a target sees.
+        k: 1 <= k <= 256.
+        to_self: whether target i and source i are one token.
+        self_loops: whether it is then its own first neighbour, or never one.
+
+    Example::
+
+        x = torch.randn(1000, 3, device="cuda")
+        complete = BandTables(torch.tensor([[0, 1000, 0, 1000, 1, 999, 999, 1]]), x.device)
+        index = nearest(x, x, complete, 16, to_self=True, self_loops=False)
+    """
+    one = y is x
+    x = x.contiguous()
+    y = x if one else y.contiguous()  # one tensor stays one: it is then centred once
+    own = (OWN_FIRST if self_loops else OWN_NEVER) if to_self else 0
+    tokens = centred(x, y, precision := product_precision())
+    width = tokens.a.shape[1]
+    sizes = choose(k, width)
+    candidates = x.new_empty((len(x), sizes.kept), dtype=torch.int32)
+    bound = x.new_empty(len(x))
+    tiles = bands.tiles("targets", sizes.rows)
+    launch(
+        candidates_kernel,
+        (len(tiles),),
+        p_a=tokens.a,
+        p_b=tokens.b,
+        p_square=tokens.square,
+        p_index=candidates,
+        p_bound=bound,
+        p_tiles=tiles,
+        p_sequences=bands.sequences,
+        num_tiles=len(tiles),
+        WIDTH=width,
+        BLOCK_C=width if width <= WHOLE else CHUNK,
+        ROWS=sizes.rows,
+        COLUMNS=sizes.columns,
+        KEPT=sizes.kept,
+        LOW=max(sizes.columns, sizes.kept) - 1,
+        STRIDED=bands.is_strided,
+        PRECISION=precision,
+        num_warps=sizes.num_warps,
+        num_stages=1,
+    )
+    index, unsure = in_exact_order(x, y, candidates, bound, tokens.margin, bands, k, own)
+    search_again(x, y, index, unsure, bands, own)
+    return index
+
+
+def product_precision() -> str:
+    """How products of float32 numbers keep their digits."""
+    if is_interpreted():
+        return "widened"
+    return "ieee" if tuning.is_amd() else "tf32x3"

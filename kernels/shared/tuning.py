@@ -1,0 +1,238 @@
+"""Sizes of tiles: tables by architecture and precision, one line per kernel, by width of a head.
+Edge kernels follow a rule: :func:`choose_for_edges`.
+
+Not yet measured on a GPU: these sizes were chosen by registers, shared memory and instructions of
+kernels compiled ahead of time (docs/benchmarks/kernels.md). Another choice can be tried without
+editing::
+
+    from graphattn.kernels.shared import tuning
+    with tuning.override(forward=tuning.Choice(rows=64, columns=64, num_warps=4, num_stages=2)):
+        ...
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import NamedTuple
+
+import torch
+
+
+class Choice(NamedTuple):
+    """Targets and sources of a tile, warps of a program, and loads in flight."""
+
+    rows: int
+    columns: int
+    num_warps: int
+    num_stages: int
+
+
+Table = dict[str, dict[int, Choice]]  # kernel -> widest head -> choice
+
+# Half precision on Hopper, whose matrix instructions take 64 rows of a program's first factor.
+HOPPER: Table = {
+    "forward": {64: Choice(128, 64, 8, 3), 128: Choice(128, 32, 8, 2), 256: Choice(64, 32, 8, 2)},
+    "d_query": {64: Choice(128, 64, 8, 2), 128: Choice(64, 32, 4, 2), 256: Choice(32, 32, 8, 1)},
+    "d_source": {64: Choice(32, 128, 8, 2), 128: Choice(16, 128, 8, 1), 256: Choice(16, 32, 8, 1)},
+    "shared_forward": {
+        64: Choice(128, 64, 8, 3), 128: Choice(128, 32, 8, 2), 256: Choice(64, 32, 8, 2),
+    },
+    "shared_backward": {
+        64: Choice(128, 32, 8, 2), 128: Choice(64, 32, 8, 2), 256: Choice(32, 32, 4, 1),
+    },
+    "d_table": {128: Choice(64, 64, 8, 1), 256: Choice(32, 32, 4, 1)},
+    "band_select": {256: Choice(64, 32, 4, 2)},
+    "consensus": {64: Choice(128, 32, 8, 1), 256: Choice(64, 64, 8, 2)},
+    "consensus_backward": {64: Choice(64, 64, 8, 2), 256: Choice(64, 32, 8, 1)},
+}  # fmt: skip
+# Half precision on Ampere, AMD's and others.
+OTHERS: Table = {
+    "forward": {64: Choice(64, 32, 4, 2), 128: Choice(64, 32, 8, 2), 256: Choice(32, 32, 8, 1)},
+    "d_query": {128: Choice(64, 32, 8, 2), 256: Choice(32, 16, 8, 1)},
+    "d_source": {64: Choice(16, 64, 8, 2), 128: Choice(16, 64, 8, 1), 256: Choice(16, 32, 8, 1)},
+    "shared_forward": {64: Choice(64, 64, 4, 2), 256: Choice(32, 32, 8, 1)},
+    "shared_backward": {64: Choice(32, 32, 4, 2), 256: Choice(32, 32, 8, 1)},
+    "d_table": {256: Choice(32, 32, 4, 1)},
+    "band_select": {256: Choice(16, 32, 2, 2)},
+    "consensus": {64: Choice(128, 32, 8, 2), 256: Choice(64, 32, 8, 1)},
+    "consensus_backward": {64: Choice(64, 32, 8, 2), 256: Choice(64, 32, 8, 1)},
+}
+BLACKWELL: Table = OTHERS | {
+    "forward": {64: Choice(128, 32, 8, 2), 128: Choice(64, 64, 8, 2), 256: Choice(64, 32, 8, 2)},
+    "d_query": {128: Choice(64, 64, 8, 2), 256: Choice(32, 16, 8, 1)},
+    "shared_backward": {64: Choice(64, 64, 8, 1), 256: Choice(32, 32, 8, 1)},
+    "d_table": {128: Choice(64, 64, 8, 1), 256: Choice(32, 32, 4, 1)},
+    "band_select": {256: Choice(64, 32, 8, 2)},
+    "consensus": {256: Choice(64, 32, 8, 1)},
+    "consensus_backward": {64: Choice(64, 64, 8, 1), 256: Choice(64, 32, 8, 1)},
+}
+SINGLE: Table = {  # float32
+    "forward": {64: Choice(32, 32, 4, 2), 256: Choice(16, 32, 4, 1)},
+    "d_query": {64: Choice(32, 32, 8, 1), 256: Choice(16, 32, 4, 1)},
+    "d_source": {64: Choice(32, 32, 8, 1), 256: Choice(32, 16, 4, 1)},
+    "shared_forward": {64: Choice(32, 32, 4, 2), 256: Choice(16, 32, 4, 1)},
+    "shared_backward": {256: Choice(16, 32, 4, 1)},
+    "d_table": {256: Choice(16, 32, 4, 1)},
+    "band_select": {256: Choice(16, 32, 4, 1)},
+    "consensus": {256: Choice(64, 16, 4, 1)},
+    "consensus_backward": {256: Choice(32, 16, 8, 1)},
+}
+SINGLE_ON_AMD: Table = SINGLE | {
+    "d_query": {256: Choice(16, 32, 4, 1)},
+    "d_source": {256: Choice(16, 32, 4, 1)},
+    "consensus_backward": {256: Choice(16, 16, 4, 1)},
+}
+# Edge kernels: a program is one warp, whose lanes share the features of a few edges of one row.
+# Several warps or rows add up across lanes more often: up to twice the instructions.
+OF_EDGES = (
+    "edges_forward", "edges_d_query", "edges_d_source", "edges_select", "both_ends", "window_step",
+)  # fmt: skip
+TILE_ELEMENTS = 1024  # of a gathered tile; more spill
+MAX_SLOTS = 32
+FILLS_A_WARP = 256  # elements of a tile: 8 for each of 32 lanes
+HELD_ELEMENTS = 16384  # of a row of edges whose logits are held to choose among them
+# A step of generation: one row a program, and few programs: more loads in flight.
+STEP_ELEMENTS = 4096
+STEP_STAGES = 4
+HELD_BY_FOUR_WARPS = 4096  # tokens of a window whose logits are held
+HELD_TOKENS = 8192  # the most of a window: more spill
+KERNELS = (*HOPPER, *OF_EDGES)
+# Windows narrower than this have more borders than inside: smaller tiles waste less.
+NARROW = 64
+OF_NARROW = {"d_source": (32, 64)}
+# AMD's compute units have 64 KiB of shared memory, and loads in flight take some.
+STAGES_ON_AMD = 1
+
+# Not context variables: on GPUs autograd runs backwards in a thread of its own.
+_override: dict[str, Choice] = {}
+_architecture: str | None = None
+
+
+def choose(kernel: str, dtype: torch.dtype, width: int, window: int) -> Choice:
+    """For heads of `width` features and at most `window` sources a target.
+
+    Example:
+        >>> import torch
+        >>> from graphattn.kernels.shared import tuning
+        >>> with tuning.compiling_for("sm_90"):
+        ...     tuning.choose("forward", torch.bfloat16, 64, 4096).rows
+        128
+        >>> with tuning.override(forward=tuning.Choice(32, 32, 2, 1)):
+        ...     tuning.choose("forward", torch.bfloat16, 64, 4096).rows
+        32
+    """
+    if kernel in _override:
+        return _override[kernel]
+    table = _table(dtype)[kernel]
+    choice = next(choice for widest, choice in table.items() if width <= widest)
+    if window < NARROW and architecture() == "sm_90" and kernel != "d_table":
+        rows, columns = OF_NARROW.get(kernel, (64, 32))
+        rows, columns = min(choice.rows, rows), min(choice.columns, columns)
+        choice = choice._replace(rows=rows, columns=columns, num_warps=4)
+    return choice._replace(num_stages=STAGES_ON_AMD) if is_amd() else choice
+
+
+def choose_for_edges(kernel: str, width: int, degree: float) -> Choice:
+    """For heads of `width` features and rows of `degree` edges on average; columns are slots.
+
+    Example:
+        >>> from graphattn.kernels.shared import tuning
+        >>> tuning.choose_for_edges("edges_forward", width=64, degree=16.0)
+        Choice(rows=1, columns=16, num_warps=1, num_stages=1)
+    """
+    if kernel in _override:
+        return _override[kernel]
+    width, slots = power_of_2(width), power_of_2(math.ceil(degree))
+    if kernel == "edges_select":  # a whole row, if it is not much longer than others
+        slots = max(1, min(max(slots, 16), 128, HELD_ELEMENTS // width))
+        return Choice(1, slots, min(8, max(1, slots * width // (2 * TILE_ELEMENTS))), 1)
+    if kernel == "window_step":
+        stages = STAGES_ON_AMD if is_amd() else STEP_STAGES
+        warps = 4 if slots <= HELD_BY_FOUR_WARPS else 8
+        return Choice(1, max(1, min(slots, STEP_ELEMENTS // width)), warps, stages)
+    slots = max(1, min(slots, MAX_SLOTS, TILE_ELEMENTS // width))
+    return Choice(max(1, FILLS_A_WARP // (slots * width)), slots, 1, 1)
+
+
+def power_of_2(number: int) -> int:
+    """The smallest that is no smaller."""
+    return 1 << max(number - 1, 0).bit_length()
+
+
+def _table(dtype: torch.dtype) -> Table:
+    if dtype == torch.float32:
+        return SINGLE_ON_AMD if is_amd() else SINGLE
+    if architecture() == "sm_90":
+        return HOPPER
+    return BLACKWELL if architecture() in ("sm_100", "sm_103") else OTHERS
+
+
+def architecture() -> str:
+    """What kernels are compiled for: "sm_90", "gfx942", or another of their makers' names."""
+    return _architecture or _of_device()
+
+
+def reads_weights_on_chip() -> bool:
+    """Whether matrix instructions read their second factor from shared memory directly."""
+    return architecture() in ("sm_90", "sm_100", "sm_103")
+
+
+def most_columns(dtype: torch.dtype) -> int:
+    """Of a product of a tile of edges with weights, whose sums stay in registers meanwhile."""
+    if dtype == torch.float32:
+        return 64
+    return 256 if reads_weights_on_chip() else 128
+
+
+def is_amd() -> bool:
+    """Whether that is AMD's."""
+    return architecture().startswith("gfx")
+
+
+@cache
+def _of_device() -> str:
+    if torch.version.hip is not None:
+        return str(torch.cuda.get_device_properties().gcnArchName).split(":")[0]
+    if not torch.cuda.is_available():
+        return "none"
+    major, minor = torch.cuda.get_device_capability()
+    return f"sm_{major}{minor}"
+
+
+@contextmanager
+def compiling_for(architecture: str) -> Iterator[None]:
+    """Within the block launches are those of another architecture: for compiling ahead of time."""
+    global _architecture
+    before, _architecture = _architecture, architecture
+    try:
+        yield
+    finally:
+        _architecture = before
+
+
+@contextmanager
+def override(**choices: Choice) -> Iterator[None]:
+    """Within the block the named kernels take these sizes.
+
+    Raises:
+        ValueError: for a kernel that does not exist, or sizes that are no powers of two, from 16
+            on (of edge kernels from 1 on).
+    """
+    for kernel, choice in choices.items():
+        if kernel not in KERNELS:
+            raise ValueError(f"kernels are {', '.join(KERNELS)}; got {kernel!r}")
+        for size in choice[:2]:
+            least = 1 if kernel in OF_EDGES else 16
+            if size < least or size & (size - 1):
+                raise ValueError(
+                    f"rows and columns of {kernel} must be powers of 2 >= {least}: {size}"
+                )
+    global _override
+    before, _override = _override, {**_override, **choices}
+    try:
+        yield
+    finally:
+        _override = before
