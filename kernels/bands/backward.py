@@ -18,11 +18,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from graphattn.kernels.bands.inputs import BandInputs, side_by_side
+from graphattn.kernels.bands.inputs import BandInputs
 from graphattn.kernels.bands.math import (
-    LOG2E,
     NOWHERE,
-    add_product,
     around_center,
     cleaned,
     edges_to,
@@ -36,13 +34,14 @@ from graphattn.kernels.bands.math import (
     meeting,
     own_tile,
     poisoned,
-    product,
     row_pointers,
     store_tile,
-    weights_again,
 )
 from graphattn.kernels.shared import tuning
+from graphattn.kernels.shared.exponentials import LOG2E, weights_from
 from graphattn.kernels.shared.launch import launch
+from graphattn.kernels.shared.layout import side_by_side
+from graphattn.kernels.shared.precision import add_product, product
 from graphattn.kernels.shared.row_dots import row_dots
 
 
@@ -90,7 +89,7 @@ def d_query_tile(
         b_logit += b_bias * LOG2E
     if MASKED:
         b_logit = tl.where(m_edge, b_logit, float("-inf"))
-    b_weight = weights_again(b_logit)
+    b_weight = weights_from(b_logit)
     # [COLUMNS, BLOCK_DV]
     b_value = load_tile(
         p_value, i_column, i_step, stride_vn, n_sources, DV, COLUMNS, BLOCK_DV, STRIDED, MASKED
@@ -241,7 +240,7 @@ def d_source_tile(
         b_logit += b_bias * LOG2E
     if MASKED:
         b_logit = tl.where(m_edge, b_logit, float("-inf"))
-    b_weight = weights_again(b_logit)
+    b_weight = weights_from(b_logit)
     b_d_weight = product(b_value, tl.trans(b_d_out), PRECISION)
     b_d_logit = b_weight * (b_d_weight - b_delta[None, :])
     if REPEATS > 1:  # heads that share a key have scales of their own

@@ -11,9 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from graphattn.kernels.bands.inputs import BandInputs, side_by_side
+from graphattn.kernels.bands.inputs import BandInputs
 from graphattn.kernels.bands.math import (
-    LOG2E,
     NOWHERE,
     around_center,
     edges_to,
@@ -23,11 +22,12 @@ from graphattn.kernels.bands.math import (
     load_sequence,
     load_tile,
     meeting,
-    product,
-    weights_again,
 )
 from graphattn.kernels.shared import tuning
+from graphattn.kernels.shared.exponentials import LOG2E, weights_from
 from graphattn.kernels.shared.launch import launch
+from graphattn.kernels.shared.layout import side_by_side
+from graphattn.kernels.shared.precision import product
 
 PROGRAMS = 64  # per head: rows of the buffer
 
@@ -114,7 +114,7 @@ def d_table_kernel(
                 STRIDED, True,
             )  # fmt: skip
             b_d_weight = product(b_d_out, tl.trans(b_value), PRECISION)
-            b_d_logit = weights_again(b_logit) * (b_d_weight - b_delta[:, None])
+            b_d_logit = weights_from(b_logit) * (b_d_weight - b_delta[:, None])
             b_d_logit = tl.where(m_edge, b_d_logit, 0.0)
             # Row r turned left by r: column c holds diagonal c, or c - COLUMNS where it came round.
             o_from = o_diagonal[None, :] + tl.arange(0, ROWS)[:, None]

@@ -17,9 +17,6 @@ from torch import Tensor
 
 from graphattn.kernels.bands.inputs import BandInputs
 from graphattn.kernels.bands.math import (
-    LN2,
-    LOG2E,
-    add_product,
     cleaned,
     edges_to,
     half_square,
@@ -31,11 +28,12 @@ from graphattn.kernels.bands.math import (
     meeting,
     own_tile,
     poisoned,
-    product,
     store_tile,
 )
 from graphattn.kernels.shared import tuning
+from graphattn.kernels.shared.exponentials import LN2, LOG2E, level_of
 from graphattn.kernels.shared.launch import launch
+from graphattn.kernels.shared.precision import add_product, product
 from graphattn.kernels.shared.row_dots import row_dots
 
 
@@ -83,7 +81,7 @@ def attend_tile(
     if MASKED:
         b_logit = tl.where(m_edge, b_logit, float("-inf"))
     b_larger = tl.maximum(b_max, tl.max(b_logit, axis=1))
-    b_level = tl.where(b_larger == float("-inf"), 0.0, b_larger) * i_scale
+    b_level = level_of(b_larger) * i_scale
     b_weight = tl.exp2(b_logit * i_scale - b_level[:, None])
     b_fade = tl.exp2(b_max * i_scale - b_level)
     b_sum = b_sum * b_fade + tl.sum(b_weight, axis=1)

@@ -11,8 +11,8 @@ import triton
 from torch import Tensor
 
 from graphattn.kernels.bands.schedule import BandTables, Side
-from graphattn.kernels.shared import tuning
-from graphattn.kernels.shared.launch import is_interpreted
+from graphattn.kernels.shared.layout import as_bytes, side_by_side
+from graphattn.kernels.shared.precision import product_precision
 
 # With so many tiles of targets looking at every source, half squares are better computed once.
 SEEN_OFTEN = 8
@@ -80,17 +80,6 @@ class BandInputs:
         plain = plain and not self.bands.has_holes and self.kept is None
         return 3 if plain and self.bands.window >= rows + columns - 1 else 1
 
-    @property
-    def precision(self) -> str:
-        """How products of float32 numbers keep their digits; half-precision ones do not ask.
-
-        Three products of tf32 on NVIDIA's tensor cores are as good as float32 to rounding.
-        """
-        if is_interpreted():
-            return "widened"
-        is_single = self.query.dtype == torch.float32
-        return "tf32x3" if is_single and not tuning.is_amd() else "ieee"
-
     def centers(self, side: Side, tiles: Tensor, rows: int) -> Tensor:
         """What the keys of every tile are measured from, [B, tiles, Hk, D]; any if not centred.
 
@@ -148,7 +137,7 @@ class BandInputs:
             "VALID_TARGET": self.valid_target is not None,
             "HOLES": self.bands.has_holes,
             "STRIDED": self.bands.is_strided,
-            "PRECISION": self.precision,
+            "PRECISION": product_precision(query.dtype),
         }
 
     def common(self) -> dict[str, Any]:
@@ -159,15 +148,3 @@ class BandInputs:
             "num_words": 0 if kept is None else kept.shape[-1],
             "KEPT": kept is not None,
         }
-
-
-def as_bytes(mask: Tensor | None) -> Tensor | None:
-    """A bool mask as kernels read it."""
-    return None if mask is None else mask.contiguous().view(torch.uint8)
-
-
-def side_by_side(x: Tensor) -> Tensor:
-    """x [B, N, H, D] itself where its features are neighbours and its batches follow each other."""
-    if x.stride(-1) == 1 and (x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1)):
-        return x
-    return x.contiguous()

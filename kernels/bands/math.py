@@ -1,8 +1,7 @@
 """What every band kernel does with a tile, and nothing else.
 
 Names: ``i_`` program ids and other scalars, ``n_`` numbers of tokens, ``o_`` offsets, ``m_`` masks,
-``p_`` pointers, ``b_`` tiles. Logarithms and exponentials are base 2 inside kernels (one
-instruction), natural outside.
+``p_`` pointers, ``b_`` tiles.
 """
 
 from __future__ import annotations
@@ -10,8 +9,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-LOG2E = tl.constexpr(1.4426950408889634)
-LN2 = tl.constexpr(0.6931471805599453)
+from graphattn.kernels.shared.exponentials import LOG2E
+from graphattn.kernels.shared.programs import heads_first
+
 NOWHERE = tl.constexpr(1 << 30)  # out of everybody's window
 
 
@@ -82,26 +82,6 @@ def row_pointers(p_first, i_row, i_step, BLOCK: tl.constexpr, STRIDED: tl.conste
     else:
         p_rows = p_first + i_row * i_step + o_row
     return p_rows
-
-
-@triton.jit
-def product(b_a, b_b, PRECISION: tl.constexpr):
-    """a @ b, summed up in float32."""
-    if PRECISION == "widened":  # Triton's interpreter multiplies the bits of bfloat16 numbers
-        b_product = tl.dot(b_a.to(tl.float32), b_b.to(tl.float32), input_precision="ieee")
-    else:
-        b_product = tl.dot(b_a, b_b, input_precision=PRECISION)
-    return b_product
-
-
-@triton.jit
-def add_product(b_sum, b_a, b_b, PRECISION: tl.constexpr):
-    """sum + a @ b, in float32."""
-    if PRECISION == "widened":
-        b_sum = tl.dot(b_a.to(tl.float32), b_b.to(tl.float32), b_sum, input_precision="ieee")
-    else:
-        b_sum = tl.dot(b_a, b_b, b_sum, input_precision=PRECISION)
-    return b_sum
 
 
 @triton.jit
@@ -229,21 +209,9 @@ def around_center(b_saved, b_query, i_scale):
 
 
 @triton.jit
-def weights_again(b_logit):
-    """Weights from logits minus their row's log-sum: at most 1, whatever rounds; NaN stays NaN."""
-    return tl.exp2(tl.minimum(b_logit, 0.0, propagate_nan=tl.PropagateNan.ALL))
-
-
-@triton.jit
 def own_tile(p_tiles, p_sequences, num_tiles, heads):
-    """What a program takes: batch, head, tile, first row, and the row of its sequence.
-
-    Heads come side by side: their rows share lines of memory.
-    """
-    i_program = tl.program_id(0)
-    i_h = i_program % heads
-    i_tile = (i_program // heads) % num_tiles
-    i_b = ((i_program // heads) // num_tiles).to(tl.int64)
+    """What a program takes: batch, head, tile, first row, and the row of its sequence."""
+    i_b, i_h, i_tile = heads_first(num_tiles, heads)
     p_own = p_tiles + 2 * i_tile
     return i_b, i_h, i_tile, tl.load(p_own + 1), p_sequences + 8 * tl.load(p_own)
 

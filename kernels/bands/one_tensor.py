@@ -20,11 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from graphattn.kernels.bands.inputs import BandInputs, side_by_side
+from graphattn.kernels.bands.inputs import BandInputs
 from graphattn.kernels.bands.math import (
-    LN2,
-    LOG2E,
-    add_product,
     cleaned,
     edges_to,
     half_square,
@@ -35,12 +32,14 @@ from graphattn.kernels.bands.math import (
     meeting,
     own_tile,
     poisoned,
-    product,
     row_pointers,
     store_tile,
 )
 from graphattn.kernels.shared import tuning
+from graphattn.kernels.shared.exponentials import LN2, LOG2E
 from graphattn.kernels.shared.launch import launch
+from graphattn.kernels.shared.layout import side_by_side
+from graphattn.kernels.shared.precision import add_product, product
 from graphattn.kernels.shared.row_dots import row_dots
 
 WIDEST_BACKWARD = 64  # features of a head

@@ -25,10 +25,10 @@ from graphattn.kernels.bands.math import (
     load_sequence,
     load_tile,
     own_tile,
-    product,
 )
 from graphattn.kernels.shared import tuning
 from graphattn.kernels.shared.launch import launch
+from graphattn.kernels.shared.precision import product
 from graphattn.kernels.shared.row_dots import row_dots
 
 WORD = 32  # sources whose bits share one number

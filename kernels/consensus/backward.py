@@ -19,7 +19,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from graphattn.kernels.bands.math import product
 from graphattn.kernels.consensus.inputs import EXTRA, ConsensusInputs
 from graphattn.kernels.consensus.math import (
     LOGITS,
@@ -33,12 +32,13 @@ from graphattn.kernels.consensus.math import (
     inverse_squares,
     load_edges,
     load_features,
-    own_tiles,
     row_of,
     sigmoid,
     strengths,
 )
 from graphattn.kernels.consensus.sum_messages import Sum
+from graphattn.kernels.shared.precision import product
+from graphattn.kernels.shared.programs import tiles_first
 
 WIDE = 64  # hidden features at a time on the way back
 
@@ -84,7 +84,7 @@ def consensus_backward_kernel(
     """R e of every edge [H, B, places, D], and if NETWORK: gradients of raw rows, then of both
     logits [H, B, places, columns + EXTRA]; hidden vectors, then a one [H, B, places, BLOCK_XI +
     EXTRA]; gradients of what they are the GELU of [H, B, places, XI]."""
-    i_b, i_h, i_tile = own_tiles(B, num_tiles * num_steps)
+    i_b, i_h, i_tile = tiles_first(B, num_tiles * num_steps)
     i_tile, i_step = i_tile // num_steps, i_tile % num_steps
     COLUMNS: tl.constexpr = RANKS * BLOCK_D
     i_head = i_h.to(tl.int64)

@@ -27,11 +27,11 @@ from graphattn.kernels.consensus.math import (
     inverse_squares,
     load_edges,
     load_features,
-    own_tiles,
     row_of,
     strengths,
 )
 from graphattn.kernels.consensus.sum_messages import Sum
+from graphattn.kernels.shared.programs import tiles_first
 
 
 @triton.jit(
@@ -60,7 +60,7 @@ def consensus_kernel(
     PRECISION: tl.constexpr, HELD: tl.constexpr, STRENGTH: tl.constexpr,
 ):  # fmt: skip
     """R d of every edge, [H, B, places, D], and alpha + beta, [H, B, places]."""
-    i_b, i_h, i_tile = own_tiles(B, num_tiles)
+    i_b, i_h, i_tile = tiles_first(B, num_tiles)
     COLUMNS: tl.constexpr = RANKS * BLOCK_D
     i_head = i_h.to(tl.int64)
     p_target_hidden += i_b * stride_tb + i_head * stride_th

@@ -11,11 +11,12 @@ import triton
 from torch import Tensor
 from torch.nn import functional
 
-from graphattn.kernels.bands.inputs import as_bytes
 from graphattn.kernels.consensus.math import LOGITS
 from graphattn.kernels.consensus.schedule import ConsensusEdges, Piece
 from graphattn.kernels.shared import tuning
-from graphattn.kernels.shared.launch import is_interpreted, launch
+from graphattn.kernels.shared.launch import launch
+from graphattn.kernels.shared.layout import as_bytes
+from graphattn.kernels.shared.precision import product_precision
 from graphattn.kernels.shared.tuning import Choice
 
 WORKSPACE = 1 << 28  # bytes for the messages of a piece of the edges
@@ -133,14 +134,6 @@ class ConsensusInputs:
             torch.stack([alpha_bias, beta_bias], dim=1).to(torch.float32).contiguous(),
         )
 
-    @property
-    def precision(self) -> str:
-        """How products of float32 numbers keep their digits; half-precision ones do not ask."""
-        if is_interpreted():
-            return "widened"
-        is_single = self.u.dtype == torch.float32
-        return "tf32x3" if is_single and not tuning.is_amd() else "ieee"
-
     def pieces(self, bytes_per_message: int) -> list[Piece]:
         """The edges, so many at a time that their messages fit into the workspace."""
         B, _, H, _ = self.u.shape
@@ -199,7 +192,7 @@ class ConsensusInputs:
             "VALID_TARGET": self.valid_target is not None,
             "VALID_SOURCE": self.valid_source is not None,
             "HALF": self.u.dtype != torch.float32,
-            "PRECISION": self.precision,
+            "PRECISION": product_precision(self.u.dtype),
         }
 
     def launch_over(

@@ -9,7 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from graphattn.kernels.bands.math import LN2, LOG2E, add_product
+from graphattn.kernels.shared.exponentials import LN2, LOG2E
+from graphattn.kernels.shared.precision import add_product
 
 LOGITS = tl.constexpr(16)  # the least number of columns of a product; two are used
 SMALLEST_SQUARE = tl.constexpr(2.0**-40)  # squares of rows between these are in range
@@ -22,18 +23,6 @@ C = tl.constexpr(0.000766 * 1.4426950408889634)
 BORDER = tl.constexpr(5.0)
 SQRT_HALF = tl.constexpr(0.7071067811865476)
 INVERSE_SQRT_2PI = tl.constexpr(0.3989422804014327)
-
-
-@triton.jit
-def own_tiles(entries, num_tiles):
-    """What a program takes: batch, head, and the number of its tile of tokens or of listed edges.
-
-    Heads vary slowest: programs that run together read the weights of one head.
-    """
-    i_program = tl.program_id(0)
-    i_h = (i_program // num_tiles) // entries
-    i_b = ((i_program // num_tiles) % entries).to(tl.int64)
-    return i_b, i_h, i_program % num_tiles
 
 
 @triton.jit

@@ -14,10 +14,12 @@ from torch import Tensor
 from graphattn.kernels.consensus.schedule import Piece
 from graphattn.kernels.edges.backward import add_parts_kernel
 from graphattn.kernels.edges.inputs import launch_over_split, num_groups
-from graphattn.kernels.edges.math import own_segments, store_rows
+from graphattn.kernels.edges.math import own_segments
 from graphattn.kernels.edges.schedule import Rows
 from graphattn.kernels.shared import tuning
 from graphattn.kernels.shared.launch import launch
+from graphattn.kernels.shared.layout import store_rows
+from graphattn.kernels.shared.programs import heads_first
 
 NUMBERS = 1024  # of a tile of a window
 
@@ -34,10 +36,7 @@ def sum_runs_kernel(
 ):  # fmt: skip
     """found[b, n, h] (+)= AT_TARGET * messages to n, + AT_SOURCE * those from n, of every run; for
     tokens low .. high - 1."""
-    i_program = tl.program_id(0)
-    i_h = i_program % H
-    i_tile = (i_program // H) % num_tiles
-    i_b = ((i_program // H) // num_tiles).to(tl.int64)
+    i_b, i_h, i_tile = heads_first(num_tiles, H)
     o_token = low + i_tile * TOKENS + tl.arange(0, TOKENS)
     o_feature = tl.arange(0, BLOCK)
     m_token = o_token < high

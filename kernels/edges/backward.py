@@ -16,20 +16,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from graphattn.kernels.bands.inputs import side_by_side
-from graphattn.kernels.bands.math import LOG2E, weights_again
 from graphattn.kernels.edges.inputs import EdgeInputs, launch_over, launch_over_split, num_groups
 from graphattn.kernels.edges.math import (
     affinities,
     gather,
     load_edges,
-    load_rows,
     own_segments,
     own_split,
-    store_rows,
     without_invalid,
 )
 from graphattn.kernels.shared import tuning
+from graphattn.kernels.shared.exponentials import LOG2E, weights_from
+from graphattn.kernels.shared.layout import load_rows, side_by_side, store_rows
+from graphattn.kernels.shared.programs import heads_first
 from graphattn.kernels.shared.row_dots import row_dots
 
 
@@ -81,7 +80,7 @@ def edges_d_query_kernel(
         b_logit = b_affinity * (i_scale * LOG2E) - b_saved[:, None]
         if BIAS:
             b_logit += tl.load(p_bias + b_edge * H + i_h, mask=m_edge, other=0.0) * LOG2E
-        b_weight = weights_again(b_logit)
+        b_weight = weights_from(b_logit)
         # [ROWS, SLOTS, BLOCK_DV]
         b_value = gather(p_value, b_source, m_edge, stride_vn, DV, BLOCK_DV)
         b_d_weight = tl.sum(b_value * b_d_out[:, None, :], axis=2)
@@ -100,7 +99,7 @@ def edges_d_query_kernel(
         p_part += (i_b * num_parts * H + i_h) * D
         store_rows(p_part, b_d_query, b_part, m_row & (b_part >= 0), H * D, D, BLOCK_D)
     if SCALE_GRADIENT:
-        i_group = (tl.program_id(0) // H) % num_groups
+        _, _, i_group = heads_first(num_groups, H)
         tl.store(p_d_scale + (i_b * num_groups + i_group) * H + i_h, tl.sum(b_d_scale, axis=0))
 
 
@@ -158,7 +157,7 @@ def edges_d_source_kernel(
             b_logit = b_affinity * (i_scale * LOG2E) - b_saved
             if BIAS:
                 b_logit += tl.load(p_bias + b_edge * H + i_h, mask=m_edge, other=0.0) * LOG2E
-            b_weight = tl.where(m_edge, weights_again(b_logit), 0.0)
+            b_weight = tl.where(m_edge, weights_from(b_logit), 0.0)
             # [ROWS, SLOTS, BLOCK_DV]
             b_d_out = gather(p_own_d_out, b_target, m_edge, stride_on, DV, BLOCK_DV)
             b_d_weight = tl.sum(b_d_out * b_value[:, None, :], axis=2)

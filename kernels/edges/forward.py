@@ -18,19 +18,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from graphattn.kernels.bands.math import LN2, LOG2E
 from graphattn.kernels.edges.inputs import EdgeInputs, launch_over, launch_over_split
 from graphattn.kernels.edges.math import (
     affinities,
     gather,
     load_edges,
-    load_rows,
     own_segments,
     own_split,
-    store_rows,
     without_invalid,
 )
 from graphattn.kernels.shared import tuning
+from graphattn.kernels.shared.exponentials import LN2, LOG2E, level_of
+from graphattn.kernels.shared.layout import load_rows, store_rows
 
 
 @triton.jit(do_not_specialize=["N", "M", "E", "H", "num_segments", "num_groups", "num_parts"])
@@ -87,7 +86,7 @@ def edges_forward_kernel(
             b_logit += tl.load(p_bias + b_edge * H + i_h, mask=m_edge, other=0.0) * LOG2E
         b_logit = tl.where(m_edge, b_logit, float("-inf"))
         b_larger = tl.maximum(b_max, tl.max(b_logit, axis=1))
-        b_level = tl.where(b_larger == float("-inf"), 0.0, b_larger)
+        b_level = level_of(b_larger)
         b_weight = tl.exp2(b_logit - b_level[:, None])
         b_fade = tl.exp2(b_max - b_level)
         b_sum = b_sum * b_fade + tl.sum(b_weight, axis=1)
@@ -137,7 +136,7 @@ def merge_averages_kernel(
             o_part = (i_b * num_parts + i_first + o_part) * H + i_h
             b_lse = tl.load(p_part_lse + o_part, mask=m_part, other=float("-inf"))
             i_larger = tl.maximum(i_max, tl.max(b_lse, axis=0))
-            i_level = tl.where(i_larger == float("-inf"), 0.0, i_larger)
+            i_level = level_of(i_larger)
             b_weight = tl.exp2(b_lse - i_level)
             i_fade = tl.exp2(i_max - i_level)
             i_sum = i_sum * i_fade + tl.sum(b_weight, axis=0)

@@ -9,9 +9,9 @@ import torch
 import triton
 from torch import Tensor
 
-from graphattn.kernels.bands.inputs import as_bytes, side_by_side
 from graphattn.kernels.edges.schedule import EdgeTables, Rows
 from graphattn.kernels.shared.launch import launch
+from graphattn.kernels.shared.layout import as_bytes, side_by_side
 from graphattn.kernels.shared.tuning import Choice
 
 PARTS = 16  # of a split row, read at a time

@@ -9,18 +9,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from graphattn.kernels.shared.programs import heads_first
+
 
 @triton.jit
 def own_segments(p_segments, num_segments, num_groups, heads, ROWS: tl.constexpr):
     """What a program takes: batch, head, and of its rows [ROWS] each: the token, its first edge,
     how many, and its part. Rows that do not exist are -1, those that are not split have part -1.
-
-    Heads vary fastest: programs that start together gather neighbouring parts of the same memory.
     """
-    i_program = tl.program_id(0)
-    i_h = i_program % heads
-    i_group = (i_program // heads) % num_groups
-    i_b = ((i_program // heads) // num_groups).to(tl.int64)
+    i_b, i_h, i_group = heads_first(num_groups, heads)
     o_segment = i_group * ROWS + tl.arange(0, ROWS)
     m_segment = o_segment < num_segments
     p_segment = p_segments + 4 * o_segment
@@ -77,26 +74,6 @@ def gather(
 
 
 @triton.jit
-def load_rows(p_first, b_row, m_row, i_stride, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr):
-    """Features of the rows' own tokens, [ROWS, BLOCK_WIDTH] in float32."""
-    o_feature = tl.arange(0, BLOCK_WIDTH)
-    p_tile = p_first + (b_row * i_stride)[:, None] + o_feature[None, :]
-    m_tile = m_row[:, None] & (o_feature < WIDTH)[None, :]
-    return tl.load(p_tile, mask=m_tile, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def store_rows(
-    p_first, b_tile, b_row, m_row, i_stride, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr
-):  # fmt: skip
-    """The way back, in the dtype of the pointer."""
-    o_feature = tl.arange(0, BLOCK_WIDTH)
-    p_tile = p_first + (b_row * i_stride)[:, None] + o_feature[None, :]
-    m_tile = m_row[:, None] & (o_feature < WIDTH)[None, :]
-    tl.store(p_tile, b_tile.to(p_first.dtype.element_ty), mask=m_tile)
-
-
-@triton.jit
 def affinities(b_own, b_other, RBF: tl.constexpr):
     """own . other, or -||own - other||^2 / 2; and what its derivative by `own` is, without RBF
     `other`, with it other - own, [ROWS, SLOTS, width]."""
@@ -111,8 +88,6 @@ def affinities(b_own, b_other, RBF: tl.constexpr):
 @triton.jit
 def own_split(p_split, num_split, heads):
     """What a merging program takes: batch, head, the row (-1: none), its first part, how many."""
-    i_program = tl.program_id(0)
-    i_h = i_program % heads
-    p_row = p_split + 3 * ((i_program // heads) % num_split)
-    i_b = ((i_program // heads) // num_split).to(tl.int64)
+    i_b, i_h, i_split = heads_first(num_split, heads)
+    p_row = p_split + 3 * i_split
     return i_b, i_h, tl.load(p_row), tl.load(p_row + 1), tl.load(p_row + 2).to(tl.int32)

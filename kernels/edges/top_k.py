@@ -17,11 +17,11 @@ from graphattn.kernels.edges.math import (
     affinities,
     gather,
     load_edges,
-    load_rows,
     own_segments,
     without_invalid,
 )
 from graphattn.kernels.shared import tuning
+from graphattn.kernels.shared.layout import load_rows
 
 
 @triton.jit

@@ -24,12 +24,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from graphattn.kernels.bands.inputs import as_bytes
-from graphattn.kernels.bands.math import LOG2E
 from graphattn.kernels.bands.top_k import LARGEST, NO_EDGE, NOT_A_NUMBER, middle
-from graphattn.kernels.edges.math import load_rows
 from graphattn.kernels.shared import tuning
+from graphattn.kernels.shared.exponentials import LOG2E, level_of
 from graphattn.kernels.shared.launch import launch
+from graphattn.kernels.shared.layout import as_bytes, load_rows
+from graphattn.kernels.shared.programs import heads_first
 
 
 @triton.jit
@@ -99,12 +99,6 @@ def best(b_rank, top_k):
     return (b_rank > i_low) | m_oldest
 
 
-@triton.jit
-def level_of(i_max):
-    """What is subtracted before exponentials: the maximum, or 0 where nothing is seen."""
-    return tl.where(i_max == float("-inf"), 0.0, i_max)
-
-
 @triton.jit(do_not_specialize=["H", "first", "held", "room", "top_k"])
 def window_step_kernel(
     p_query, p_key, p_value, p_valid, p_keys, p_values, p_valids, p_out, p_log_sigma, p_sink,
@@ -117,9 +111,7 @@ def window_step_kernel(
     STAGES: tl.constexpr,
 ):  # fmt: skip
     """Output [B, H, D]; the caches [B * Hk, room, D] (and [B, room]) hold the new token, too."""
-    i_program = tl.program_id(0)
-    i_h = i_program % H
-    i_b = (i_program // H).to(tl.int64)
+    i_b, i_h, _ = heads_first(1, H)
     i_head = i_h // REPEATS
     p_query += i_b * stride_qb + i_h * stride_qh
     p_key += i_b * stride_kb + i_head * stride_kh

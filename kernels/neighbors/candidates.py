@@ -19,19 +19,18 @@ import triton.language as tl
 from torch import Tensor
 
 from graphattn.kernels.bands.math import (
-    add_product,
     edges_to,
     load_sequence,
     load_tile,
     meeting,
     own_tile,
-    product,
     row_pointers,
 )
 from graphattn.kernels.bands.schedule import BandTables
 from graphattn.kernels.neighbors.exact import OWN_FIRST, OWN_NEVER, in_exact_order, search_again
 from graphattn.kernels.shared import tuning
-from graphattn.kernels.shared.launch import is_interpreted, launch
+from graphattn.kernels.shared.launch import launch
+from graphattn.kernels.shared.precision import add_product, product, product_precision
 
 SPARE = 6  # candidates beyond the k asked for and two that may turn out to be no edges
 WHOLE = 64  # features that are multiplied at once; more than that
@@ -245,7 +244,7 @@ def nearest(
     x = x.contiguous()
     y = x if one else y.contiguous()  # one tensor stays one: it is then centred once
     own = (OWN_FIRST if self_loops else OWN_NEVER) if to_self else 0
-    tokens = centred(x, y, precision := product_precision())
+    tokens = centred(x, y, precision := product_precision(x.dtype))
     width = tokens.a.shape[1]
     sizes = choose(k, width)
     candidates = x.new_empty((len(x), sizes.kept), dtype=torch.int32)
@@ -276,10 +275,3 @@ def nearest(
     index, unsure = in_exact_order(x, y, candidates, bound, tokens.margin, bands, k, own)
     search_again(x, y, index, unsure, bands, own)
     return index
-
-
-def product_precision() -> str:
-    """How products of float32 numbers keep their digits."""
-    if is_interpreted():
-        return "widened"
-    return "ieee" if tuning.is_amd() else "tf32x3"

@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from graphattn.kernels.shared.launch import launch
+from graphattn.kernels.shared.programs import heads_first
 
 NUMBERS = 2048  # of each tensor, for one program
 
@@ -19,11 +20,7 @@ def row_dots_kernel(
     D: tl.constexpr, BLOCK_D: tl.constexpr, TOKENS: tl.constexpr, SUBTRACT: tl.constexpr,
 ):  # fmt: skip
     """found[b, h, n] = factor * a[b, n, h] . b[b, n, h] - subtracted[b, n, h]."""
-    i_program = tl.program_id(0)
-    i_h = i_program % H
-    num_tiles = (N + TOKENS - 1) // TOKENS
-    i_tile = (i_program // H) % num_tiles
-    i_b = ((i_program // H) // num_tiles).to(tl.int64)
+    i_b, i_h, i_tile = heads_first((N + TOKENS - 1) // TOKENS, H)
     o_token = i_tile * TOKENS + tl.arange(0, TOKENS)
     o_feature = tl.arange(0, BLOCK_D)
     m_token = o_token < N

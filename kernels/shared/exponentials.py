@@ -1,0 +1,21 @@
+"""Exponentials and logarithms: base 2 inside kernels (one instruction), natural outside."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def level_of(b_max):
+    """What is subtracted before exponentials: the maximum, or 0 where nothing is seen."""
+    return tl.where(b_max == float("-inf"), 0.0, b_max)
+
+
+@triton.jit
+def weights_from(b_logit):
+    """Weights from logits minus their row's log-sum: at most 1, whatever rounds; NaN stays NaN."""
+    return tl.exp2(tl.minimum(b_logit, 0.0, propagate_nan=tl.PropagateNan.ALL))
