@@ -603,9 +603,9 @@ MUTATIONS = [
     ),
     Mutation(
         "-0.0 is less than 0.0 when a kernel selects",
-        "kernels/edges/top_k.py",
-        "b_logit = tl.where(b_logit == 0, 0.0, b_logit)",
-        "b_logit = b_logit * 1.0",
+        "kernels/shared/ordered_integers.py",
+        "(b_logit + 0.0).to(tl.int32",
+        "b_logit.to(tl.int32",
         (f"{EDGES_TOP_K}::test_negative_zero_ties_with_zero",),
     ),
     Mutation(

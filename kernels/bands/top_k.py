@@ -28,6 +28,7 @@ from graphattn.kernels.bands.math import (
 )
 from graphattn.kernels.shared import tuning
 from graphattn.kernels.shared.launch import launch
+from graphattn.kernels.shared.ordered_integers import LARGEST, NO_EDGE, middle, rank_of
 from graphattn.kernels.shared.precision import product
 from graphattn.kernels.shared.row_dots import row_dots
 
@@ -37,9 +38,6 @@ WARP = 32  # threads
 # rows see more sources, or heads are wider, tiles are computed again and again.
 HELD = 192
 WIDEST_HELD = {torch.float16: 64, torch.bfloat16: 64}
-NO_EDGE = tl.constexpr(-(1 << 31))
-NOT_A_NUMBER = tl.constexpr((1 << 31) - 2)  # above infinity
-LARGEST = tl.constexpr((1 << 31) - 1)
 
 
 @triton.jit
@@ -73,11 +71,7 @@ def rank_tile(
     if TABLE:
         o_offset = (i_column + tl.arange(0, COLUMNS))[None, :] - o_live[:, None] + i_origin
         b_logit += tl.load(p_table + o_offset * H + i_h, mask=m_edge, other=0.0)
-    b_logit = b_logit + 0.0  # -0.0 becomes 0.0, its equal
-    b_rank = b_logit.to(tl.int32, bitcast=True)
-    b_rank = tl.where(b_rank < 0, b_rank ^ LARGEST, b_rank)
-    b_rank = tl.where(b_logit != b_logit, NOT_A_NUMBER, b_rank)
-    return tl.where(m_edge, b_rank, NO_EDGE)
+    return tl.where(m_edge, rank_of(b_logit), NO_EDGE)
 
 
 @triton.jit
@@ -99,12 +93,6 @@ def turns(b_rank, b_low, i_column, COLUMNS: tl.constexpr):
     o_column = i_column + tl.arange(0, COLUMNS)
     b_turn = tl.where(b_rank == b_low[:, None], o_column[None, :], LARGEST)
     return tl.where(b_rank > b_low[:, None], -1, b_turn)
-
-
-@triton.jit
-def middle(b_low, b_high):
-    """(low + high) / 2, rounded down; their sum may not fit into 32 bits."""
-    return (b_low >> 1) + (b_high >> 1) + (b_low & b_high & 1)
 
 
 @triton.jit

@@ -22,6 +22,7 @@ from graphattn.kernels.edges.math import (
 )
 from graphattn.kernels.shared import tuning
 from graphattn.kernels.shared.layout import load_rows
+from graphattn.kernels.shared.ordered_integers import rank_of
 
 
 @triton.jit
@@ -44,11 +45,7 @@ def load_ranks(
     b_logit = b_affinity * i_scale
     if BIAS:
         b_logit += tl.load(p_bias + b_edge * heads + i_h, mask=m_edge, other=0.0)
-    b_logit = tl.where(b_logit == 0, 0.0, b_logit)  # -0.0 equals 0.0
-    b_bits = b_logit.to(tl.int32, bitcast=True)
-    b_bits = tl.where(b_bits < 0, b_bits ^ 0x7FFFFFFF, b_bits)
-    b_bits = tl.where(b_logit != b_logit, 0x7FFFFFFF, b_bits)
-    b_rank = b_bits.to(tl.int64) + 0x80000000
+    b_rank = rank_of(b_logit).to(tl.int64) + 0x80000000
     return tl.where(m_edge, b_rank, -1), m_edge, b_edge
 
 

@@ -24,11 +24,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from graphattn.kernels.bands.top_k import LARGEST, NO_EDGE, NOT_A_NUMBER, middle
 from graphattn.kernels.shared import tuning
 from graphattn.kernels.shared.exponentials import LOG2E, level_of
 from graphattn.kernels.shared.launch import launch
 from graphattn.kernels.shared.layout import as_bytes, load_rows
+from graphattn.kernels.shared.ordered_integers import LARGEST, NO_EDGE, logit_of, middle, rank_of
 from graphattn.kernels.shared.programs import heads_first
 
 
@@ -61,20 +61,6 @@ def load_logits(
     else:
         b_affinity = tl.sum(b_key * b_query[None, :], axis=1)
     return b_key, b_affinity * i_scale
-
-
-@triton.jit
-def rank_of(b_logit):
-    """Logits as whole numbers in the same order; NaN is the largest, as in torch."""
-    b_rank = (b_logit + 0.0).to(tl.int32, bitcast=True)  # -0.0 becomes 0.0, its equal
-    b_rank = tl.where(b_rank < 0, b_rank ^ LARGEST, b_rank)
-    return tl.where(b_logit != b_logit, NOT_A_NUMBER, b_rank)
-
-
-@triton.jit
-def logit_of(b_rank):
-    """The way back of :func:`rank_of`."""
-    return tl.where(b_rank < 0, b_rank ^ LARGEST, b_rank).to(tl.float32, bitcast=True)
 
 
 @triton.jit

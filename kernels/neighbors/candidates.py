@@ -30,6 +30,7 @@ from graphattn.kernels.bands.schedule import BandTables
 from graphattn.kernels.neighbors.exact import OWN_FIRST, OWN_NEVER, in_exact_order, search_again
 from graphattn.kernels.shared import tuning
 from graphattn.kernels.shared.launch import launch
+from graphattn.kernels.shared.ordered_integers import ordered_bits
 from graphattn.kernels.shared.precision import add_product, product, product_precision
 
 SPARE = 6  # candidates beyond the k asked for and two that may turn out to be no edges
@@ -38,12 +39,6 @@ CHUNK = 32  # so many at a time
 INFINITE = tl.constexpr(0x7F800000)  # the bits of infinity
 # Terms of the bound on the error of s_ij, in units of eps (|a_i| + max |b|)^2; see `Centred`.
 ROUNDING = {"ieee": (1, 8), "widened": (1, 8), "tf32x3": (4, 32)}
-
-
-@triton.jit
-def ordered(b_bits):
-    """The bits of float32 numbers as integers in the same order; and back again."""
-    return b_bits ^ ((b_bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
@@ -123,7 +118,7 @@ def candidates_kernel(
                 b_dot = add_product(b_dot, b_a, tl.trans(b_b), PRECISION)
         b_s = b_square[None, :] - 2 * b_dot
         o_place = tl.arange(0, COLUMNS)
-        b_key = (ordered(b_s.to(tl.int32, bitcast=True)) & ~LOW) | o_place[None, :]
+        b_key = (ordered_bits(b_s.to(tl.int32, bitcast=True)) & ~LOW) | o_place[None, :]
         if (i_column < i_full) | (i_column >= i_full_end):  # otherwise all rows see all sources
             m_edge = edges_to(
                 o_row, i_column, i_step, n_sources, n_before, n_after, 1, p_square,
@@ -136,7 +131,7 @@ def candidates_kernel(
     o_token = i_target + o_row * i_step
     b_found = tl.where(b_index >= 0, (i_source + b_index * i_step).to(tl.int32), -1)
     tl.store(p_index + o_token[:, None] * KEPT + o_slot[None, :], b_found, mask=m_row[:, None])
-    b_bound = ordered(b_top & ~LOW).to(tl.float32, bitcast=True)
+    b_bound = ordered_bits(b_top & ~LOW).to(tl.float32, bitcast=True)
     tl.store(p_bound + o_token, b_bound, mask=m_row)
 
 
