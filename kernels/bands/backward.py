@@ -25,9 +25,10 @@ from graphattn.kernels.bands.math import (
     cleaned,
     edges_to,
     half_square,
-    half_squares,
     is_edge,
     is_kept,
+    load_affinities,
+    load_bias,
     load_center,
     load_sequence,
     load_tile,
@@ -57,18 +58,12 @@ def d_query_tile(
     SCALE_GRADIENT: tl.constexpr,
 ):  # fmt: skip
     """Adds what the sources i_column, i_column + 1, ... give to a tile's d_query."""
-    # [COLUMNS, BLOCK_D]
-    b_key = load_tile(
-        p_key, i_column, i_step, stride_kn, n_sources, D, COLUMNS, BLOCK_D, STRIDED, MASKED
-    )
-    if CENTERED:
-        b_key = b_key - b_center[None, :]
-    # [ROWS, COLUMNS]
-    b_affinity = product(b_query, tl.trans(b_key), PRECISION)
+    # [COLUMNS, BLOCK_D] and [ROWS, COLUMNS]
+    b_key, b_affinity = load_affinities(
+        b_query, b_center, p_key, p_half, i_column, i_step, stride_kn, n_sources,
+        D, BLOCK_D, COLUMNS, RBF, CENTERED, STORED, STRIDED, MASKED, PRECISION,
+    )  # fmt: skip
     o_column = i_column + tl.arange(0, COLUMNS)
-    if RBF:
-        b_half = half_squares(b_key, p_half, i_column, i_step, n_sources, COLUMNS, STORED, STRIDED)
-        b_affinity = b_affinity - b_half[None, :]
     b_logit = b_affinity * (i_scale * LOG2E) - b_saved[:, None]
     o_row = i_row + tl.arange(0, ROWS)
     if MASKED:
@@ -81,11 +76,9 @@ def d_query_tile(
                 p_kept, o_row, i_column, i_step, n_targets, n_before, n_words, COLUMNS, 0
             )
     if TABLE:
-        p_bias = p_table + (o_column[None, :] - o_row[:, None] + i_origin) * H + i_h
-        if MASKED:
-            b_bias = tl.load(p_bias, mask=m_edge, other=0.0)
-        else:  # the last tile of targets may be longer than the sequence
-            b_bias = tl.load(p_bias, mask=(o_row < n_targets)[:, None], other=0.0)
+        m_pair = m_edge if MASKED else (o_row < n_targets)[:, None]
+        o_hop = o_column[None, :] - o_row[:, None]
+        b_bias = load_bias(p_table, o_hop, m_pair, i_origin, H, i_h)
         b_logit += b_bias * LOG2E
     if MASKED:
         b_logit = tl.where(m_edge, b_logit, float("-inf"))
@@ -232,11 +225,9 @@ def d_source_tile(
                 p_kept, o_row, i_column, i_step, n_targets, n_before, n_words, COLUMNS, 1
             )
     if TABLE:
-        p_bias = p_table + (o_column[:, None] - o_row[None, :] + i_origin) * H + i_h
-        if MASKED:
-            b_bias = tl.load(p_bias, mask=m_edge, other=0.0)
-        else:  # the last tile of sources may be longer than the sequence
-            b_bias = tl.load(p_bias, mask=(o_column < NOWHERE)[:, None], other=0.0)
+        m_pair = m_edge if MASKED else (o_column < NOWHERE)[:, None]
+        o_hop = o_column[:, None] - o_row[None, :]
+        b_bias = load_bias(p_table, o_hop, m_pair, i_origin, H, i_h)
         b_logit += b_bias * LOG2E
     if MASKED:
         b_logit = tl.where(m_edge, b_logit, float("-inf"))

@@ -16,8 +16,9 @@ from graphattn.kernels.bands.math import (
     NOWHERE,
     around_center,
     edges_to,
-    half_square,
     is_kept,
+    load_affinities,
+    load_bias,
     load_center,
     load_sequence,
     load_tile,
@@ -86,16 +87,11 @@ def d_table_kernel(
             i_row, n_targets, n_sources, n_before, n_after, ROWS, COLUMNS, 1, KEPT
         )
         for i_column in range(i_begin, i_end, COLUMNS):
-            b_key = load_tile(
-                p_own_key, i_column, i_step, stride_kn, n_sources, D, COLUMNS, BLOCK_D, STRIDED,
-                True,
-            )  # fmt: skip
-            if CENTERED:
-                b_key = b_key - b_center[None, :]
             # [ROWS, COLUMNS]
-            b_logit = product(b_query, tl.trans(b_key), PRECISION)
-            if RBF:
-                b_logit -= half_square(b_key)[None, :]
+            _, b_logit = load_affinities(
+                b_query, b_center, p_own_key, p_own_key, i_column, i_step, stride_kn, n_sources,
+                D, BLOCK_D, COLUMNS, RBF, CENTERED, False, STRIDED, True, PRECISION,
+            )  # fmt: skip
             o_column = i_column + tl.arange(0, COLUMNS)
             m_edge = edges_to(
                 o_live, i_column, i_step, n_sources, n_before, n_after, i_loops,
@@ -106,8 +102,8 @@ def d_table_kernel(
                     p_kept + ((i_b * H + i_h) * N + i_target) * num_words, o_row, i_column,
                     i_step, n_targets, n_before, num_words, COLUMNS, 0,
                 )  # fmt: skip
-            p_bias = p_table + (o_column[None, :] - o_row[:, None] + origin) * H + i_h
-            b_bias = tl.load(p_bias, mask=m_edge, other=0.0)
+            o_hop = o_column[None, :] - o_row[:, None]
+            b_bias = load_bias(p_table, o_hop, m_edge, origin, H, i_h)
             b_logit = (b_logit * i_scale + b_bias) * LOG2E - b_saved[:, None]
             b_value = load_tile(
                 p_own_value, i_column, i_step, stride_vn, n_sources, DV, COLUMNS, BLOCK_DV,

@@ -20,8 +20,9 @@ from graphattn.kernels.bands.math import (
     cleaned,
     edges_to,
     half_square,
-    half_squares,
     is_kept,
+    load_affinities,
+    load_bias,
     load_center,
     load_sequence,
     load_tile,
@@ -33,7 +34,7 @@ from graphattn.kernels.bands.math import (
 from graphattn.kernels.shared import tuning
 from graphattn.kernels.shared.exponentials import LN2, LOG2E, level_of
 from graphattn.kernels.shared.launch import launch
-from graphattn.kernels.shared.precision import add_product, product
+from graphattn.kernels.shared.precision import add_product
 from graphattn.kernels.shared.row_dots import row_dots
 
 
@@ -48,18 +49,12 @@ def attend_tile(
     HOLES: tl.constexpr, STRIDED: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Adds the sources i_column, i_column + 1, ... to the running averages of a tile."""
-    # [COLUMNS, BLOCK_D]
-    b_key = load_tile(
-        p_key, i_column, i_step, stride_kn, n_sources, D, COLUMNS, BLOCK_D, STRIDED, MASKED
-    )
-    if CENTERED:
-        b_key = b_key - b_center[None, :]
     # [ROWS, COLUMNS]
-    b_logit = product(b_query, tl.trans(b_key), PRECISION)
+    _, b_logit = load_affinities(
+        b_query, b_center, p_key, p_half, i_column, i_step, stride_kn, n_sources,
+        D, BLOCK_D, COLUMNS, RBF, CENTERED, STORED, STRIDED, MASKED, PRECISION,
+    )  # fmt: skip
     o_column = i_column + tl.arange(0, COLUMNS)
-    if RBF:
-        b_half = half_squares(b_key, p_half, i_column, i_step, n_sources, COLUMNS, STORED, STRIDED)
-        b_logit = b_logit - b_half[None, :]
     o_row = i_row + tl.arange(0, ROWS)
     if MASKED:
         m_edge = edges_to(
@@ -71,11 +66,9 @@ def attend_tile(
                 p_kept, o_row, i_column, i_step, n_targets, n_before, n_words, COLUMNS, 0
             )
     if TABLE:
-        p_bias = p_table + (o_column[None, :] - o_row[:, None] + i_origin) * H + i_h
-        if MASKED:
-            b_bias = tl.load(p_bias, mask=m_edge, other=0.0)
-        else:  # the last tile of targets may be longer than the sequence
-            b_bias = tl.load(p_bias, mask=(o_row < n_targets)[:, None], other=0.0)
+        m_pair = m_edge if MASKED else (o_row < n_targets)[:, None]
+        o_hop = o_column[None, :] - o_row[:, None]
+        b_bias = load_bias(p_table, o_hop, m_pair, i_origin, H, i_h)
         b_logit = b_logit * i_scale + b_bias * LOG2E
         i_scale = 1.0
     if MASKED:

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from graphattn.kernels.shared.exponentials import LOG2E
+from graphattn.kernels.shared.precision import product
 from graphattn.kernels.shared.programs import heads_first
 
 NOWHERE = tl.constexpr(1 << 30)  # out of everybody's window
@@ -104,6 +105,39 @@ def half_squares(
     else:
         b_half = half_square(b_key)
     return b_half
+
+
+@triton.jit
+def load_affinities(
+    b_query, b_center, p_key, p_half, i_column, i_step, stride_kn, n_sources,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, COLUMNS: tl.constexpr, RBF: tl.constexpr,
+    CENTERED: tl.constexpr, STORED: tl.constexpr, STRIDED: tl.constexpr, MASKED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Keys of the sources i_column, i_column + 1, ... [COLUMNS, BLOCK_D], and affinities with them.
+
+    Affinities are q . k, or if RBF q . k - ||k||^2 / 2, [rows, COLUMNS].
+    """
+    b_key = load_tile(
+        p_key, i_column, i_step, stride_kn, n_sources, D, COLUMNS, BLOCK_D, STRIDED, MASKED
+    )
+    if CENTERED:
+        b_key = b_key - b_center[None, :]
+    b_affinity = product(b_query, tl.trans(b_key), PRECISION)
+    if RBF:
+        b_half = half_squares(b_key, p_half, i_column, i_step, n_sources, COLUMNS, STORED, STRIDED)
+        b_affinity = b_affinity - b_half[None, :]
+    return b_key, b_affinity
+
+
+@triton.jit
+def load_bias(p_table, o_hop, m_pair, i_origin, heads, i_h):
+    """Biases of pairs by their hop, source minus target; 0 where `m_pair` is not.
+
+    Without a mask of edges `m_pair` still keeps out tokens behind the end of a sequence: the last
+    tile may be longer.
+    """
+    return tl.load(p_table + (o_hop + i_origin) * heads + i_h, mask=m_pair, other=0.0)
 
 
 @triton.jit

@@ -20,7 +20,8 @@ from graphattn.kernels.bands.math import (
     NOWHERE,
     edges_to,
     first_word,
-    half_squares,
+    load_affinities,
+    load_bias,
     load_center,
     load_sequence,
     load_tile,
@@ -29,7 +30,6 @@ from graphattn.kernels.bands.math import (
 from graphattn.kernels.shared import tuning
 from graphattn.kernels.shared.launch import launch
 from graphattn.kernels.shared.ordered_integers import LARGEST, NO_EDGE, middle, rank_of
-from graphattn.kernels.shared.precision import product
 from graphattn.kernels.shared.row_dots import row_dots
 
 WORD = 32  # sources whose bits share one number
@@ -52,25 +52,19 @@ def rank_tile(
 
     NaN is the largest, as in torch, and NO_EDGE the smallest. [ROWS, COLUMNS].
     """
-    # [COLUMNS, BLOCK_D]
-    b_key = load_tile(
-        p_key, i_column, i_step, stride_kn, n_sources, D, COLUMNS, BLOCK_D, STRIDED, True
-    )
-    if CENTERED:
-        b_key = b_key - b_center[None, :]
     # [ROWS, COLUMNS]
-    b_logit = product(b_query, tl.trans(b_key), PRECISION)
-    if RBF:
-        b_half = half_squares(b_key, p_half, i_column, i_step, n_sources, COLUMNS, STORED, STRIDED)
-        b_logit = b_logit - b_half[None, :]
+    _, b_logit = load_affinities(
+        b_query, b_center, p_key, p_half, i_column, i_step, stride_kn, n_sources,
+        D, BLOCK_D, COLUMNS, RBF, CENTERED, STORED, STRIDED, True, PRECISION,
+    )  # fmt: skip
     b_logit = b_logit * i_scale
     m_edge = edges_to(
         o_live, i_column, i_step, n_sources, n_before, n_after, i_loops, p_valid,
         COLUMNS, VALID, HOLES, STRIDED,
     )  # fmt: skip
     if TABLE:
-        o_offset = (i_column + tl.arange(0, COLUMNS))[None, :] - o_live[:, None] + i_origin
-        b_logit += tl.load(p_table + o_offset * H + i_h, mask=m_edge, other=0.0)
+        o_hop = (i_column + tl.arange(0, COLUMNS))[None, :] - o_live[:, None]
+        b_logit += load_bias(p_table, o_hop, m_edge, i_origin, H, i_h)
     return tl.where(m_edge, rank_of(b_logit), NO_EDGE)
 
 

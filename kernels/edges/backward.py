@@ -18,8 +18,9 @@ from torch import Tensor
 
 from graphattn.kernels.edges.inputs import EdgeInputs, launch_over, launch_over_split, num_groups
 from graphattn.kernels.edges.math import (
-    affinities,
     gather,
+    gather_affinities,
+    load_bias,
     load_edges,
     own_segments,
     own_split,
@@ -74,12 +75,13 @@ def edges_d_query_kernel(
             p_others, p_edge_ids, p_valid_source + i_b * M, p_kept + i_b * E * H, b_first, b_count,
             i_slot, H, i_h, SLOTS, VALID, KEPT, EDGE_IDS,
         )  # fmt: skip
-        # [ROWS, SLOTS, BLOCK_D], then [ROWS, SLOTS]
-        b_key = gather(p_key, b_source, m_edge, stride_kn, D, BLOCK_D)
-        b_affinity, b_pull = affinities(b_query, b_key, RBF)
+        # [ROWS, SLOTS], and [ROWS, SLOTS, BLOCK_D]
+        b_affinity, b_pull = gather_affinities(
+            b_query, p_key, b_source, m_edge, stride_kn, D, BLOCK_D, RBF
+        )
         b_logit = b_affinity * (i_scale * LOG2E) - b_saved[:, None]
         if BIAS:
-            b_logit += tl.load(p_bias + b_edge * H + i_h, mask=m_edge, other=0.0) * LOG2E
+            b_logit += load_bias(p_bias, b_edge, m_edge, H, i_h) * LOG2E
         b_weight = weights_from(b_logit)
         # [ROWS, SLOTS, BLOCK_DV]
         b_value = gather(p_value, b_source, m_edge, stride_vn, DV, BLOCK_DV)
@@ -151,12 +153,13 @@ def edges_d_source_kernel(
             b_saved = tl.load(p_saved + o_number, mask=m_edge, other=float("inf"))
             m_edge = m_edge & (b_saved != float("inf"))
             b_delta = tl.load(p_delta + o_number, mask=m_edge, other=0.0)
-            # [ROWS, SLOTS, BLOCK_D]
-            b_query = gather(p_own_query, b_target, m_edge, stride_qn, D, BLOCK_D)
-            b_affinity, b_pull = affinities(b_key, b_query, RBF)
+            # [ROWS, SLOTS], and [ROWS, SLOTS, BLOCK_D]
+            b_affinity, b_pull = gather_affinities(
+                b_key, p_own_query, b_target, m_edge, stride_qn, D, BLOCK_D, RBF
+            )
             b_logit = b_affinity * (i_scale * LOG2E) - b_saved
             if BIAS:
-                b_logit += tl.load(p_bias + b_edge * H + i_h, mask=m_edge, other=0.0) * LOG2E
+                b_logit += load_bias(p_bias, b_edge, m_edge, H, i_h) * LOG2E
             b_weight = tl.where(m_edge, weights_from(b_logit), 0.0)
             # [ROWS, SLOTS, BLOCK_DV]
             b_d_out = gather(p_own_d_out, b_target, m_edge, stride_on, DV, BLOCK_DV)

@@ -20,8 +20,9 @@ from torch import Tensor
 
 from graphattn.kernels.edges.inputs import EdgeInputs, launch_over, launch_over_split
 from graphattn.kernels.edges.math import (
-    affinities,
     gather,
+    gather_affinities,
+    load_bias,
     load_edges,
     own_segments,
     own_split,
@@ -78,12 +79,13 @@ def edges_forward_kernel(
             p_others, p_edge_ids, p_valid_source + i_b * M, p_kept + i_b * E * H, b_first, b_count,
             i_slot, H, i_h, SLOTS, VALID, KEPT, EDGE_IDS,
         )  # fmt: skip
-        # [ROWS, SLOTS, BLOCK_D], then [ROWS, SLOTS]
-        b_key = gather(p_key, b_source, m_edge, stride_kn, D, BLOCK_D)
-        b_affinity, _ = affinities(b_query, b_key, RBF)
+        # [ROWS, SLOTS]
+        b_affinity, _ = gather_affinities(
+            b_query, p_key, b_source, m_edge, stride_kn, D, BLOCK_D, RBF
+        )
         b_logit = b_affinity * i_scale
         if BIAS:
-            b_logit += tl.load(p_bias + b_edge * H + i_h, mask=m_edge, other=0.0) * LOG2E
+            b_logit += load_bias(p_bias, b_edge, m_edge, H, i_h) * LOG2E
         b_logit = tl.where(m_edge, b_logit, float("-inf"))
         b_larger = tl.maximum(b_max, tl.max(b_logit, axis=1))
         b_level = level_of(b_larger)

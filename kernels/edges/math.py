@@ -74,15 +74,28 @@ def gather(
 
 
 @triton.jit
-def affinities(b_own, b_other, RBF: tl.constexpr):
-    """own . other, or -||own - other||^2 / 2; and what its derivative by `own` is, without RBF
-    `other`, with it other - own, [ROWS, SLOTS, width]."""
+def gather_affinities(
+    b_own, p_first, b_token, m_pair, i_stride, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    RBF: tl.constexpr,
+):  # fmt: skip
+    """own . other, or -||own - other||^2 / 2, with the tokens [ROWS, SLOTS] at the other ends.
+
+    And what its derivative by `own` is, without RBF `other`, with it other - own,
+    [ROWS, SLOTS, BLOCK_D].
+    """
+    b_other = gather(p_first, b_token, m_pair, i_stride, D, BLOCK_D)
     if RBF:
         b_other = b_other - b_own[:, None, :]
         b_affinity = tl.sum(b_other * b_other, axis=2) * -0.5
     else:
         b_affinity = tl.sum(b_other * b_own[:, None, :], axis=2)
     return b_affinity, b_other
+
+
+@triton.jit
+def load_bias(p_bias, b_edge, m_edge, heads, i_h):
+    """Biases of edges, [ROWS, SLOTS]; 0 where there is none."""
+    return tl.load(p_bias + b_edge * heads + i_h, mask=m_edge, other=0.0)
 
 
 @triton.jit

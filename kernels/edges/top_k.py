@@ -14,8 +14,8 @@ from torch import Tensor
 
 from graphattn.kernels.edges.inputs import EdgeInputs, launch_over
 from graphattn.kernels.edges.math import (
-    affinities,
-    gather,
+    gather_affinities,
+    load_bias,
     load_edges,
     own_segments,
     without_invalid,
@@ -39,12 +39,11 @@ def load_ranks(
         p_others, p_edge_ids, p_valid, p_others, b_first, b_count, i_slot, heads, i_h,
         SLOTS, VALID, False, EDGE_IDS,
     )  # fmt: skip
-    # [ROWS, SLOTS, BLOCK_D], then [ROWS, SLOTS]
-    b_key = gather(p_key, b_source, m_edge, stride_kn, D, BLOCK_D)
-    b_affinity, _ = affinities(b_query, b_key, RBF)
+    # [ROWS, SLOTS]
+    b_affinity, _ = gather_affinities(b_query, p_key, b_source, m_edge, stride_kn, D, BLOCK_D, RBF)
     b_logit = b_affinity * i_scale
     if BIAS:
-        b_logit += tl.load(p_bias + b_edge * heads + i_h, mask=m_edge, other=0.0)
+        b_logit += load_bias(p_bias, b_edge, m_edge, heads, i_h)
     b_rank = rank_of(b_logit).to(tl.int64) + 0x80000000
     return tl.where(m_edge, b_rank, -1), m_edge, b_edge
 
