@@ -12,7 +12,7 @@ from graphattn.kernels.bands.backward import backward
 from graphattn.kernels.bands.bias_backward import d_table
 from graphattn.kernels.bands.forward import forward
 from graphattn.kernels.bands.inputs import BandInputs
-from graphattn.kernels.bands.schedule import BandTables
+from graphattn.kernels.bands.schedule import BandSchedule
 from graphattn.kernels.bands.top_k import select
 from graphattn.kernels.shared.configuration import SHORT_NAMES, Configuration
 from graphattn.kernels.shared.launch import Launch, recording
@@ -25,7 +25,7 @@ PRODUCTS = {
     "d_source_kernel": 4,
     "shared_backward_kernel": 5,
     "d_table_kernel": 2,
-    "select_kernel": 1,
+    "band_select_kernel": 1,
 }
 # How often a selection goes over its code (held) or its tiles (streamed): until 64 rows of normally
 # distributed tokens agree it halves 17 times, a third of the code; three tries a pass are two bits.
@@ -38,17 +38,17 @@ TENSORS = {
     "d_source_kernel": 6,
     "shared_backward_kernel": 3,
     "d_table_kernel": 4,
-    "select_kernel": 2,
+    "band_select_kernel": 2,
     "row_dots_kernel": 2,
 }
 
 
-class Case(NamedTuple):
+class BandCase(NamedTuple):
     """Attention over one kind of graph, forward and backward."""
 
     name: str
     target: str
-    sequences: list[list[int]]  # rows of BandTables
+    sequences: list[list[int]]  # rows of BandSchedule
     batch: int
     heads: int
     features: int
@@ -76,22 +76,22 @@ SDPA, DEIT = "1.0x SDPA", "1.15x DeiT on SDPA"
 KRAUSE = "5x masked dense, 1.5x Flex"
 WIDE, NARROW = "1.3x Flex, 0.9x flash", "2.5x Flex, 60 % of bytes"
 CASES = (
-    Case("GKA complete 4096", SDPA, complete(4096), 16, 16, 64, rbf=True, shared=True),
-    Case("GKA-S 197", DEIT, complete(197), 256, 6, 64, rbf=True, shared=True),
-    Case("causal window 256, RBF", WIDE, window(LONG, 255, 0), 1, 16, 64, rbf=True),
-    Case("causal window 256, dot", WIDE, window(LONG, 255, 0), 1, 16, 64),
-    Case("window 8 each side, RBF", NARROW, window(LONG, 8, 8), 1, 16, 64, rbf=True),
-    Case("window 8 each side, dot", NARROW, window(LONG, 8, 8), 1, 16, 64),
-    Case("causal 4096, dot, D 128", "", window(4096, 4095, 0), 4, 16, 128),
-    Case("causal 4096, dot, D 256", "", window(4096, 4095, 0), 4, 8, 256),
-    Case("GKA complete 4096, D 128", "", complete(4096), 4, 16, 128, rbf=True, shared=True),
-    Case("causal window 256, RBF, D 128", "", window(4096, 255, 0), 4, 16, 128, rbf=True),
-    Case("complete 4096, RBF", "", complete(4096), 4, 16, 64, torch.float16, rbf=True),
-    Case("complete 4096, RBF", "", complete(4096), 4, 16, 64, torch.float32, rbf=True),
-    Case("causal window 256, ALiBi, padded", "", window(4096, 255, 0), 4, 16, 64, table_rows=256,
+    BandCase("GKA complete 4096", SDPA, complete(4096), 16, 16, 64, rbf=True, shared=True),
+    BandCase("GKA-S 197", DEIT, complete(197), 256, 6, 64, rbf=True, shared=True),
+    BandCase("causal window 256, RBF", WIDE, window(LONG, 255, 0), 1, 16, 64, rbf=True),
+    BandCase("causal window 256, dot", WIDE, window(LONG, 255, 0), 1, 16, 64),
+    BandCase("window 8 each side, RBF", NARROW, window(LONG, 8, 8), 1, 16, 64, rbf=True),
+    BandCase("window 8 each side, dot", NARROW, window(LONG, 8, 8), 1, 16, 64),
+    BandCase("causal 4096, dot, D 128", "", window(4096, 4095, 0), 4, 16, 128),
+    BandCase("causal 4096, dot, D 256", "", window(4096, 4095, 0), 4, 8, 256),
+    BandCase("GKA complete 4096, D 128", "", complete(4096), 4, 16, 128, rbf=True, shared=True),
+    BandCase("causal window 256, RBF, D 128", "", window(4096, 255, 0), 4, 16, 128, rbf=True),
+    BandCase("complete 4096, RBF", "", complete(4096), 4, 16, 64, torch.float16, rbf=True),
+    BandCase("complete 4096, RBF", "", complete(4096), 4, 16, 64, torch.float32, rbf=True),
+    BandCase("causal window 256, ALiBi, padded", "", window(4096, 255, 0), 4, 16, 64, table_rows=256,
          valid=True),
-    Case("Krause 192 of 256", KRAUSE, window(LONG, 255, 0), 1, 8, 64, rbf=True, top_k=192),
-    Case("Krause 512 of 4096", "", window(LONG, 4095, 0), 1, 8, 64, rbf=True, top_k=512),
+    BandCase("Krause 192 of 256", KRAUSE, window(LONG, 255, 0), 1, 8, 64, rbf=True, top_k=192),
+    BandCase("Krause 512 of 4096", "", window(LONG, 4095, 0), 1, 8, 64, rbf=True, top_k=512),
 )  # fmt: skip
 
 
@@ -100,10 +100,10 @@ def configurations() -> list[Configuration]:
     return [configuration for case in CASES for configuration in configurations_of(case)]
 
 
-def configurations_of(case: Case) -> list[Configuration]:
+def configurations_of(case: BandCase) -> list[Configuration]:
     """The launches of one case, in their order."""
     sequences = torch.tensor(case.sequences)
-    bands = BandTables(sequences, "meta", origin=case.table_rows - 1 if case.table_rows else None)
+    bands = BandSchedule(sequences, "meta", origin=case.table_rows - 1 if case.table_rows else None)
     tokens = int(sequences[:, 1].sum())
     shape = case.batch, tokens, case.heads, case.features
     query, key, value = (torch.empty(shape, dtype=case.dtype, device="meta") for _ in range(3))
@@ -137,7 +137,7 @@ def _attend(x: BandInputs, shared: bool) -> None:
         d_table(x, saved, delta, d_out)
 
 
-def _describe(case: Case, bands: BandTables, tokens: int, launch: Launch) -> Configuration:
+def _describe(case: BandCase, bands: BandSchedule, tokens: int, launch: Launch) -> Configuration:
     kernel, arguments = launch.kernel.fn.__name__, launch.arguments
     edges = sum(_edges(row) for row in case.sequences) * case.batch * case.heads
     numbers = case.batch * tokens * case.heads * case.features
@@ -153,7 +153,7 @@ def _describe(case: Case, bands: BandTables, tokens: int, launch: Launch) -> Con
         else:
             pairs = bands.tile_pairs(rows, columns)
         iterations = float(pairs * case.batch * case.heads)
-    if kernel == "select_kernel":
+    if kernel == "band_select_kernel":
         held = arguments["CHUNKS"] > 0
         iterations = TIMES_HELD * launch.grid[0] if held else TIMES_STREAMED * iterations
     words = arguments["p_kept"].nbytes if arguments.get("num_words") else 0

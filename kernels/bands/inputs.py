@@ -10,7 +10,7 @@ import torch
 import triton
 from torch import Tensor
 
-from graphattn.kernels.bands.schedule import BandTables, Side
+from graphattn.kernels.bands.schedule import BandSchedule, Side
 from graphattn.kernels.shared.layout import as_bytes, side_by_side
 from graphattn.kernels.shared.precision import product_precision
 
@@ -20,7 +20,7 @@ SEEN_OFTEN = 8
 
 @dataclass
 class BandInputs:
-    """Attention over bands: tensors, tables and options.
+    """Attention over bands: tensors, bands and options.
 
     Args:
         query: [B, N, H, D], float32, float16 or bfloat16.
@@ -39,7 +39,7 @@ class BandInputs:
     key: Tensor
     value: Tensor
     scale: Tensor
-    bands: BandTables
+    bands: BandSchedule
     rbf: bool
     table: Tensor | None = None
     valid_target: Tensor | None = None
@@ -95,9 +95,9 @@ class BandInputs:
         if self.valid_source is not None:
             good &= self.valid_source != 0
         place = torch.arange(M, device=good.device).expand(B, M)
-        anchors, starts = self.bands.anchors(side, rows)
-        latest = torch.where(good, place, -1).cummax(1).values[:, anchors]
-        next_good = torch.where(good, place, M - 1).flip(1).cummin(1).values.flip(1)[:, anchors]
+        near, starts = self.bands.nearby_sources(side, rows)
+        latest = torch.where(good, place, -1).cummax(1).values[:, near]
+        next_good = torch.where(good, place, M - 1).flip(1).cummin(1).values.flip(1)[:, near]
         place = torch.where(latest < starts, next_good, latest)
         found = self.key.gather(1, place[..., None, None].expand(-1, -1, Hk, D))
         return torch.where(found.isfinite(), found, 0.0)

@@ -10,7 +10,7 @@ from torch import Tensor
 Side = Literal["targets", "sources"]
 
 
-class BandTables:
+class BandSchedule:
     """The bands of a graph on one device.
 
     Args:
@@ -23,9 +23,9 @@ class BandTables:
 
     Example:
         >>> import torch
-        >>> from graphattn.kernels.bands.schedule import BandTables
+        >>> from graphattn.kernels.bands.schedule import BandSchedule
         >>> window = torch.tensor([[0, 40, 0, 40, 1, 8, 8, 1]])  # 40 tokens, 8 on each side
-        >>> bands = BandTables(window, "cpu")
+        >>> bands = BandSchedule(window, "cpu")
         >>> bands.tiles("targets", 16)  # sequence, first row
         tensor([[ 0, 16],
                 [ 0,  0],
@@ -40,7 +40,7 @@ class BandTables:
         self.on_cpu, self.device, self.origin = sequences, torch.device(device), origin
         self.sequences = copied(sequences, self.device)
         self._tiles: dict[tuple[Side, int], Tensor] = {}
-        self._anchors: dict[tuple[Side, int], Tensor] = {}
+        self._nearby_sources: dict[tuple[Side, int], Tensor] = {}
         _, targets, _, sources, step, before, after, loops = sequences.unbind(1)
         self.is_strided = bool((step != 1).any())
         self.has_holes = bool((loops != 1).any())
@@ -55,12 +55,12 @@ class BandTables:
             self._tiles[side, rows] = copied(tiles, self.device)
         return self._tiles[side, rows]
 
-    def anchors(self, side: Side, rows: int) -> Tensor:
+    def nearby_sources(self, side: Side, rows: int) -> Tensor:
         """A source near every tile, and its sequence's first, [2, tiles], counted among all.
 
         That near a tile of targets is in no target's future.
         """
-        if (side, rows) not in self._anchors:
+        if (side, rows) not in self._nearby_sources:
             sequence, first = self._in_order(side, rows).unbind(1)
             _, own, start, other, step, before, after, _ = self.on_cpu[sequence].unbind(1)
             if side == "targets":  # seen by all of them, if the window is long enough
@@ -68,8 +68,8 @@ class BandTables:
                 first = torch.minimum(torch.maximum(first, last - before), first + after)
                 first = torch.minimum(first, other - 1).clamp(min=0)
             pair = torch.stack([start + first * step, start])
-            self._anchors[side, rows] = copied(pair, self.device)
-        return self._anchors[side, rows]
+            self._nearby_sources[side, rows] = copied(pair, self.device)
+        return self._nearby_sources[side, rows]
 
     def tile_pairs(self, rows: int, columns: int, side: Side = "targets") -> int:
         """How many times a tile of one side meets one of the other, over all sequences."""

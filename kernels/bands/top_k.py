@@ -133,7 +133,7 @@ def store_kept(
 
 
 @triton.jit(do_not_specialize=["N", "M", "H", "num_tiles", "origin", "num_words", "top_k"])
-def select_kernel(
+def band_select_kernel(
     p_query, p_key, p_value, p_scale, p_half, p_center, p_table, p_kept,
     p_valid_target, p_valid_source, p_tiles, p_sequences,
     N, M, H, num_tiles, origin, top_k, num_words,
@@ -297,7 +297,7 @@ def select(inputs: BandInputs, top_k: int) -> Tensor:
     tiles = x.bands.tiles("targets", rows)
     stored = x.stores_half_squares(rows)
     launch(
-        select_kernel,
+        band_select_kernel,
         (B * H * len(tiles),),
         p_half=row_dots(x.key, x.key, 0.5) if stored else x.scale,
         p_center=x.centers("targets", tiles, rows),

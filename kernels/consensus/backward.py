@@ -6,7 +6,7 @@ ends of the edge. Only the edge network needs derivatives of its own. With the r
     d l_k = (beta / r) [(l_k . e) d + (l_k . d) e - 2 (l_k . d) (l_k . e) l_k / |l_k|^2] / |l_k|^2,
 
 a second product brings them back to the hidden vector. Its gradient at both ends is a sum of
-messages again (:mod:`both_ends`). Gradients of weights are products of all edges' d l_k and hidden
+messages again (`sum_messages`). Gradients of weights are products of all edges' d l_k and hidden
 vectors: those are written, a piece of the edges at a time, and multiplied by the vendor's library.
 """
 

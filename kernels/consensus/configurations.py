@@ -9,7 +9,7 @@ import torch
 from graphattn.kernels.consensus.backward import backward
 from graphattn.kernels.consensus.forward import forward
 from graphattn.kernels.consensus.inputs import LOGITS, ConsensusInputs
-from graphattn.kernels.consensus.schedule import ConsensusEdges
+from graphattn.kernels.consensus.schedule import ConsensusSchedule
 from graphattn.kernels.shared import tuning
 from graphattn.kernels.shared.configuration import SHORT_NAMES, Configuration
 from graphattn.kernels.shared.launch import Launch, recording
@@ -18,7 +18,7 @@ KERNELS = ("consensus_kernel", "consensus_backward_kernel")
 UNBOUNDED = 1 << 60  # bytes of workspace: all edges in one launch, as if there were memory for it
 
 
-class Case(NamedTuple):
+class ConsensusCase(NamedTuple):
     """A step of `update` "energy", forward and backward."""
 
     name: str
@@ -39,16 +39,18 @@ class Case(NamedTuple):
 
 FAST = "5x gather/scatter, 2x compiled"
 CASES = (
-    Case("consensus 64 x 1024", FAST, 64, 1024, 12, sums=True),
-    Case("consensus 64 x 1024, auto step, padded", "", 64, 1024, 12, degrees=True, valid=True),
-    Case("consensus 64 x 1024, D 32, rank 8", "", 64, 1024, 12, 32, 8),
-    Case("consensus 16 x 1024, D 128", "", 16, 1024, 12, 128),
-    Case("consensus 16 x 1024, D 256", "", 16, 1024, 6, 256),
-    Case("consensus 64 x 1024, xi 128", "", 64, 1024, 12, hidden=128),
-    Case("consensus 16 x 1024, xi 1024", "", 16, 1024, 12, hidden=1024),
-    Case("consensus kNN graph, k 16", "", 1, 65536, 12, degree=16, sums=True),
-    Case("consensus 16 x 1024", "", 16, 1024, 12, dtype=torch.float32),
-    Case("consensus 64 x 1024", "", 64, 1024, 12, dtype=torch.float16),
+    ConsensusCase("consensus 64 x 1024", FAST, 64, 1024, 12, sums=True),
+    ConsensusCase(
+        "consensus 64 x 1024, auto step, padded", "", 64, 1024, 12, degrees=True, valid=True
+    ),
+    ConsensusCase("consensus 64 x 1024, D 32, rank 8", "", 64, 1024, 12, 32, 8),
+    ConsensusCase("consensus 16 x 1024, D 128", "", 16, 1024, 12, 128),
+    ConsensusCase("consensus 16 x 1024, D 256", "", 16, 1024, 6, 256),
+    ConsensusCase("consensus 64 x 1024, xi 128", "", 64, 1024, 12, hidden=128),
+    ConsensusCase("consensus 16 x 1024, xi 1024", "", 16, 1024, 12, hidden=1024),
+    ConsensusCase("consensus kNN graph, k 16", "", 1, 65536, 12, degree=16, sums=True),
+    ConsensusCase("consensus 16 x 1024", "", 16, 1024, 12, dtype=torch.float32),
+    ConsensusCase("consensus 64 x 1024", "", 64, 1024, 12, dtype=torch.float16),
 )
 
 
@@ -57,7 +59,7 @@ def configurations() -> list[Configuration]:
     return [configuration for case in CASES for configuration in configurations_of(case)]
 
 
-def configurations_of(case: Case) -> list[Configuration]:
+def configurations_of(case: ConsensusCase) -> list[Configuration]:
     """The launches of one case, in their order."""
     B, N, H, D = case.batch, case.tokens, case.heads, case.features
     r, xi = case.rank, case.hidden
@@ -75,11 +77,11 @@ def configurations_of(case: Case) -> list[Configuration]:
     valid = empty(B, N, dtype=torch.bool) if case.valid else None
     if case.degree:
         listed = empty(2, N * case.degree, dtype=torch.int64)
-        edges = ConsensusEdges(N, N, "meta", edge_index=listed)
+        edges = ConsensusSchedule(N, N, "meta", edge_index=listed)
     else:
         w = case.window
         moves = (*range(-w, 0), *range(1, w + 1))
-        edges = ConsensusEdges(N, N, "meta", moves)
+        edges = ConsensusSchedule(N, N, "meta", moves)
     x = ConsensusInputs(
         of_target,
         of_source,
@@ -106,7 +108,7 @@ def configurations_of(case: Case) -> list[Configuration]:
     ]
 
 
-def _describe(case: Case, x: ConsensusInputs, launch: Launch, part: str) -> Configuration:
+def _describe(case: ConsensusCase, x: ConsensusInputs, launch: Launch, part: str) -> Configuration:
     kernel, arguments = launch.kernel.fn.__name__, launch.arguments
     name = f"{case.name}, {SHORT_NAMES[case.dtype]}: {part}"
     messages = x.edges.places * case.batch * case.heads
@@ -155,12 +157,7 @@ def _describe(case: Case, x: ConsensusInputs, launch: Launch, part: str) -> Conf
     )
 
 
-def len_of_grid(launch: Launch) -> int:
-    """How many programs a launch has."""
-    return launch.grid[0]
-
-
-def is_main(case: Case, kernel: str) -> bool:
+def is_main(case: ConsensusCase, kernel: str) -> bool:
     """Half precision in heads of usual sizes, where matrix instructions read weights on chip."""
     usual = case.features <= 64 and case.hidden <= 256 and case.dtype != torch.float32
     if kernel == "consensus_backward_kernel":  # elsewhere some registers spill around the loops

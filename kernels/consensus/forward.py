@@ -4,9 +4,9 @@ A tile of edges of one head is one matrix product with something before and afte
 vectors gelu(target_hidden_i + source_hidden_j), formed on the way from two tokens. The product with
 W_Lambda gives the raw rows l_k of Lambda, which stay in registers. After:
 R d = alpha d + (beta / r) sum_k l_k (l_k . d) / |l_k|^2 for d = u_i - v_j (Stabilizing Transformer
-Training Through Consensus, Eq. 14 and 36, Algorithm 2). Nothing of an edge is
-written but that, a message R d for a bounded number of edges at a time (:mod:`both_ends` sums them
-up), and alpha + beta where the step size wants it.
+Training Through Consensus, Eq. 14 and 36, Algorithm 2). Nothing of an edge is written but that, a
+message R d for a bounded number of edges at a time (`sum_messages` sums them up), and alpha + beta
+where the step size wants it.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from graphattn.kernels.consensus.math import LOGITS
-from graphattn.kernels.consensus.schedule import ConsensusEdges, Piece
+from graphattn.kernels.consensus.schedule import ConsensusSchedule, Piece
 from graphattn.kernels.shared import tuning
 from graphattn.kernels.shared.launch import launch
 from graphattn.kernels.shared.layout import as_bytes
@@ -44,7 +44,7 @@ class Weights(NamedTuple):
 
 @dataclass
 class ConsensusInputs:
-    """A consensus step: tensors, tables and options.
+    """A consensus step: tensors, edges and options.
 
     Args:
         target_hidden: [B, N, H, xi], float32, float16 or bfloat16; one dtype for all four.
@@ -66,7 +66,7 @@ class ConsensusInputs:
     u: Tensor
     v: Tensor
     network: tuple[Tensor, ...]
-    edges: ConsensusEdges
+    edges: ConsensusSchedule
     energy: bool
     degrees: bool = False
     valid_target: Tensor | None = None

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from graphattn.kernels.edges.schedule import EdgeTables
+from graphattn.kernels.edges.schedule import EdgeSchedule
 
 
 @dataclass
@@ -26,7 +26,7 @@ class Piece:
         targets, sources: int64 [count], the ends of listed edges (a source of -1 is no edge).
         moves: int64 [runs], source minus target, on the device.
         reach: (least, largest) of the moves.
-        tables: the rows of the list, for sums at both ends.
+        schedule: the rows of the list, for sums at both ends.
     """
 
     count: int
@@ -36,7 +36,7 @@ class Piece:
     sources: Tensor | None = None
     moves: Tensor | None = None
     reach: tuple[int, int] = (0, 0)
-    tables: EdgeTables | None = None
+    schedule: EdgeSchedule | None = None
 
     @property
     def places(self) -> int:
@@ -45,7 +45,7 @@ class Piece:
 
 
 @dataclass
-class ConsensusEdges:
+class ConsensusSchedule:
     """A graph of N targets and M sources: either `moves` or `edge_index` is given.
 
     Args:
@@ -56,8 +56,8 @@ class ConsensusEdges:
         device: where the kernels run.
 
     Example:
-        >>> from graphattn.kernels.consensus.schedule import ConsensusEdges
-        >>> window = ConsensusEdges(10, 10, moves=(-1, 1), device="cpu")
+        >>> from graphattn.kernels.consensus.schedule import ConsensusSchedule
+        >>> window = ConsensusSchedule(10, 10, moves=(-1, 1), device="cpu")
         >>> [(piece.first, piece.count, piece.runs) for piece in window.pieces(12)]
         [(0, 3, 2), (3, 3, 2), (6, 4, 2)]
     """
@@ -90,8 +90,8 @@ class ConsensusEdges:
         if self.edge_index is not None:
             for start, stop in _runs(self.edge_index.shape[1], places):
                 part = self.edge_index[:, start:stop]
-                tables = EdgeTables(self.num_targets, self.num_sources, edge_index=part)
-                yield Piece(stop - start, targets=part[1], sources=part[0], tables=tables)
+                schedule = EdgeSchedule(self.num_targets, self.num_sources, edge_index=part)
+                yield Piece(stop - start, targets=part[1], sources=part[0], schedule=schedule)
             return
         if not self.moves:
             return

@@ -128,18 +128,18 @@ class Sum:
         self.at, self.dtype = at, dtype
         # One launch writes every token: nothing to clear, nothing to add to. A list takes one for
         # each side.
-        self.is_whole = len(pieces) == 1 and not (pieces[0].tables is not None and all(at))
+        self.is_whole = len(pieces) == 1 and not (pieces[0].schedule is not None and all(at))
         new = like.new_empty if self.is_whole else like.new_zeros
         self.found = new(sizes, dtype=dtype if self.is_whole else torch.float32)
 
     def add(self, piece: Piece, messages: Tensor) -> None:
         """Messages [H, B, places, width] of a piece."""
-        tables = piece.tables
-        if tables is None:
+        schedule = piece.schedule
+        if schedule is None:
             self._add_runs(piece, messages)
             return
         for sign, rows in zip(
-            self.at, (lambda: tables.by_target, lambda: tables.by_source), strict=True
+            self.at, (lambda: schedule.by_target, lambda: schedule.by_source), strict=True
         ):
             if sign:
                 self._add_rows(rows(), messages, sign)
@@ -187,7 +187,7 @@ class Sum:
 
     def _add_rows(self, rows: Rows, messages: Tensor, sign: int) -> None:
         B, N, H, width = self.found.shape
-        choice = tuning.choose_for_edges("both_ends", width, rows.mean_degree)
+        choice = tuning.choose_for_edges("sum_messages", width, rows.mean_degree)
         groups = num_groups(choice, rows)
         part = messages.new_empty((B, rows.num_parts, H, width), dtype=torch.float32)
         launch(

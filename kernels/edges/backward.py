@@ -233,7 +233,7 @@ def backward(
         "stride_on": d_out.stride(1),
         "stride_oh": d_out.stride(2),
     }
-    rows = x.tables.by_target
+    rows = x.schedule.by_target
     choice = tuning.choose_for_edges("edges_d_query", x.width, rows.mean_degree)
     d_query = torch.empty_like(x.query, memory_format=torch.contiguous_format)
     part = saved.new_empty(B, rows.num_parts, H, D)
@@ -258,7 +258,7 @@ def backward(
     )
     launch_over_split(add_parts_kernel, rows, d_query, p_part=part, p_sum=d_query)
 
-    rows = x.tables.by_source
+    rows = x.schedule.by_source
     choice = tuning.choose_for_edges("edges_d_source", x.width, rows.mean_degree)
     d_key = torch.empty_like(x.key, memory_format=torch.contiguous_format)
     d_value = torch.empty_like(x.value, memory_format=torch.contiguous_format)

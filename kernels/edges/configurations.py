@@ -9,7 +9,7 @@ import torch
 from graphattn.kernels.edges.backward import backward
 from graphattn.kernels.edges.forward import forward
 from graphattn.kernels.edges.inputs import EdgeInputs
-from graphattn.kernels.edges.schedule import LONGEST_SEGMENT, EdgeTables
+from graphattn.kernels.edges.schedule import LONGEST_SEGMENT, EdgeSchedule
 from graphattn.kernels.edges.top_k import select
 from graphattn.kernels.shared.configuration import SHORT_NAMES, Configuration
 from graphattn.kernels.shared.launch import Launch, recording
@@ -19,11 +19,11 @@ GATHERED = {
     "edges_forward_kernel": (2, 2),
     "edges_d_query_kernel": (2, 3),
     "edges_d_source_kernel": (2, 4),
-    "select_kernel": (1, 1),
+    "edges_select_kernel": (1, 1),
 }
 
 
-class Case(NamedTuple):
+class EdgeCase(NamedTuple):
     """Attention over rows of `degree` edges each, forward and backward."""
 
     name: str
@@ -44,17 +44,17 @@ class Case(NamedTuple):
 LONG = 65536
 FAST = "10x gather/scatter, 4x compiled"
 CASES = (
-    Case("kNN graph, k 16", FAST, LONG, 16, listed=False),
-    Case("bipartite, degree 32, dot", "", 16384, 32, rbf=False),
-    Case("grid 64 x 64 with class token, radius 2", "", 4097, 27, batch=16),
+    EdgeCase("kNN graph, k 16", FAST, LONG, 16, listed=False),
+    EdgeCase("bipartite, degree 32, dot", "", 16384, 32, rbf=False),
+    EdgeCase("grid 64 x 64 with class token, radius 2", "", 4097, 27, batch=16),
     # Beside the band: every target sees 4 global sources, and 4 rows see all tokens.
-    Case("longformer, 4 global tokens", "", LONG, 8, rbf=False),
-    Case("kNN graph, k 16, top 8", "", LONG, 16, listed=False, top_k=8),
-    Case("kNN graph, k 16, bias, padded", "", LONG, 16, listed=False, bias=True, valid=True),
-    Case("kNN graph, k 16", "", LONG, 16, listed=False, dtype=torch.float32),
-    Case("kNN graph, k 16, D 16", "", LONG, 16, features=16, listed=False),
-    Case("kNN graph, k 16, D 128", "", LONG, 16, features=128, listed=False),
-    Case("kNN graph, k 16, D 256", "", LONG, 16, features=256, listed=False),
+    EdgeCase("longformer, 4 global tokens", "", LONG, 8, rbf=False),
+    EdgeCase("kNN graph, k 16, top 8", "", LONG, 16, listed=False, top_k=8),
+    EdgeCase("kNN graph, k 16, bias, padded", "", LONG, 16, listed=False, bias=True, valid=True),
+    EdgeCase("kNN graph, k 16", "", LONG, 16, listed=False, dtype=torch.float32),
+    EdgeCase("kNN graph, k 16, D 16", "", LONG, 16, features=16, listed=False),
+    EdgeCase("kNN graph, k 16, D 128", "", LONG, 16, features=128, listed=False),
+    EdgeCase("kNN graph, k 16, D 256", "", LONG, 16, features=256, listed=False),
 )
 
 
@@ -63,7 +63,7 @@ def configurations() -> list[Configuration]:
     return [configuration for case in CASES for configuration in configurations_of(case)]
 
 
-def configurations_of(case: Case) -> list[Configuration]:
+def configurations_of(case: EdgeCase) -> list[Configuration]:
     """The launches of one case, in their order, but for those that add up what was split."""
     B, N, H, D = case.batch, case.tokens, case.heads, case.features
     if case.listed:
@@ -74,7 +74,7 @@ def configurations_of(case: Case) -> list[Configuration]:
     valid = torch.empty(B, N, dtype=torch.bool, device="meta") if case.valid else None
     bias = torch.empty(N * case.degree, H, device="meta") if case.bias else None
     x = EdgeInputs(
-        query, key, value, torch.empty(H, device="meta"), EdgeTables(N, N, **edges_of), case.rbf,
+        query, key, value, torch.empty(H, device="meta"), EdgeSchedule(N, N, **edges_of), case.rbf,
         bias, valid, valid,
     )  # fmt: skip
     with recording() as launches:
@@ -93,7 +93,7 @@ def configurations_of(case: Case) -> list[Configuration]:
     return [_describe(case, found) for found in launches if found.kernel.fn.__name__ in GATHERED]
 
 
-def _describe(case: Case, launch: Launch) -> Configuration:
+def _describe(case: EdgeCase, launch: Launch) -> Configuration:
     kernel, arguments = launch.kernel.fn.__name__, launch.arguments
     gathered, own = GATHERED[kernel]
     tokens, edges_of_all = case.batch * case.tokens, case.batch * case.tokens * case.degree
@@ -108,7 +108,7 @@ def _describe(case: Case, launch: Launch) -> Configuration:
         flops=0.0,
         # What is gathered must come in once at least, and the list itself, four bytes an edge.
         bytes=(gathered + own) * tokens * row + 4.0 * case.tokens * case.degree,
-        iterations=passes * (2 if kernel == "select_kernel" else 1),  # held, and written
+        iterations=passes * (2 if kernel == "edges_select_kernel" else 1),  # held, and written
         target=case.target,
         gathered=gathered * edges_of_all * row,
     )

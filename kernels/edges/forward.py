@@ -5,7 +5,7 @@ edges, and keeps a running maximum (online softmax; Milakov and Gimelshein 2018)
 product: two targets rarely see the same run of sources, so gathered keys serve one row each. RBF
 logits come from differences, exact whatever offset the tokens share.
 
-Rows with more than `edge_tables.LONGEST_SEGMENT` edges (a class token, hubs) are split: their parts
+Rows with more than `schedule.LONGEST_SEGMENT` edges (a class token, hubs) are split: their parts
 are averages of their own, which a second kernel merges by their log-sums, always in one order.
 """
 
@@ -168,7 +168,7 @@ def forward(
     out = x.query.new_empty(B, N, H, DV)
     lse = x.query.new_empty((B, H, N), dtype=torch.float32)
     saved = torch.empty_like(lse)
-    rows = x.tables.by_target
+    rows = x.schedule.by_target
     tensors: dict[str, Any] = {
         "p_part_out": lse.new_empty(B, rows.num_parts, H, DV),
         "p_part_lse": lse.new_empty(B, rows.num_parts, H),

@@ -9,7 +9,7 @@ import torch
 import triton
 from torch import Tensor
 
-from graphattn.kernels.edges.schedule import EdgeTables, Rows
+from graphattn.kernels.edges.schedule import EdgeSchedule, Rows
 from graphattn.kernels.shared.launch import launch
 from graphattn.kernels.shared.layout import as_bytes, side_by_side
 from graphattn.kernels.shared.tuning import Choice
@@ -19,14 +19,14 @@ PARTS = 16  # of a split row, read at a time
 
 @dataclass
 class EdgeInputs:
-    """Attention over any edges: tensors, tables and options.
+    """Attention over any edges: tensors, edges and options.
 
     Args:
         query: [B, N, H, D], float32, float16 or bfloat16.
         key: [B, M, Hk, D]; Hk divides H.
         value: [B, M, Hk, Dv].
         scale: [H], float32.
-        tables: the edges between N targets and M sources.
+        schedule: the edges between N targets and M sources.
         rbf: logits -scale ||q - k||^2 / 2 instead of scale q . k.
         bias: [E, H], or [B, E, H] where every sample has its own; float32, added to the logits.
         valid_target, valid_source: bool [B, N] and [B, M]; None: all are.
@@ -37,7 +37,7 @@ class EdgeInputs:
     key: Tensor
     value: Tensor
     scale: Tensor
-    tables: EdgeTables
+    schedule: EdgeSchedule
     rbf: bool
     bias: Tensor | None = None
     valid_target: Tensor | None = None
@@ -59,7 +59,7 @@ class EdgeInputs:
     @property
     def num_edges(self) -> int:
         """E: values per edge. Where nobody has some, a table's empty entries are counted, too."""
-        return self.tables.num_edges if self.bias is None else self.bias.shape[-2]
+        return self.schedule.num_edges if self.bias is None else self.bias.shape[-2]
 
     def common(self) -> dict[str, Any]:
         """The arguments that all edge kernels take, whether they look at them or not."""

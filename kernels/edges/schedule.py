@@ -38,7 +38,7 @@ class Rows(NamedTuple):
     mean_degree: float
 
 
-class EdgeTables:
+class EdgeSchedule:
     """A graph as its kernels read it: by target, and for gradients of sources by source.
 
     Args:
@@ -50,13 +50,13 @@ class EdgeTables:
 
     Example:
         >>> import torch
-        >>> from graphattn.kernels.edges.schedule import EdgeTables
-        >>> tables = EdgeTables(3, 2, edge_index=torch.tensor([[0, 1, 1], [0, 0, 2]]))
-        >>> tables.by_target.whole  # row, first edge, number of edges
+        >>> from graphattn.kernels.edges.schedule import EdgeSchedule
+        >>> schedule = EdgeSchedule(3, 2, edge_index=torch.tensor([[0, 1, 1], [0, 0, 2]]))
+        >>> schedule.by_target.whole  # row, first edge, number of edges
         tensor([[ 0,  0,  2, -1],
                 [ 2,  2,  1, -1],
                 [ 1,  2,  0, -1]])
-        >>> tables.by_source.others
+        >>> schedule.by_source.others
         tensor([0, 0, 2], dtype=torch.int32)
     """
 

@@ -51,7 +51,7 @@ def load_ranks(
 @triton.jit(
     do_not_specialize=["N", "M", "E", "H", "num_segments", "num_groups", "num_parts", "top_k"]
 )
-def select_kernel(
+def edges_select_kernel(
     p_query, p_key, p_value, p_chosen, p_scale, p_bias, p_kept, p_valid_target, p_valid_source,
     p_segments, p_others, p_edge_ids, N, M, E, H, num_segments, num_groups, num_parts, top_k,
     stride_qn, stride_qh, stride_kn, stride_kh, stride_vn, stride_vh,
@@ -120,13 +120,13 @@ def select(inputs: EdgeInputs, top_k: int) -> Tensor:
     Equal logits: the smaller source. Edges that do not count, because a token is invalid, are not
     chosen. Targets with no more than `top_k` edges keep them all.
     """
-    x, rows = inputs, inputs.tables.by_target
+    x, rows = inputs, inputs.schedule.by_target
     B, H = x.query.shape[0], x.query.shape[2]
     chosen = torch.zeros((B, x.num_edges, H), dtype=torch.uint8, device=x.query.device)
     rows = rows._replace(segments=rows.whole)
     choice = tuning.choose_for_edges("edges_select", x.width, rows.mean_degree)
     launch_over(
-        select_kernel,
+        edges_select_kernel,
         choice,
         x,
         rows,

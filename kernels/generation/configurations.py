@@ -11,7 +11,7 @@ from graphattn.kernels.shared.configuration import SHORT_NAMES, Configuration
 from graphattn.kernels.shared.launch import Launch, recording
 
 
-class Case(NamedTuple):
+class StepCase(NamedTuple):
     """A token for each of `batch` texts, that have all filled their windows."""
 
     name: str
@@ -29,21 +29,21 @@ class Case(NamedTuple):
 
 
 CASES = (
-    Case("step, W 256, k 192", "one launch per token", 256, top_k=192),
-    Case("step, W 256, k 192, one text", "", 256, top_k=192, batch=1),
-    Case("step, W 256, k 192, padded", "", 256, top_k=192, valid=True),
-    Case("step, W 256, k 192", "", 256, top_k=192, dtype=torch.float32),
-    Case("step, W 256, k 192, D 256", "", 256, top_k=192, heads=2, kv_heads=2, features=256),
-    Case("step, W 256, shared", "one launch per token", 256, shared=True),
-    Case("step, W 256, shared", "", 256, shared=True, dtype=torch.float32),
-    Case("step, W 256, dot, 2 key heads", "", 256, kv_heads=2, rbf=False),
-    Case("step, W 256, D 256", "", 256, heads=2, kv_heads=2, features=256),
-    Case("step, W 256, D 16", "", 256, heads=32, kv_heads=32, features=16),
-    Case("step, W 4096, k 192", "", 4096, top_k=192),
-    Case("step, W 4096, k 192, D 256", "", 4096, top_k=192, heads=2, kv_heads=2, features=256),
-    Case("step, W 8192, k 192", "", 8192, top_k=192),
-    Case("step, W 4096, shared", "", 4096, shared=True),
-    Case("step, W 4096, dot, one text", "", 4096, batch=1, rbf=False),
+    StepCase("step, W 256, k 192", "one launch per token", 256, top_k=192),
+    StepCase("step, W 256, k 192, one text", "", 256, top_k=192, batch=1),
+    StepCase("step, W 256, k 192, padded", "", 256, top_k=192, valid=True),
+    StepCase("step, W 256, k 192", "", 256, top_k=192, dtype=torch.float32),
+    StepCase("step, W 256, k 192, D 256", "", 256, top_k=192, heads=2, kv_heads=2, features=256),
+    StepCase("step, W 256, shared", "one launch per token", 256, shared=True),
+    StepCase("step, W 256, shared", "", 256, shared=True, dtype=torch.float32),
+    StepCase("step, W 256, dot, 2 key heads", "", 256, kv_heads=2, rbf=False),
+    StepCase("step, W 256, D 256", "", 256, heads=2, kv_heads=2, features=256),
+    StepCase("step, W 256, D 16", "", 256, heads=32, kv_heads=32, features=16),
+    StepCase("step, W 4096, k 192", "", 4096, top_k=192),
+    StepCase("step, W 4096, k 192, D 256", "", 4096, top_k=192, heads=2, kv_heads=2, features=256),
+    StepCase("step, W 8192, k 192", "", 8192, top_k=192),
+    StepCase("step, W 4096, shared", "", 4096, shared=True),
+    StepCase("step, W 4096, dot, one text", "", 4096, batch=1, rbf=False),
 )
 
 
@@ -52,7 +52,7 @@ def configurations() -> list[Configuration]:
     return [_describe(case, _launch_of(case)) for case in CASES]
 
 
-def _launch_of(case: Case) -> Launch:
+def _launch_of(case: StepCase) -> Launch:
     def empty(*shape: int, dtype: torch.dtype = case.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
@@ -78,7 +78,7 @@ def _launch_of(case: Case) -> Launch:
     return launch
 
 
-def _describe(case: Case, launch: Launch) -> Configuration:
+def _describe(case: StepCase, launch: Launch) -> Configuration:
     B, H, Hk, W = case.batch, case.heads, case.kv_heads, case.window
     row = float(case.features * case.dtype.itemsize)
     tensors = 1 if case.shared else 2

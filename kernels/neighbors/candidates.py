@@ -26,7 +26,7 @@ from graphattn.kernels.bands.math import (
     own_tile,
     row_pointers,
 )
-from graphattn.kernels.bands.schedule import BandTables
+from graphattn.kernels.bands.schedule import BandSchedule
 from graphattn.kernels.neighbors.exact import OWN_FIRST, OWN_NEVER, in_exact_order, search_again
 from graphattn.kernels.shared import tuning
 from graphattn.kernels.shared.launch import launch
@@ -217,7 +217,7 @@ def centred(x: Tensor, y: Tensor, precision: str) -> Centred:
 
 
 def nearest(
-    x: Tensor, y: Tensor, bands: BandTables, k: int, *, to_self: bool, self_loops: bool
+    x: Tensor, y: Tensor, bands: BandSchedule, k: int, *, to_self: bool, self_loops: bool
 ) -> Tensor:
     """The k nearest sources of every target, int64 [N, k], nearest first; -1 where fewer.
 
@@ -232,7 +232,7 @@ def nearest(
     Example::
 
         x = torch.randn(1000, 3, device="cuda")
-        complete = BandTables(torch.tensor([[0, 1000, 0, 1000, 1, 999, 999, 1]]), x.device)
+        complete = BandSchedule(torch.tensor([[0, 1000, 0, 1000, 1, 999, 999, 1]]), x.device)
         index = nearest(x, x, complete, 16, to_self=True, self_loops=False)
     """
     one = y is x

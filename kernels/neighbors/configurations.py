@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from graphattn.kernels.bands.schedule import BandTables
+from graphattn.kernels.bands.schedule import BandSchedule
 from graphattn.kernels.neighbors.candidates import nearest
 from graphattn.kernels.shared.configuration import Configuration
 from graphattn.kernels.shared.launch import recording
@@ -15,7 +15,9 @@ TARGETS = {16: "1.5x matmul + topk", 64: "", 256: ""}  # by neighbours
 
 def configurations() -> list[Configuration]:
     """Candidates among all tokens. (What follows them has no fixed amount of work.)"""
-    bands = BandTables(torch.tensor([[0, TOKENS, 0, TOKENS, 1, TOKENS - 1, TOKENS - 1, 1]]), "meta")
+    bands = BandSchedule(
+        torch.tensor([[0, TOKENS, 0, TOKENS, 1, TOKENS - 1, TOKENS - 1, 1]]), "meta"
+    )
     x = torch.empty(TOKENS, FEATURES, device="meta")
     found = []
     for k, target in TARGETS.items():

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from graphattn.kernels.bands.math import edges_to, load_sequence, meeting, own_tile
-from graphattn.kernels.bands.schedule import BandTables
+from graphattn.kernels.bands.schedule import BandSchedule
 from graphattn.kernels.shared.launch import launch
 
 NONE = tl.constexpr(0x7FFFFFFF)  # larger than every index
@@ -159,7 +159,7 @@ def search_kernel(
 
 
 def in_exact_order(
-    x: Tensor, y: Tensor, candidates: Tensor, bound: Tensor, margin: Tensor, bands: BandTables,
+    x: Tensor, y: Tensor, candidates: Tensor, bound: Tensor, margin: Tensor, bands: BandSchedule,
     k: int, own: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The k nearest of the candidates, int64 [N, k], and whether there may be nearer, int8 [N].
@@ -206,7 +206,7 @@ def in_exact_order(
 
 
 def search_again(
-    x: Tensor, y: Tensor, index: Tensor, unsure: Tensor, bands: BandTables, own: int
+    x: Tensor, y: Tensor, index: Tensor, unsure: Tensor, bands: BandSchedule, own: int
 ) -> None:
     """Overwrites the rows of `index` [N, k] that are unsure; arguments as `in_exact_order`."""
     k = index.shape[1]

@@ -43,7 +43,7 @@ def test_edges_are_chosen_by_sums_of_rounded_products() -> None:
     with recording() as launches:
         select(inputs, 3)
         forward(inputs)
-    assert fused(launches) == {"select_kernel": False, "edges_forward_kernel": True}
+    assert fused(launches) == {"edges_select_kernel": False, "edges_forward_kernel": True}
 
 
 def test_sources_of_windows_are_chosen_by_sums_of_rounded_products() -> None:

@@ -142,7 +142,7 @@ def test_a_layer_whose_graph_is_made_from_its_features_waits_for_nothing(
         assert {
             "edges_forward_kernel", "edges_d_query_kernel", "edges_d_source_kernel"
         } <= set(kernels)  # fmt: skip
-        assert ("select_kernel" in kernels) == ("top" in name)
+        assert ("edges_select_kernel" in kernels) == ("top" in name)
 
 
 WAITING: dict[str, Callable[[ga.TokenGraph], object]] = {
