@@ -88,8 +88,8 @@ CASES = (
     BandCase("causal window 256, RBF, D 128", "", window(4096, 255, 0), 4, 16, 128, rbf=True),
     BandCase("complete 4096, RBF", "", complete(4096), 4, 16, 64, torch.float16, rbf=True),
     BandCase("complete 4096, RBF", "", complete(4096), 4, 16, 64, torch.float32, rbf=True),
-    BandCase("causal window 256, ALiBi, padded", "", window(4096, 255, 0), 4, 16, 64, table_rows=256,
-         valid=True),
+    BandCase("causal window 256, ALiBi, padded", "", window(4096, 255, 0), 4, 16, 64,
+             table_rows=256, valid=True),
     BandCase("Krause 192 of 256", KRAUSE, window(LONG, 255, 0), 1, 8, 64, rbf=True, top_k=192),
     BandCase("Krause 512 of 4096", "", window(LONG, 4095, 0), 1, 8, 64, rbf=True, top_k=512),
 )  # fmt: skip

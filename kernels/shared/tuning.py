@@ -88,7 +88,8 @@ SINGLE_ON_AMD: Table = SINGLE | {
 # Edge kernels: a program is one warp, whose lanes share the features of a few edges of one row.
 # Several warps or rows add up across lanes more often: up to twice the instructions.
 OF_EDGES = (
-    "edges_forward", "edges_d_query", "edges_d_source", "edges_select", "sum_messages", "window_step",
+    "edges_forward", "edges_d_query", "edges_d_source", "edges_select", "sum_messages",
+    "window_step",
 )  # fmt: skip
 TILE_ELEMENTS = 1024  # of a gathered tile; more spill
 MAX_SLOTS = 32
