@@ -20,12 +20,10 @@ from graphattn.kernels.check.compile import (
     ARCHITECTURES,
     Compiled,
     compile_launch,
-    main_loop,
     matrix_families,
     problems,
-    read_amdgcn,
-    read_sass,
 )
+from graphattn.kernels.check.machine_code import main_loop, read_amdgcn, read_sass
 from graphattn.kernels.shared.launch import Launch
 
 pytestmark = pytest.mark.skipif(
