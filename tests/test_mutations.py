@@ -572,7 +572,7 @@ MUTATIONS = [
     ),
     Mutation(
         "parts of a split row are merged without fading what came before",
-        "kernels/edges/forward.py",
+        "kernels/edges/split_rows.py",
         "b_out = b_out * i_fade + tl.sum(b_weight[:, None] * b_part, axis=0)",
         "b_out = b_out + tl.sum(b_weight[:, None] * b_part, axis=0)",
         (f"{EDGES}::test_where_rows_are_cut_changes_no_result",),

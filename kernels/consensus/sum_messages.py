@@ -12,10 +12,10 @@ import triton.language as tl
 from torch import Tensor
 
 from graphattn.kernels.consensus.schedule import Piece
-from graphattn.kernels.edges.backward import add_parts_kernel
-from graphattn.kernels.edges.inputs import launch_over_split, num_groups
+from graphattn.kernels.edges.inputs import num_groups
 from graphattn.kernels.edges.math import own_segments
 from graphattn.kernels.edges.schedule import Rows
+from graphattn.kernels.edges.split_rows import add_parts_kernel, launch_over_split
 from graphattn.kernels.shared import tuning
 from graphattn.kernels.shared.launch import launch
 from graphattn.kernels.shared.layout import store_rows

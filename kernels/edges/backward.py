@@ -16,16 +16,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from graphattn.kernels.edges.inputs import EdgeInputs, launch_over, launch_over_split, num_groups
+from graphattn.kernels.edges.inputs import EdgeInputs, launch_over, num_groups
 from graphattn.kernels.edges.math import (
     gather,
     gather_affinities,
     load_bias,
     load_edges,
     own_segments,
-    own_split,
     without_invalid,
 )
+from graphattn.kernels.edges.split_rows import add_parts_kernel, launch_over_split
 from graphattn.kernels.shared import tuning
 from graphattn.kernels.shared.exponentials import LOG2E, weights_from
 from graphattn.kernels.shared.layout import load_rows, side_by_side, store_rows
@@ -180,30 +180,6 @@ def edges_d_source_kernel(
         p_part_value += (i_b * num_parts * Hk + i_head) * DV
         store_rows(p_part_key, b_d_key, b_part, m_part, Hk * D, D, BLOCK_D)
         store_rows(p_part_value, b_d_value, b_part, m_part, Hk * DV, DV, BLOCK_DV)
-
-
-@triton.jit(do_not_specialize=["N", "H", "num_split", "num_parts"])
-def add_parts_kernel(
-    p_part, p_sum, p_split, N, H, num_split, num_parts,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, PARTS: tl.constexpr, ADD: tl.constexpr = False,
-):  # fmt: skip
-    """sum [B, N, H, D] of split rows, from their parts [B, parts, H, D], always in one order; with
-    ADD to what is there."""
-    i_b, i_h, i_row, i_first, i_count = own_split(p_split, num_split, H)
-    if i_row >= 0:
-        o_feature = tl.arange(0, BLOCK_D)
-        m_feature = o_feature < D
-        b_sum = tl.zeros([BLOCK_D], tl.float32)
-        for i_part in range(0, i_count, PARTS):
-            o_part = i_part + tl.arange(0, PARTS)
-            p_tile = p_part + (((i_b * num_parts + i_first + o_part) * H + i_h) * D)[:, None]
-            m_tile = (o_part < i_count)[:, None] & m_feature[None, :]
-            b_part = tl.load(p_tile + o_feature[None, :], mask=m_tile, other=0.0)
-            b_sum += tl.sum(b_part, axis=0)
-        p_own = p_sum + ((i_b * N + i_row) * H + i_h) * D + o_feature
-        if ADD:
-            b_sum += tl.load(p_own, mask=m_feature, other=0.0)
-        tl.store(p_own, b_sum.to(p_sum.dtype.element_ty), mask=m_feature)
 
 
 def backward(

@@ -18,16 +18,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from graphattn.kernels.edges.inputs import EdgeInputs, launch_over, launch_over_split
+from graphattn.kernels.edges.inputs import EdgeInputs, launch_over
 from graphattn.kernels.edges.math import (
     gather,
     gather_affinities,
     load_bias,
     load_edges,
     own_segments,
-    own_split,
     without_invalid,
 )
+from graphattn.kernels.edges.split_rows import launch_over_split, merge_averages_kernel
 from graphattn.kernels.shared import tuning
 from graphattn.kernels.shared.exponentials import LN2, LOG2E, level_of
 from graphattn.kernels.shared.layout import load_rows, store_rows
@@ -110,49 +110,6 @@ def edges_forward_kernel(
         p_part_out += (i_b * num_parts * H + i_h) * DV
         store_rows(p_part_out, b_out, b_part, m_part, H * DV, DV, BLOCK_DV)
         tl.store(p_part_lse + (i_b * num_parts + b_part) * H + i_h, b_lse, mask=m_part)
-
-
-@triton.jit(do_not_specialize=["N", "H", "num_split", "num_parts"])
-def merge_averages_kernel(
-    p_part_out, p_part_lse, p_start_out, p_start_lse, p_out, p_lse, p_saved, p_split,
-    N, H, num_split, num_parts,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, PARTS: tl.constexpr, START: tl.constexpr,
-):  # fmt: skip
-    """Split rows, from the averages and base-2 log-sums of their parts."""
-    i_b, i_h, i_row, i_first, i_count = own_split(p_split, num_split, H)
-    if i_row >= 0:
-        o_feature = tl.arange(0, BLOCK_D)
-        m_feature = o_feature < D
-        i_number = (i_b * H + i_h) * N + i_row
-        o_number = ((i_b * N + i_row) * H + i_h) * D + o_feature
-        b_out = tl.zeros([BLOCK_D], tl.float32)
-        i_max = float("-inf")
-        i_sum = 0.0
-        if START:
-            i_max = tl.load(p_start_lse + i_number) * LOG2E
-            i_sum = tl.where(i_max == float("-inf"), 0.0, 1.0)
-            b_out = tl.load(p_start_out + o_number, mask=m_feature, other=0.0).to(tl.float32)
-        for i_part in range(0, i_count, PARTS):
-            o_part = i_part + tl.arange(0, PARTS)
-            m_part = o_part < i_count
-            o_part = (i_b * num_parts + i_first + o_part) * H + i_h
-            b_lse = tl.load(p_part_lse + o_part, mask=m_part, other=float("-inf"))
-            i_larger = tl.maximum(i_max, tl.max(b_lse, axis=0))
-            i_level = level_of(i_larger)
-            b_weight = tl.exp2(b_lse - i_level)
-            i_fade = tl.exp2(i_max - i_level)
-            i_sum = i_sum * i_fade + tl.sum(b_weight, axis=0)
-            # [PARTS, BLOCK_D]
-            p_tile = p_part_out + (o_part * D)[:, None] + o_feature[None, :]
-            b_part = tl.load(p_tile, mask=m_part[:, None] & m_feature[None, :], other=0.0)
-            b_out = b_out * i_fade + tl.sum(b_weight[:, None] * b_part, axis=0)
-            i_max = i_larger
-        i_empty = i_sum == 0
-        i_lse = tl.where(i_empty, float("-inf"), i_max + tl.log2(i_sum))
-        b_out = tl.where(i_empty, 0.0, b_out / tl.where(i_empty, 1.0, i_sum))
-        tl.store(p_out + o_number, b_out.to(p_out.dtype.element_ty), mask=m_feature)
-        tl.store(p_lse + i_number, i_lse * LN2)
-        tl.store(p_saved + i_number, tl.where(i_empty, float("inf"), i_lse))
 
 
 def forward(

@@ -14,8 +14,6 @@ from graphattn.kernels.shared.launch import launch
 from graphattn.kernels.shared.layout import as_bytes, side_by_side
 from graphattn.kernels.shared.tuning import Choice
 
-PARTS = 16  # of a split row, read at a time
-
 
 @dataclass
 class EdgeInputs:
@@ -137,25 +135,3 @@ def launch_over(
 def num_groups(choice: Choice, rows: Rows) -> int:
     """How many programs share the segments of one head."""
     return triton.cdiv(len(rows.segments), choice.rows)
-
-
-def launch_over_split(kernel: Any, rows: Rows, result: Tensor, **arguments: Any) -> None:
-    """Starts a kernel that puts split rows together, in `result` [B, rows, heads, D]."""
-    B, N, H, D = result.shape
-    if not rows.num_parts:
-        return
-    launch(
-        kernel,
-        (B * H * len(rows.split),),
-        **arguments,
-        p_split=rows.split,
-        N=N,
-        H=H,
-        num_split=len(rows.split),
-        num_parts=rows.num_parts,
-        D=D,
-        BLOCK_D=triton.next_power_of_2(D),
-        PARTS=PARTS,
-        num_warps=4,
-        num_stages=1,
-    )

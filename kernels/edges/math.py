@@ -96,11 +96,3 @@ def gather_affinities(
 def load_bias(p_bias, b_edge, m_edge, heads, i_h):
     """Biases of edges, [ROWS, SLOTS]; 0 where there is none."""
     return tl.load(p_bias + b_edge * heads + i_h, mask=m_edge, other=0.0)
-
-
-@triton.jit
-def own_split(p_split, num_split, heads):
-    """What a merging program takes: batch, head, the row (-1: none), its first part, how many."""
-    i_b, i_h, i_split = heads_first(num_split, heads)
-    p_row = p_split + 3 * i_split
-    return i_b, i_h, tl.load(p_row), tl.load(p_row + 1), tl.load(p_row + 2).to(tl.int32)
