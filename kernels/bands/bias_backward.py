@@ -88,7 +88,7 @@ def d_table_kernel(
         )
         for i_column in range(i_begin, i_end, COLUMNS):
             # [ROWS, COLUMNS]
-            _, b_logit = load_affinities(
+            _b_key, b_logit = load_affinities(
                 b_query, b_center, p_own_key, p_own_key, i_column, i_step, stride_kn, n_sources,
                 D, BLOCK_D, COLUMNS, RBF, CENTERED, False, STRIDED, True, PRECISION,
             )  # fmt: skip

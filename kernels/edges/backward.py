@@ -101,7 +101,7 @@ def edges_d_query_kernel(
         p_part += (i_b * num_parts * H + i_h) * D
         store_rows(p_part, b_d_query, b_part, m_row & (b_part >= 0), H * D, D, BLOCK_D)
     if SCALE_GRADIENT:
-        _, _, i_group = heads_first(num_groups, H)
+        _i_b, _i_h, i_group = heads_first(num_groups, H)
         tl.store(p_d_scale + (i_b * num_groups + i_group) * H + i_h, tl.sum(b_d_scale, axis=0))
 
 

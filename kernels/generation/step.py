@@ -97,7 +97,7 @@ def window_step_kernel(
     STAGES: tl.constexpr,
 ):  # fmt: skip
     """Output [B, H, D]; the caches [B * Hk, room, D] (and [B, room]) hold the new token, too."""
-    i_b, i_h, _ = heads_first(1, H)
+    i_b, i_h, _i_tile = heads_first(1, H)
     i_head = i_h // REPEATS
     p_query += i_b * stride_qb + i_h * stride_qh
     p_key += i_b * stride_kb + i_head * stride_kh
