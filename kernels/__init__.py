@@ -13,4 +13,7 @@ A kernel knows tensors and index arrays only, never a TokenGraph. One folder a f
 
 Files of families have the same names: `schedule` says which tile a program takes, `inputs` what it
 is given, `math` what it does with a tile; `forward` and `backward` are the kernels.
+
+Names in kernels: ``i_`` program ids and other scalars, ``n_`` numbers of tokens, ``o_`` offsets,
+``m_`` masks, ``p_`` pointers, ``b_`` tiles.
 """

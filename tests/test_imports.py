@@ -1,8 +1,11 @@
 """`import graphattn` is cheap, parts load on first use, and imports point in one direction."""
 
 import ast
+import re
 import subprocess
 import sys
+from collections import Counter
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -253,3 +256,120 @@ def test_graphs_and_operations_import_no_heavy_package_at_the_top(name):
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             top.add(node.module.split(".")[0])
     assert not top & heavy
+
+
+# The rooms of kernels/: what each may import. Sums of a consensus step go over rows of edges, and
+# neighbours are searched within bands; otherwise families do not know one another.
+
+FAMILIES = {
+    "bands": set(),
+    "edges": set(),
+    "consensus": {"edges"},
+    "neighbors": {"bands"},
+    "generation": set(),
+}
+ROOMS = {
+    "shared": set(),
+    "cpu": {"shared"},
+    **{family: {"shared", *others} for family, others in FAMILIES.items()},
+    "check": {"shared", *FAMILIES},
+}
+# In these a kernel goes over pairs of tokens, forward and backward.
+OVER_PAIRS = ("bands", "edges", "consensus")
+OF_A_FAMILY = {"schedule", "inputs", "math", "forward", "backward", "configurations"}
+MOST_FILES = 10
+
+
+def kernel_modules() -> dict[str, Path]:
+    return {name: path for name, path in MODULES.items() if folder_of(name) == "kernels"}
+
+
+def room_of(name: str) -> str:
+    """bands for graphattn.kernels.bands.forward; nothing for graphattn.kernels itself."""
+    return name.split(".")[2] if name.count(".") > 1 else ""
+
+
+def imported_while_running(name: str) -> set[str]:
+    """Files of kernels/ that a file imports, in functions too; not what only type checkers read."""
+    tree = ast.parse(MODULES[name].read_text())
+    skipped = {
+        id(inner)
+        for node in ast.walk(tree)
+        if for_type_checkers(node)
+        for part in node.body
+        for inner in ast.walk(part)
+    }
+    found = set()
+    for node in ast.walk(tree):
+        if id(node) in skipped:
+            continue
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{name} imports by dots"  # not read here
+            found |= {
+                below if (below := f"{node.module}.{alias.name}") in MODULES else f"{node.module}"
+                for alias in node.names
+            }
+    return found & set(kernel_modules())
+
+
+def test_every_room_of_the_kernels_has_a_rule():
+    assert {room_of(name) for name in kernel_modules()} - {""} == set(ROOMS)
+
+
+@pytest.mark.parametrize("name", sorted(kernel_modules()))
+def test_rooms_of_the_kernels_import_downward_only(name):
+    room = room_of(name)
+    reached = {room_of(other) for other in imported_while_running(name)}
+    assert reached <= ({room, *ROOMS[room]} if room else set())
+
+
+def test_no_file_of_the_kernels_imports_itself_by_way_of_others():
+    assert "graphattn.kernels.shared.launch" in imported_while_running(
+        "graphattn.kernels.bands.forward"
+    )
+    TopologicalSorter({name: imported_while_running(name) for name in kernel_modules()}).prepare()
+    with pytest.raises(CycleError):  # or the line above says nothing
+        TopologicalSorter({"forward": {"math"}, "math": {"forward"}}).prepare()
+
+
+def test_nothing_but_the_check_reads_what_is_there_for_the_check():
+    for name in MODULES:
+        read = imported_modules(name) - {name}
+        if name.startswith("graphattn.kernels.check"):
+            continue
+        assert not {other for other in read if other.startswith("graphattn.kernels.check")}, name
+        if not name.endswith(".configurations"):
+            assert not {other for other in read if re.search(r"\.configurations?$", other)}, name
+
+
+def test_a_folder_of_the_kernels_has_at_most_ten_files():
+    files = Counter(path.parent for path in kernel_modules().values())
+    assert max(files.values()) <= MOST_FILES, files
+
+
+@pytest.mark.parametrize("family", OVER_PAIRS)
+def test_families_of_kernels_name_their_files_alike(family):
+    found = {path.stem for path in (KERNELS / family).glob("*.py")}
+    assert found >= OF_A_FAMILY
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_name_of_a_file_does_not_repeat_the_family(family):
+    """forward, not band_forward; and every family says what is compiled ahead of time."""
+    found = {path.stem for path in (KERNELS / family).glob("*.py")}
+    assert "configurations" in found
+    assert not {stem for stem in found if family.rstrip("s") in stem}
+
+
+def test_no_two_classes_or_kernels_have_one_name():
+    """What a report or a traceback names is found by its name."""
+    names: Counter[str] = Counter()
+    for path in kernel_modules().values():
+        for node in ast.parse(path.read_text()).body:
+            is_kernel = isinstance(node, ast.FunctionDef) and node.name.endswith("_kernel")
+            if is_kernel or isinstance(node, ast.ClassDef):
+                names[node.name] += 1
+    assert names["BandInputs"] == names["band_forward_kernel"] == 1
+    assert not [name for name, count in names.items() if count > 1]

@@ -1,8 +1,4 @@
-"""What every band kernel does with a tile, and nothing else.
-
-Names: ``i_`` program ids and other scalars, ``n_`` numbers of tokens, ``o_`` offsets, ``m_`` masks,
-``p_`` pointers, ``b_`` tiles.
-"""
+"""What every band kernel does with a tile, and nothing else."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """What the consensus kernels do with a tile of edges, and nothing else.
 
-Names as in band_math.py. A tile is ROWS edges of one head: `b_rows` holds the raw rows of Lambda,
-[ROWS, RANKS, BLOCK_D], as many of an edge's rows as fit into registers at a time.
+A tile is ROWS edges of one head: `b_rows` holds the raw rows of Lambda, [ROWS, RANKS, BLOCK_D], as
+many of an edge's rows as fit into registers at a time.
 """
 
 from __future__ import annotations

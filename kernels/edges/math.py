@@ -1,7 +1,7 @@
 """What every edge kernel does with its rows of edges, and nothing else.
 
-Names as in band_math.py. A program takes ROWS rows and goes over their edges, SLOTS of each at a
-time: tiles of pairs are [ROWS, SLOTS], gathered features [ROWS, SLOTS, width].
+A program takes ROWS rows and goes over their edges, SLOTS of each at a time: tiles of pairs are
+[ROWS, SLOTS], gathered features [ROWS, SLOTS, width].
 """
 
 from __future__ import annotations

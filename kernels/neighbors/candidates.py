@@ -2,7 +2,7 @@
 
 A program of the first takes a tile of targets, goes over the sources that any of them sees and
 keeps, for every target, those with the smallest rounded distances: a few more than are asked for.
-No matrix of distances is stored. The others, in `knn_exact`, order what was kept by exact
+No matrix of distances is stored. The others, in `exact`, order what was kept by exact
 distances, prove that rounding has hidden nobody, and search again the rows where they cannot.
 
 Rounded distances are :math:`s_{ij} = |b_j|^2 - 2 a_i \\cdot b_j` of centred tokens, which ranks the

@@ -5,7 +5,15 @@ import importlib
 
 import pytest
 
-MODULES = ("ahead_of_time", "band_tables", "tuning")
+MODULES = (
+    "bands.schedule",
+    "check.compile",
+    "check.machine_code",
+    "check.prediction",
+    "consensus.schedule",
+    "edges.schedule",
+    "shared.tuning",
+)
 
 
 @pytest.mark.parametrize("name", MODULES)
