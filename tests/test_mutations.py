@@ -609,6 +609,42 @@ MUTATIONS = [
         (f"{EDGES_TOP_K}::test_negative_zero_ties_with_zero",),
     ),
     Mutation(
+        "negative numbers are not turned round when they become ordered integers",
+        "kernels/shared/ordered_integers.py",
+        "return b_bits ^ ((b_bits >> 31) & LARGEST)",
+        "return b_bits",
+        (f"{EDGES_TOP_K}::test_top_1_is_the_nearest_source",),
+    ),
+    Mutation(
+        "programs of several heads take each other's tiles",
+        "kernels/shared/programs.py",
+        "i_tile = (i_program // heads) % num_tiles",
+        "i_tile = i_program % num_tiles",
+        (f"{KERNELS}::test_values_and_gradients_are_those_of_float64[complete]",),
+    ),
+    Mutation(
+        "what all kernels share imports a family of them",
+        "kernels/shared/row_dots.py",
+        "from graphattn.kernels.shared.launch import launch",
+        "from graphattn.kernels.bands.schedule import BandSchedule  # noqa: F401\n"
+        "from graphattn.kernels.shared.launch import launch",
+        (
+            "tests/test_imports.py::test_rooms_of_the_kernels_import_downward_only"
+            "[graphattn.kernels.shared.row_dots]",
+        ),
+    ),
+    Mutation(
+        "a kernel imports what is there for looking at kernels",
+        "kernels/edges/inputs.py",
+        "from graphattn.kernels.shared.launch import launch",
+        "from graphattn.kernels.edges.configurations import EdgeCase  # noqa: F401\n"
+        "from graphattn.kernels.shared.launch import launch",
+        (
+            "tests/test_imports.py::test_nothing_but_the_check_reads_what_is_there_for_the_check",
+            "tests/test_imports.py::test_no_file_of_the_kernels_imports_itself_by_way_of_others",
+        ),
+    ),
+    Mutation(
         "a key that is not valid is read",
         "kernels/edges/math.py",
         "m_edge = m_edge & (tl.load(p_valid + b_other, mask=m_edge, other=0) != 0)",
