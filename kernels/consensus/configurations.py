@@ -8,7 +8,8 @@ import torch
 
 from graphattn.kernels.consensus.backward import backward
 from graphattn.kernels.consensus.forward import forward
-from graphattn.kernels.consensus.inputs import LOGITS, ConsensusInputs
+from graphattn.kernels.consensus.inputs import ConsensusInputs
+from graphattn.kernels.consensus.math import LOGITS
 from graphattn.kernels.consensus.schedule import ConsensusSchedule
 from graphattn.kernels.shared import tuning
 from graphattn.kernels.shared.configuration import SHORT_NAMES, Configuration
