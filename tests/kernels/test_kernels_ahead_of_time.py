@@ -412,7 +412,7 @@ def test_matrix_instructions_are_grouped_over_shapes() -> None:
 def test_what_is_not_specialised_is_a_parameter() -> None:
     """Triton says nothing of other names, and compiles anew for every length."""
     found = 0
-    for file in Path(graphattn.kernels.__file__).parent.glob("*.py"):
+    for file in Path(graphattn.kernels.__file__).parent.rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):
             for decorator in getattr(node, "decorator_list", []):
                 for keyword in getattr(decorator, "keywords", []):
