@@ -221,28 +221,28 @@ def test_pairs_of_tiles_are_those_a_program_goes_over(
 
 
 @pytest.mark.parametrize("rows", [16, 4])
-def test_anchors_lie_in_their_sequence_and_in_nobodys_future(
+def test_nearby_sources_lie_in_their_sequence_and_in_nobodys_future(
     graph: ga.TokenGraph, rows: int
 ) -> None:
     bands = bands_of(graph.structure)
     tables = BandSchedule(bands.sequences, "cpu")
-    anchors, starts = (x.tolist() for x in tables.anchors("targets", rows))
+    nearby, starts = (x.tolist() for x in tables.nearby_sources("targets", rows))
     tiles = tables.tiles("targets", rows).tolist()
-    for anchor, start, (sequence, first) in zip(anchors, starts, tiles, strict=True):
+    for near, start, (sequence, first) in zip(nearby, starts, tiles, strict=True):
         _, _, source, sources, step, before, after, _ = bands.sequences[sequence].tolist()
         assert start == source
         if not sources:
             continue
-        assert anchor in range(source, source + sources * step, step)
-        place = (anchor - source) // step
+        assert near in range(source, source + sources * step, step)
+        place = (near - source) // step
         assert place <= max(first + after, 0)  # the first row of the tile has it in reach
         if first + rows - 1 - before <= first + after and first < sources:
             assert place >= min(first, sources - 1) - before
-    anchors, starts = (x.tolist() for x in tables.anchors("sources", rows))
+    nearby, starts = (x.tolist() for x in tables.nearby_sources("sources", rows))
     tiles = tables.tiles("sources", rows).tolist()
-    for anchor, start, (sequence, first) in zip(anchors, starts, tiles, strict=True):
+    for near, start, (sequence, first) in zip(nearby, starts, tiles, strict=True):
         _, _, source, _, step, *_ = bands.sequences[sequence].tolist()
-        assert (anchor, start) == (source + first * step, source)
+        assert (near, start) == (source + first * step, source)
 
 
 def test_tiles_with_most_to_do_come_first(graph: ga.TokenGraph) -> None:
