@@ -85,7 +85,7 @@ MUTATIONS = [
     Mutation(
         "edges are sorted on the default device",
         "kernels/cpu/edge_order.py",
-        "torch.empty((2, num_edges), dtype=torch.int32, device=\"cpu\")",
+        'torch.empty((2, num_edges), dtype=torch.int32, device="cpu")',
         "torch.empty((2, num_edges), dtype=torch.int32)",
         (f"{DEFAULT_DEVICE}::test_another_default_device_changes_nothing",),
     ),
