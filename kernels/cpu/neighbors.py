@@ -12,9 +12,9 @@ import math
 
 import torch
 from torch import Tensor
-from torch._subclasses import FakeTensor
 
 from graphattn.kernels.cpu import library
+from graphattn.kernels.cpu.tensors import as_it_lies
 from graphattn.kernels.shared.launch import is_looked_into, untraced
 
 DTYPES = {torch.float32: "float", torch.float64: "double"}
@@ -33,9 +33,14 @@ def has_neighbors(x: Tensor) -> bool:
 
 
 def _is_there(x: Tensor) -> bool:
-    """Whether a library is there, and the numbers are: fake tensors have none."""
+    """Whether a library is there, and the numbers are: fake tensors and wrapped ones have none.
+
+    Nor does it run where torch.jit traces, which would not see what it writes.
+    """
     mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
-    return mode is None and not isinstance(x, FakeTensor) and library.library() is not None
+    is_plain = type(x).__torch_dispatch__ is Tensor.__torch_dispatch__
+    is_traced = torch._C._get_tracing_state() is not None
+    return mode is None and is_plain and not is_traced and library.library() is not None
 
 
 def has_nearest(*points: Tensor) -> bool:
@@ -63,13 +68,14 @@ def nearest(
         self_loops: whether they are then their own first neighbours, or none of their neighbours.
         radius: neighbours are no farther.
     """
-    points = points.contiguous()
-    candidates = points if to_self else candidates.contiguous()
-    index = points.new_empty((len(points), k), dtype=torch.int64)
-    given: list[_Given] = [points, candidates, len(points), len(candidates), points.shape[1], k]
+    points = as_it_lies(points)
+    candidates = points if to_self else as_it_lies(candidates)
+    rows, width = _sizes(points)
+    index = points.new_empty((rows, k), dtype=torch.int64)
+    given: list[_Given] = [points, candidates, rows, len(candidates), width, k]
     given += [ctypes.c_int32(to_self), ctypes.c_int32(self_loops)]
-    widest = max(width for count, width in WIDEST if len(candidates) >= count)
-    if points.shape[1] <= widest or radius < math.inf:
+    widest = max(most for count, most in WIDEST if len(candidates) >= count)
+    if width <= widest or radius < math.inf:
         _call("nearest_by_blocks", points.dtype, *given, ctypes.c_double(radius), index)
     else:
         _call("nearest_by_products", points.dtype, *given, index)
@@ -84,8 +90,8 @@ def edges_within(points: Tensor, radius: float, self_loops: bool) -> Tensor:
         radius: in their unit, >= 0.
         self_loops: whether points have edges to themselves.
     """
-    points = points.contiguous()
-    N = len(points)
+    points = as_it_lies(points)
+    N, width = _sizes(points)
     start, count = points.new_empty((2, N), dtype=torch.int64)
     total = points.new_zeros(1, dtype=torch.int64)
     room, edges = min(EDGES, N) * N, -1
@@ -94,7 +100,7 @@ def edges_within(points: Tensor, radius: float, self_loops: bool) -> Tensor:
         found = points.new_empty(room, dtype=torch.int32)  # touched as far as it is needed
         reach = ctypes.c_double(radius), ctypes.c_int32(self_loops)
         lists = found, start, count
-        _call("within_radius", points.dtype, points, *points.shape, *reach, room, *lists, total)
+        _call("within_radius", points.dtype, points, N, width, *reach, room, *lists, total)
         edges = int(total)
     edge_index = points.new_empty((2, edges), dtype=torch.int64)
     _call("edges_of_lists", None, found, start, count, N, edges, edge_index)
@@ -108,11 +114,17 @@ def squared_distances(points: Tensor, candidates: Tensor, row: Tensor, column: T
         points, candidates: [*, C], in one dtype.
         row, column: int64 [pairs].
     """
-    points, candidates, row, column = (x.contiguous() for x in (points, candidates, row, column))
+    points, candidates, row, column = map(as_it_lies, (points, candidates, row, column))
     squared = points.new_empty(len(row), dtype=torch.float64)
-    sizes = points.shape[1], len(row)
+    sizes = _sizes(points)[1], len(row)
     _call("squared_distances", points.dtype, points, candidates, *sizes, row, column, squared)
     return squared
+
+
+def _sizes(points: Tensor) -> tuple[int, int]:
+    """Rows and coordinates as plain numbers: of what torch.jit traces, sizes are tensors."""
+    rows, width = points.shape
+    return int(rows), int(width)
 
 
 def _call(name: str, dtype: torch.dtype | None, *arguments: _Given) -> None:

@@ -20,6 +20,7 @@ from hard_points import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses import FakeTensorMode
+from torch.utils._pytree import tree_map
 
 import graphattn as ga
 from graphattn.graphs.nearest_neighbors import nearest_index
@@ -218,6 +219,39 @@ def test_fake_tensors_have_no_numbers_to_read():
         assert not neighbors.has_neighbors(torch.zeros(5, 3))
     fake = FakeTensorMode().from_tensor(cloud(3))
     assert not neighbors.has_neighbors(fake)
+
+
+class Wrapped(torch.Tensor):
+    """A tensor whose numbers lie in another one, as those of quantised or distributed ones do."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        def opened(x):
+            return x.inner if isinstance(x, cls) else x
+
+        return function(*tree_map(opened, args), **tree_map(opened, kwargs or {}))
+
+
+def test_wrapped_tensors_have_no_numbers_to_read():
+    assert not neighbors.has_neighbors(Wrapped(cloud(3)))
+
+
+@pytest.mark.parametrize("width", [3, 9])
+def test_numbers_that_wait_for_their_sign_are_read_with_it(width):
+    x, source = cloud(width), cloud(width, 1)
+    turned = torch._neg_view(-source)
+    assert turned.is_neg()
+    for found, expected in zip(
+        ga.knn(x, 4, source=turned), ga.knn(x, 4, source=source), strict=True
+    ):
+        assert torch.equal(found, expected)
 
 
 PEAK = """

@@ -489,3 +489,14 @@ def test_padding_after_a_long_text_sees_nothing_and_is_no_nan(kind):
     torch.testing.assert_close(y[1], layer.output_proj.bias)
     expected = layer(x, ga.causal_graph(n), valid=valid)[:, -1]
     torch.testing.assert_close(y[0], expected[0], atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@EVERY_LAYER
+def test_a_single_text_in_half_precision(case, dtype):
+    """Without dimensions of a batch, a token is its features alone."""
+    torch.manual_seed(0)
+    layer, x = case.make().to(dtype), torch.randn(9, DIM, dtype=dtype)
+    alone = stream(layer, x, layer.init_cache((), window=4))
+    assert alone.shape == x.shape
+    torch.testing.assert_close(alone[None], stream(layer, x[None], layer.init_cache(1, window=4)))
