@@ -13,7 +13,7 @@ from torch_geometric.typing import OptTensor
 
 from graphattn.graphs.arguments import as_float, as_int
 from graphattn.graphs.token_graph import TokenGraph
-from graphattn.nn.flat_call import flat_call
+from graphattn.nn.flat_call import Projected, flat_call
 from graphattn.nn.graph_layer import Positions, Rotations, edge_mask, valid_for_propagate
 from graphattn.nn.layer_cache import LayerCache
 from graphattn.nn.overrides import (
@@ -293,14 +293,17 @@ class GraphAttention(StreamingLayer):
     ) -> Tensor | tuple[Tensor, Tensor]:
         """The forward pass of every attention layer.
 
-        Weights that are only looked at are "detached": nothing is kept for their gradients, so that
-        a gradient checkpoint, which repeats the call without them, finds what it expects.
+        Weights that are only looked at are "detached": the output takes the way that it takes
+        without them, and nothing is kept for their gradients. So a gradient checkpoint, which
+        repeats the call without them, finds what it expects.
         """
         is_plain = valid is None and positions is None and edge_bias is None
-        if is_plain and context is x and return_attention_weights is False:
+        if is_plain and context is x and return_attention_weights in (False, "detached"):
             found = flat_call(self, x, context_dim, graph)
             if found is not None:
-                return found
+                return (
+                    self.seen_flat_call(x, graph, *found) if return_attention_weights else found[0]
+                )
         sorted_edges = bool(return_attention_weights) or edge_bias is not None
         x, context, graph, pair = self.prepare(
             x, context, context_dim, graph, valid, per_edge=sorted_edges
@@ -313,6 +316,18 @@ class GraphAttention(StreamingLayer):
             return out
         with torch.no_grad() if return_attention_weights == "detached" else nullcontext():
             return out, self.weights_of_edges(query, key, graph, pair, **given)
+
+    @torch.no_grad()
+    def seen_flat_call(
+        self, x: Tensor, graph: TokenGraph, out: Tensor, projected: Projected
+    ) -> tuple[Tensor, Tensor]:
+        """The output of a plain call, and the weights of its edges without gradients."""
+        query, key, value = projected
+        if value is None:  # values are keys, and no projection runs a second time
+            query, key, _ = self.project(x, x, graph, None)
+        else:
+            query, key, _ = self.turned(query, key, value, self.rotations(x, x, graph, None))
+        return out, self.weights_of_edges(query, key, graph, (None, None))
 
     def weights_of_edges(
         self,

@@ -49,8 +49,13 @@ def is_plain_call(layer: GraphLayer, x: Any, graph: Any, backends: tuple[str, ..
     )
 
 
-def flat_call(layer: GraphAttention, x: Any, context_dim: int, graph: Any) -> Tensor | None:
-    """The output of a plain call, [*, N, dim]; None where a call is not plain."""
+Projected = tuple[Tensor, Tensor, Tensor | None]
+
+
+def flat_call(
+    layer: GraphAttention, x: Any, context_dim: int, graph: Any
+) -> tuple[Tensor, Projected] | None:
+    """The output of a plain call, [*, N, dim], and its projections; None if a call is not plain."""
     if (
         not is_plain_call(layer, x, graph, ("auto", "native"))
         or type(layer.eps) not in NUMBERS
@@ -89,12 +94,15 @@ def flat_call(layer: GraphAttention, x: Any, context_dim: int, graph: Any) -> Te
         if scales is None:
             scales = _rbf_scale(layer.sigma(), layer.heads, query)
         mixed = flat_attention(call, query, key, value, scales)
-    out: Tensor = layer.output_proj(mixed)
-    return out
+    return layer.output_proj(mixed), projected
 
 
-def flat_linear_call(layer: LinearAttention, x: Any, graph: Any) -> Tensor | None:
-    """The output of a plain call of linear attention; None where a call is not plain.
+def flat_linear_call(
+    layer: LinearAttention, x: Any, graph: Any
+) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]] | None:
+    """The output of a plain call of linear attention, and its projections.
+
+    None where a call is not plain.
 
     Queries and keys that are turned, or shared by several heads, go the long way.
     """
@@ -124,8 +132,7 @@ def flat_linear_call(layer: LinearAttention, x: Any, graph: Any) -> Tensor | Non
     if mixed is None:
         features = layer.features_of(query, key, value, None)
         mixed = layer.mix(features, graph, (None, None)).flatten(-2)
-    out: Tensor = layer.output_proj(mixed)
-    return out
+    return layer.output_proj(mixed), (query, key, value)
 
 
 def _linear_call(layer: LinearAttention, x: Tensor, graph: TokenGraph) -> tuple[Any, ...] | None:

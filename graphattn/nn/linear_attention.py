@@ -159,21 +159,27 @@ class LinearAttention(StreamingLayer):
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Average the values of the sources of every target."""
         context = x if context is None else context
-        is_plain = valid is None and positions is None and return_attention_weights is False
-        if is_plain and context is x:
+        detached = str(return_attention_weights) == "detached"  # see GraphAttention.attend
+        is_plain = valid is None and positions is None
+        if is_plain and context is x and (return_attention_weights is False or detached):
             found = flat_linear_call(self, x, graph)
             if found is not None:
-                return found
+                out, projected = found
+                if not detached:
+                    return out
+                assert isinstance(graph, TokenGraph)  # other graphs go the long way
+                with torch.no_grad():
+                    features = self.features_of(*projected, None)
+                    return out, self.weights_of_edges(features, graph, (None, None))
         x, context, graph, pair = self.prepare(
             x, context, self.context_dim, graph, valid, per_edge=bool(return_attention_weights)
         )
         features = self.project_features(x, context, self.rotations(x, context, graph, positions))
         mixed = self.mix(features, graph, pair)
-        out: Tensor = self.output_proj(mixed.flatten(-2))
+        out = self.output_proj(mixed.flatten(-2))
         if not return_attention_weights:
             return out
-        # (Weights that are only looked at keep nothing for gradients: GraphAttention.attend.)
-        with torch.no_grad() if str(return_attention_weights) == "detached" else nullcontext():
+        with torch.no_grad() if detached else nullcontext():
             return out, self.weights_of_edges(features, graph, pair)
 
     def project_features(self, x: Tensor, context: Tensor, rotations: Rotations) -> Features:
