@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from contextlib import nullcontext
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -27,13 +27,21 @@ from graphattn.nn.overrides import (
 )
 from graphattn.nn.rotary import RotaryEmbedding
 from graphattn.nn.streaming import StreamingLayer
-from graphattn.ops.attention.api import attention_weights, rbf_attention
-from graphattn.ops.attention.cached import Score, attend_cached, attend_logits, pair_logits
+from graphattn.ops.attention.api import attention_weights, score_attention
+from graphattn.ops.attention.cached import attend_cached, attend_logits, pair_logits
 from graphattn.ops.attention.edge_bias import check_edge_bias, per_edge
 from graphattn.ops.attention.native.steps import CacheCall
+from graphattn.ops.attention.score import (
+    DotProduct,
+    GaussianKernel,
+    Score,
+    row_scale,
+    score_rows,
+)
 from graphattn.ops.attention.softcap import as_softcap, capped
-from graphattn.ops.attention.streaming import can_run_compiled, step_by_kernel, step_kernel
+from graphattn.ops.attention.step import step_by_kernel, step_kernel
 from graphattn.ops.backends import wanted_backend
+from graphattn.ops.compiled_code import may_repeat_step
 from graphattn.ops.dropout import Kept, as_share, draw_seed, dropout_of_call
 from graphattn.ops.inputs import (
     Valid,
@@ -101,9 +109,18 @@ class GraphAttention(StreamingLayer):
     value_proj: nn.Linear | None
     output_proj: nn.Linear
 
-    def log_affinity(self, query_i: Tensor, key_j: Tensor) -> Tensor:
-        """How alike the two tokens of every edge are, [*, E, H]; before the softcap."""
+    def score(self) -> Score:
+        """The score: how alike a query and a key are, stated once for every way of running.
+
+        A layer of your own overrides this method and returns its own :class:`~graphattn.Score`.
+        """
         raise NotImplementedError
+
+    # What they share.
+
+    def log_affinity(self, query_i: Tensor, key_j: Tensor) -> Tensor:
+        """The score of every edge, [*, E, H]; before the softcap."""
+        return self.score().ready(self.heads, query_i).edges(query_i, key_j)
 
     def fused(
         self,
@@ -115,8 +132,23 @@ class GraphAttention(StreamingLayer):
         *,
         edge_bias: Tensor | None = None,
     ) -> Tensor:
-        """The operation that gives the same as `propagate`, [*, N, H, D]."""
-        raise NotImplementedError
+        """The averages by the operation, [*, N, H, D]; `propagate` gives the same."""
+        out = score_attention(
+            query,
+            key,
+            value,
+            graph,
+            self.score(),
+            top_k=self.top_k,
+            eps=self.eps,
+            edge_bias=edge_bias,
+            valid=valid,
+            backend=self.backend,
+            sink=self.sink,
+            softcap=self.softcap,
+            dropout=self.current_dropout,
+        )
+        return cast(Tensor, out)
 
     def edge_weights(
         self,
@@ -128,9 +160,18 @@ class GraphAttention(StreamingLayer):
         edge_bias: Tensor | None = None,
     ) -> Tensor:
         """The weights of the operation, [*, E, H]."""
-        raise NotImplementedError
-
-    # What they share.
+        return attention_weights(
+            query,
+            key,
+            graph,
+            score=self.score(),
+            top_k=self.top_k,
+            eps=self.eps,
+            edge_bias=edge_bias,
+            valid=valid,
+            sink=self.sink,
+            softcap=self.softcap,
+        )
 
     def project(
         self, x: Tensor, context: Tensor, graph: TokenGraph, positions: Positions
@@ -507,7 +548,7 @@ class GraphAttention(StreamingLayer):
         )
 
     def compiled_step(self, x: Tensor, cache: LayerCache) -> Tensor | None:
-        if type(cache) is not LayerCache or not can_run_compiled(self.backend):
+        if type(cache) is not LayerCache or not may_repeat_step(self.backend):
             return None
         call = cache.call  # the first step makes one, and checks what is checked here no more
         if call is None or not call.fits(self, x, cache.buffers) or "valid" in cache.buffers:
@@ -544,32 +585,37 @@ class GraphAttention(StreamingLayer):
         return query, key, x if self.value_proj is None else self.value_proj(x)
 
     def step_scale(self) -> tuple[Tensor | None, float]:
-        """For the kernel: log(sigma) [heads] or [1], or None where scores are scaled products."""
-        raise NotImplementedError
+        """What compiled steps are given: log(sigma) [heads] or [1], or None, and a factor.
 
-    def row_score(self, query: Tensor) -> tuple[Score, float | Tensor]:
-        """What log-affinities of queries [B * Hk, g, D] are, "dot" or "rbf", and their scale.
-
-        The scale is a number or a tensor broadcastable to [B * Hk, g, 1].
+        None says that scores are scaled products.
         """
-        raise NotImplementedError
+        score = self.score()
+        if isinstance(score, GaussianKernel):
+            return score.log_sigma, 1.0
+        assert isinstance(score, DotProduct)
+        return None, cast(float, score.scale)
 
     def row_logits(self, query: Tensor, key: Tensor) -> Tensor:
-        """Log-affinities [B * Hk, g, n] of queries [B * Hk, g, D] to keys [B * Hk, n, D]."""
-        score, scale = self.row_score(query)
-        return pair_logits(query, key, score, scale, exact=self.top_k is not None, large=False)
+        """Scores [B * Hk, g, n] of queries [B * Hk, g, D] and keys [B * Hk, n, D]."""
+        score = self.score()
+        if score.kernel is None:
+            return score_rows(score, query, key, self.kv_heads)
+        scale = row_scale(score, query, self.kv_heads)
+        exact = self.top_k is not None
+        return pair_logits(query, key, score.kernel, scale, exact=exact, large=False)
 
     def fused_row(self, query: Tensor, key: Tensor, value: Tensor, keep: Tensor | None) -> Tensor:
         """One row of attention per query, [B * Hk, g, D]; sources are those of `keep`."""
         top_k, need_lse = self.top_k, self.eps > 0 or self.sink is not None
         own = type(self).row_logits is not GraphAttention.row_logits or "row_logits" in vars(self)
-        if own or self.softcap is not None:
+        score = self.score()
+        if own or self.softcap is not None or score.kernel is None:
             logits = capped(self.row_logits(query, key), self.softcap)
             out, lse = attend_logits(logits, value, top_k, keep, need_lse=need_lse)
         else:
-            score, scale = self.row_score(query)
+            scale = row_scale(score, query, self.kv_heads)
             out, lse = attend_cached(
-                query, key, value, score, scale, top_k=top_k, keep=keep, need_lse=need_lse
+                query, key, value, score.kernel, scale, top_k=top_k, keep=keep, need_lse=need_lse
             )
         if lse is not None:
             lse = lse.unflatten(0, (-1, self.kv_heads))
@@ -606,67 +652,9 @@ class DistanceAttention(GraphAttention):
         super().reset_parameters()
         nn.init.constant_(self.log_sigma, math.log(self.init_sigma))
 
-    def log_affinity(self, query_i: Tensor, key_j: Tensor) -> Tensor:
-        distance = (query_i - key_j).square().sum(-1)
-        return -distance / (2 * self.sigma().to(distance.dtype) ** 2)
-
-    def row_score(self, query: Tensor) -> tuple[Score, float | Tensor]:
-        scale = (-2 * self.log_sigma.to(query.dtype)).exp_()
-        if scale.numel() > 1:
-            texts = len(query) // self.kv_heads
-            scale = scale.view(self.kv_heads, -1, 1)
-            scale = scale if texts == 1 else scale.repeat(texts, 1, 1)
-        return "rbf", scale
-
-    def step_scale(self) -> tuple[Tensor | None, float]:
-        return self.log_sigma, 1.0
+    def score(self) -> Score:
+        return GaussianKernel(self.sigma, log_sigma=self.log_sigma)
 
     def sigma(self) -> Tensor:
         """The bandwidths, [heads] or [1]; float32 at least."""
         return self.log_sigma.to(compute_dtype(self.log_sigma.dtype)).exp()
-
-    def fused(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        graph: TokenGraph,
-        valid: ValidPair,
-        *,
-        edge_bias: Tensor | None = None,
-    ) -> Tensor:
-        return rbf_attention(
-            query,
-            key,
-            value,
-            graph,
-            self.sigma(),
-            top_k=self.top_k,
-            eps=self.eps,
-            edge_bias=edge_bias,
-            valid=valid,
-            backend=self.backend,
-            sink=self.sink,
-            dropout=self.current_dropout,
-        )
-
-    def edge_weights(
-        self,
-        query: Tensor,
-        key: Tensor,
-        graph: TokenGraph,
-        valid: ValidPair,
-        *,
-        edge_bias: Tensor | None = None,
-    ) -> Tensor:
-        return attention_weights(
-            query,
-            key,
-            graph,
-            sigma=self.sigma(),
-            top_k=self.top_k,
-            eps=self.eps,
-            edge_bias=edge_bias,
-            valid=valid,
-            sink=self.sink,
-        )

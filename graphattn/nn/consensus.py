@@ -24,8 +24,10 @@ from graphattn.nn.graph_layer import (
 from graphattn.nn.layer_cache import LayerCache
 from graphattn.nn.overrides import names_of, overridden_rows
 from graphattn.nn.rotary import RotaryEmbedding
-from graphattn.ops.backends import choose_backend, wanted_backend
-from graphattn.ops.consensus.api import check_energy_graph, consensus_update, support
+from graphattn.ops.backends import choose, wanted_backend
+from graphattn.ops.consensus.api import consensus_update
+from graphattn.ops.consensus.backends import BACKENDS
+from graphattn.ops.consensus.calls import ConsensusCase, check_energy_graph
 from graphattn.ops.consensus.edge_hidden import form, in_dtype
 from graphattn.ops.consensus.parameters import FirstLayer
 from graphattn.ops.consensus.step_size import automatic_step
@@ -192,8 +194,8 @@ class _Consensus(GraphLayer):
         if self.uses_propagate():
             return False
         trunks = 1 if self.trunk == "shared" else 3
-        known = support(u, trunks, edge_hidden=self.edge_features > 0)
-        return choose_backend(self.backend, known, u.device) == "triton"
+        case = ConsensusCase(u, trunks, edge_hidden=self.edge_features or None)
+        return choose(BACKENDS, case, self.backend).name == "triton"
 
     def move(
         self,

@@ -11,9 +11,10 @@ from graphattn.nn.edge_network import EdgeNetwork
 from graphattn.nn.layer_cache import LayerCache
 from graphattn.nn.overrides import is_as_shipped, overridden_kernel, overridden_rows
 from graphattn.nn.streaming import StreamingLayer
+from graphattn.ops.compiled_code import may_repeat_step
 from graphattn.ops.consensus.native.steps import CacheCall, applies, first_hidden
 from graphattn.ops.consensus.parameters import FirstLayer
-from graphattn.ops.consensus.streaming import can_run_compiled, step_kernel
+from graphattn.ops.consensus.step import step_kernel
 
 
 class CompiledSteps(StreamingLayer):
@@ -60,7 +61,7 @@ class CompiledSteps(StreamingLayer):
         return step
 
     def compiled_step(self, x: Tensor, cache: LayerCache) -> Tensor | None:
-        if type(cache) is not LayerCache or not can_run_compiled(self.backend):
+        if type(cache) is not LayerCache or not may_repeat_step(self.backend):
             return None
         call = cache.call  # the first step makes one, and checks what is checked here no more
         if call is None or not call.fits(self, x, cache.buffers) or "valid" in cache.buffers:

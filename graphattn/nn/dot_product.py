@@ -11,9 +11,8 @@ from graphattn.graphs.token_graph import TokenGraph
 from graphattn.nn.attention import GraphAttention
 from graphattn.nn.graph_layer import Positions
 from graphattn.nn.rotary import RotaryEmbedding
-from graphattn.ops.attention.api import attention_weights, dot_product_attention
-from graphattn.ops.attention.cached import Score
-from graphattn.ops.inputs import Valid, ValidPair
+from graphattn.ops.attention.score import DotProduct, Score
+from graphattn.ops.inputs import Valid
 
 
 class DotProductAttention(GraphAttention):
@@ -148,8 +147,8 @@ class DotProductAttention(GraphAttention):
             edge_bias=edge_bias,
         )
 
-    def log_affinity(self, query_i: Tensor, key_j: Tensor) -> Tensor:
-        return (query_i * key_j).sum(-1) / math.sqrt(self.head_dim)
+    def score(self) -> Score:
+        return DotProduct(1 / math.sqrt(self.head_dim))
 
     def cache_fields(self) -> dict[str, tuple[int, int]]:
         if self.context_dim != self.dim:
@@ -159,56 +158,6 @@ class DotProductAttention(GraphAttention):
                 "they come from a context, which is there from the start: call the layer"
             )
         return super().cache_fields()
-
-    def row_score(self, query: Tensor) -> tuple[Score, float | Tensor]:
-        return "dot", 1 / math.sqrt(self.head_dim)
-
-    def step_scale(self) -> tuple[Tensor | None, float]:
-        return None, 1 / math.sqrt(self.head_dim)
-
-    def fused(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        graph: TokenGraph,
-        valid: ValidPair,
-        *,
-        edge_bias: Tensor | None = None,
-    ) -> Tensor:
-        return dot_product_attention(
-            query,
-            key,
-            value,
-            graph,
-            top_k=self.top_k,
-            edge_bias=edge_bias,
-            valid=valid,
-            backend=self.backend,
-            sink=self.sink,
-            softcap=self.softcap,
-            dropout=self.current_dropout,
-        )
-
-    def edge_weights(
-        self,
-        query: Tensor,
-        key: Tensor,
-        graph: TokenGraph,
-        valid: ValidPair,
-        *,
-        edge_bias: Tensor | None = None,
-    ) -> Tensor:
-        return attention_weights(
-            query,
-            key,
-            graph,
-            top_k=self.top_k,
-            edge_bias=edge_bias,
-            valid=valid,
-            sink=self.sink,
-            softcap=self.softcap,
-        )
 
     def __repr__(self) -> str:
         options = {

@@ -16,10 +16,9 @@ from graphattn.graphs.arguments import as_float
 from graphattn.graphs.token_graph import TokenGraph
 from graphattn.nn.graph_layer import FEW_ANGLES, GraphLayer
 from graphattn.nn.overrides import is_called_as_shipped
-from graphattn.ops.attention.api import _dot_scale, _rbf_scale
 from graphattn.ops.attention.flat import FlatCall, flat_attention, known_call
-from graphattn.ops.attention.native.steps import is_followed
 from graphattn.ops.backends import wanted_backend
+from graphattn.ops.compiled_code import is_followed
 from graphattn.ops.linear_attention.flat import FlatLinear, flat_linear_attention
 from graphattn.ops.linear_attention.sums import pairs_outside
 
@@ -92,7 +91,8 @@ def flat_call(
     else:
         scales = call.scale
         if scales is None:
-            scales = _rbf_scale(layer.sigma(), layer.heads, query)
+            scales = layer.score().ready(layer.heads, query).strength
+            assert scales is not None
         mixed = flat_attention(call, query, key, value, scales)
     return layer.output_proj(mixed), projected
 
@@ -158,18 +158,19 @@ def _call(layer: GraphAttention, x: Tensor, context_dim: int, graph: TokenGraph)
             rotations[0] is not rotations[1] or rotations[0][0].numel() > FEW_ANGLES
         ):
             return None
-        log_sigma, scale = layer.step_scale()
+        score = layer.score()
         return known_call(
             x,
             graph,
             layer.heads,
             layer.kv_heads,
             layer.head_dim,
-            scale=_dot_scale(scale, layer.heads, x) if log_sigma is None else None,
+            score,
             top_k=layer.top_k,
             softcap=layer.softcap,
             backend=layer.backend,
             rotation=None if rotations is None else rotations[0],
+            keeps_scale=score.kernel == "dot",
         )
     except ValueError:
         return None

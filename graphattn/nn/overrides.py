@@ -24,9 +24,9 @@ EDGE_METHODS = (
 WEIGHT_METHODS = ("message", "log_affinity", "propagate")  # what `edge_weights` restates
 # What a step of generation shortens to one row, by `step_row` or the methods that it calls.
 ROW_METHODS = (*EDGE_METHODS, "fused", "mix", "move", "sigma")
-ROW_TWINS = ("step_row", "fused_row", "row_logits", "row_score")
+ROW_TWINS = ("step_row", "fused_row", "row_logits")
 # What a compiled step restates, beside them.
-KERNEL_METHODS = (*ROW_TWINS, "kernel_row", "step_scale", "sink_logits")
+KERNEL_METHODS = (*ROW_TWINS, "score", "kernel_row", "step_scale", "sink_logits")
 # What it restates where it also turns queries and keys by their positions.
 TURN_METHODS = (
     "project_step", "project_rotated", "rotate", "split", "finish_step",
@@ -40,9 +40,9 @@ STEP_TWINS = ("step", "project_step", "step_rows", *ROW_TWINS)
 
 # What a plain forward pass restates (`flat_call`), beside what happens at edges.
 CALL_METHODS = (
-    *EDGE_METHODS, "fused", "mix", "sigma", "prepare", "check_dtype", "project", "project_rotated",
-    "project_flat", "turned", "split", "rotate", "rotations", "rotation_of", "resolve_positions",
-    "uses_propagate", "current_dropout", "step_scale", "project_features", "features_of",
+    *EDGE_METHODS, "score", "fused", "mix", "sigma", "prepare", "check_dtype", "project",
+    "project_rotated", "project_flat", "turned", "split", "rotate", "rotations", "rotation_of",
+    "resolve_positions", "uses_propagate", "current_dropout", "step_scale", "project_features", "features_of",
     "mixed_dtype",
 )  # fmt: skip
 

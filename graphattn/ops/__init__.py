@@ -1,6 +1,11 @@
 """The mathematics as pure functions of tensors and a graph."""
 
-from graphattn.ops.attention.api import attention_weights, dot_product_attention, rbf_attention
+from graphattn.ops.attention.api import (
+    attention_weights,
+    dot_product_attention,
+    rbf_attention,
+    score_attention,
+)
 from graphattn.ops.attention.candidates import (
     attend_candidates,
     merge_top_k,
@@ -8,6 +13,7 @@ from graphattn.ops.attention.candidates import (
 )
 from graphattn.ops.attention.decode import decode_attention
 from graphattn.ops.attention.merge import merge_attention
+from graphattn.ops.attention.score import DotProduct, GaussianKernel, Score
 from graphattn.ops.backends import use_backend
 from graphattn.ops.consensus.api import consensus_edge_matrices, consensus_update
 from graphattn.ops.consensus.parameters import EdgeNetworkParameters, FirstLayer
@@ -19,8 +25,11 @@ from graphattn.ops.linear_attention.api import (
 from graphattn.ops.support import backends
 
 __all__ = [
+    "DotProduct",
     "EdgeNetworkParameters",
     "FirstLayer",
+    "GaussianKernel",
+    "Score",
     "attend_candidates",
     "attention_weights",
     "backends",
@@ -34,6 +43,7 @@ __all__ = [
     "merge_attention",
     "merge_top_k",
     "rbf_attention",
+    "score_attention",
     "top_k_candidates",
     "use_backend",
 ]

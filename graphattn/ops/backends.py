@@ -1,10 +1,11 @@
-"""Which implementation runs an operation."""
+"""The choice of a backend: one table per engine, asked once per call."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Any, NamedTuple
 
 import torch
 
@@ -53,31 +54,74 @@ def wanted_backend(backend: str) -> str:
     return _override_when_compiled if torch.compiler.is_compiling() else _override.get()
 
 
-def choose_backend(backend: str, support: dict[str, str | None], device: torch.device) -> str:
-    """The backend to run: the one asked for, or of those that can the one that is fastest.
+def nothing_against(_: Any) -> None:
+    """No reason why a backend could not run a call."""
+
+
+def always(_: Any) -> bool:
+    """Whether "auto" may take a backend: any time."""
+    return True
+
+
+class Backend(NamedTuple):
+    """One way to run an engine's calls: a row of the engine's table, fastest first.
+
+    Attributes:
+        name: one of :data:`BACKENDS`.
+        why_not: the reason why it cannot run a checked call; None where it can.
+        run: runs the call. None in tables of who takes a call that the caller itself runs.
+        is_default: whether "auto" may take it for a call that it can run.
+    """
+
+    name: str
+    why_not: Callable[[Any], str | None] = nothing_against
+    run: Callable[[Any], Any] | None = None
+    is_default: Callable[[Any], bool] = always
+
+    def __call__(self, call: Any) -> Any:
+        """Run a call."""
+        assert self.run is not None
+        return self.run(call)
+
+
+Table = tuple[Backend, ...]
+
+
+def choose(table: Table, call: Any, backend: str) -> Backend:
+    """The row of a table that runs a call: the one asked for, or the first that can.
 
     "auto" keeps to "reference" inside torch.func and under forward-mode differentiation, which
-    look into its steps, and to torch where kernels could only be interpreted.
+    follow the steps of an operation.
+
+    Raises:
+        ValueError: the backend was asked for by name, and cannot.
     """
     wanted = wanted_backend(backend)
-    looked_into = is_looked_into()
-    if wanted == "auto":
-        if looked_into:
-            return "reference"
-        if device.type == "cuda" and support["triton"] is None:
-            return "triton"
-        if support.get("native") is None:
-            return "native"
-        return (
-            "structured"
-            if torch.compiler.is_compiling() or support["structured"] is None
-            else "reference"
-        )
-    if support[wanted] is not None:
-        raise ValueError(f"backend {wanted!r} cannot run this case: {support[wanted]}")
-    if wanted in ("native", "triton") and looked_into:
-        raise ValueError(
-            f"backend {wanted!r} cannot run inside torch.func or under forward-mode "
-            'differentiation, which look into the steps of an operation: use backend="reference"'
-        )
-    return wanted
+    followed = is_looked_into()
+    for entry in table:
+        if wanted == "auto":
+            if entry.name == "reference" or (
+                not followed and entry.is_default(call) and entry.why_not(call) is None
+            ):
+                return entry
+        elif entry.name == wanted:
+            if (reason := entry.why_not(call)) is not None:
+                raise refusal(wanted, reason)
+            if followed and wanted in ("native", "triton"):
+                raise ValueError(
+                    f"backend {wanted!r} cannot run inside torch.func or under forward-mode "
+                    "differentiation, which look into the steps of an operation: use "
+                    'backend="reference"'
+                )
+            return entry
+    raise refusal(wanted, "this operation does not have it")
+
+
+def support(table: Table, call: Any) -> dict[str, str | None]:
+    """Backend -> None where it can run a call, otherwise the reason why not."""
+    return {entry.name: entry.why_not(call) for entry in reversed(table)}
+
+
+def refusal(backend: str, reason: str) -> ValueError:
+    """The error of a backend that was asked for by name."""
+    return ValueError(f"backend {backend!r} cannot run this case: {reason}")

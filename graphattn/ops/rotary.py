@@ -11,7 +11,7 @@ from torch import Tensor
 from graphattn.kernels.cpu import library
 from graphattn.ops.attention.native.known import packer, steps_of
 from graphattn.ops.attention.native.rows import KINDS, TokenView, _featurewise, _view
-from graphattn.ops.attention.native.steps import is_followed, is_here
+from graphattn.ops.compiled_code import is_followed, is_here
 
 
 class TurnCall(ctypes.Structure):

@@ -9,11 +9,15 @@ from torch import Tensor
 
 from graphattn.graphs.arguments import as_choice
 from graphattn.graphs.token_graph import TokenGraph, as_token_graph
-from graphattn.ops.attention.api import support as attention_support
+from graphattn.ops.attention.backends import BACKENDS as ATTENTION_BACKENDS
+from graphattn.ops.attention.calls import AttentionCall
+from graphattn.ops.attention.score import DotProduct
 from graphattn.ops.attention.softcap import as_softcap
-from graphattn.ops.consensus.api import support as consensus_support
+from graphattn.ops.backends import support
+from graphattn.ops.consensus.backends import BACKENDS as CONSENSUS_BACKENDS
+from graphattn.ops.consensus.calls import ConsensusCase
 from graphattn.ops.dropout import as_share
-from graphattn.ops.linear_attention.api import SUPPORT as LINEAR_SUPPORT
+from graphattn.ops.linear_attention.api import BACKENDS as LINEAR_BACKENDS
 
 OPERATIONS = ("rbf_attention", "dot_product_attention", "linear_attention", "consensus_update")
 
@@ -70,7 +74,9 @@ def backends(
         graph = as_token_graph(edges, N, sources)
     graph = as_token_graph(graph, N, graph.num_sources)
     if op == "consensus_update":
-        return consensus_support(query)
+        return support(CONSENSUS_BACKENDS, ConsensusCase(query))
     if op == "linear_attention":
-        return dict(LINEAR_SUPPORT)
-    return attention_support(query, softcap=softcap, dropout=dropout)
+        return support(LINEAR_BACKENDS, None)
+    score = DotProduct()
+    call = AttentionCall(query, query, query, graph, score, softcap=softcap, dropout=dropout)
+    return support(ATTENTION_BACKENDS, call)

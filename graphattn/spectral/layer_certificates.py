@@ -14,7 +14,7 @@ from graphattn.nn import (
     KrauseAttention,
     SelfConsensus,
 )
-from graphattn.ops.consensus.api import check_energy_graph
+from graphattn.ops.consensus.calls import check_energy_graph
 from graphattn.spectral.classes import eigenvalue_one_multiplicity
 from graphattn.spectral.eigenvalues import fiedler_value
 from graphattn.spectral.facts import SLACK, Certificate, Fact

@@ -16,6 +16,7 @@ from torch.nn import functional
 
 import graphattn as ga
 from graphattn.kernels.cpu import library
+from graphattn.ops import compiled_code
 from graphattn.ops.attention.native import steps
 
 if library.why_not() is not None:
@@ -256,7 +257,7 @@ def test_steps_are_one_forward_over_the_whole_text(
 def test_without_the_library_steps_are_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     layer, x = layer_of(name), torch.randn(2, 60, 32)
     y = stream(layer, x, layer.init_cache(2, 25))
-    monkeypatch.setattr(steps, "_WHY_NOT_HERE", "it was not built")
+    monkeypatch.setattr(compiled_code, "_WHY_NOT_HERE", "it was not built")
     with taken(monkeypatch) as calls:
         plain = stream(layer, x, layer.init_cache(2, 25))
     assert calls == [0]

@@ -24,7 +24,10 @@ from torch.autograd import gradcheck, gradgradcheck
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import graphattn as ga
+from graphattn.ops.backends import support
+from graphattn.ops.consensus import backends as table
 from graphattn.ops.consensus import structured
+from graphattn.ops.consensus.calls import ConsensusCase
 
 EXACT = {"rtol": 1e-10, "atol": 1e-10}
 BACKENDS = pytest.mark.parametrize("backend", ["reference", *FAST])
@@ -530,7 +533,7 @@ def test_kernels_say_that_they_take_none() -> None:
     graph = GRAPHS["path"]()
     inputs = consensus_inputs(graph, dtype=torch.float32)
     state = inputs.state.to("meta")
-    reason = ga.ops.consensus.api.support(state, 1, True)["triton"]
+    reason = support(table.BACKENDS, ConsensusCase(state, 1, edge_hidden=True))["triton"]
     assert reason is not None
     with pytest.raises(ValueError, match="backend 'triton' cannot run this case"):
         ga.consensus_update(

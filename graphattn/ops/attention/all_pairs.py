@@ -19,11 +19,11 @@ from torch.nn import functional
 from graphattn.kernels.shared.launch import is_looked_into
 from graphattn.ops.attention.cached import (
     PAIRS,
-    Score,
     attend_cached,
     attend_logits,
     pair_logits,
 )
+from graphattn.ops.attention.score import Kernel
 from graphattn.ops.attention.softcap import capped
 from graphattn.ops.inputs import compute_dtype, full_precision
 
@@ -42,7 +42,7 @@ class Logits(NamedTuple):
         dropout: share of the weights that is dropped.
     """
 
-    score: Score
+    score: Kernel
     scale: float
     top_k: int | None = None
     softcap: float | None = None

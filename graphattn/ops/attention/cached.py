@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from graphattn.ops.attention.score import Kernel
 from graphattn.ops.memory import keep_freed_memory
-
-Score = Literal["dot", "rbf"]  # of reference.py, which implementations do not import
 
 SMALL = 1 << 15  # numbers of the keys of a cache up to which the fewest calls are the fastest way
 PAIRS = 1 << 20  # numbers at a time in those: 4 megabytes of float32; fewer is slower
@@ -32,7 +31,7 @@ def attend_cached(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    score: Score,
+    score: Kernel,
     scale: float | Tensor,
     *,
     top_k: int | None = None,
@@ -67,7 +66,7 @@ class Products(NamedTuple):
 
     query: Tensor
     key: Tensor
-    score: Score
+    score: Kernel
     scale: float | Tensor
 
 
@@ -150,7 +149,7 @@ def _is_spread(x: Tensor) -> bool:
 
 
 def pair_logits(
-    query: Tensor, key: Tensor, score: Score, scale: float | Tensor, *, exact: bool, large: bool
+    query: Tensor, key: Tensor, score: Kernel, scale: float | Tensor, *, exact: bool, large: bool
 ) -> Tensor:
     """Logits [G, R, n]. Distances are `exact`, and are equal where keys are.
 

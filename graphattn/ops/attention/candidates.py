@@ -10,8 +10,8 @@ from torch import Tensor
 
 from graphattn.graphs.arguments import as_int
 from graphattn.graphs.token_graph import TokenGraph
-from graphattn.ops.attention.api import _check_qkv, _dot_scale, _rbf_scale
-from graphattn.ops.attention.reference import Score, log_affinity
+from graphattn.ops.attention.calls import check_qkv
+from graphattn.ops.attention.score import DotProduct, GaussianKernel, score_of
 from graphattn.ops.inputs import (
     Valid,
     check_graph,
@@ -76,16 +76,14 @@ def top_k_candidates(
         >>> torch.allclose(out, z, atol=1e-6)
         True
     """
-    heads = _check_qkv(query, key, key)
-    if sigma is not None and scale is not None:
-        raise ValueError(f"give sigma (RBF) or scale (dot product), not both: {sigma}, {scale}")
+    heads = check_qkv(query, key, key)
+    given = score_of(sigma, scale)
     k, first_source = as_int("k", k, 1), as_int("first_source", first_source, 0)
     N, M = query.shape[-3], key.shape[-3]
     graph = check_graph(graph, query, N, M)
     batch = query.shape[:-3]
     masks = flat_masks(check_valid(valid, batch, query.device, N, M), batch)
-    score: Score = "dot" if sigma is None else "rbf"
-    strength = _dot_scale(scale, heads, query) if sigma is None else _rbf_scale(sigma, heads, query)
+    score = given.ready(heads, query)
     dtype = compute_dtype(query.dtype)
     query, key = (x.reshape(batch.numel(), *x.shape[-3:]).to(dtype) for x in (query, key))
     rowptr, source = graph.compact_csr()
@@ -102,7 +100,7 @@ def top_k_candidates(
                 stop += 1
             rows = slice(start, stop)
             table = _table(rowptr[start : stop + 1], source, max(degrees[rows]), masks, rows)
-            found.append(_best_of_rows(query[:, rows], key, *table, k, score, strength))
+            found.append(_best_of_rows(query[:, rows], key, *table, k, score))
             start = stop
     if not found:
         empty = query.new_zeros(len(query), 0, heads, k)
@@ -138,25 +136,24 @@ def _best_of_rows(
     sources: Tensor,
     present: Tensor,
     k: int,
-    score: Score,
-    scale: Tensor,
+    score: DotProduct | GaussianKernel,
 ) -> Candidates:
     """Logits and sources [B, n, H, k] of the best of `sources` [n, w], in order."""
     B, n, H, _ = query.shape
     with torch.no_grad():
         shown = key.index_select(1, sources.flatten()).unflatten(1, sources.shape)
         shown = repeat_heads(shown.masked_fill(~present[..., None, None], 0), H)
-        logits = log_affinity(query[:, :, None], shown, score, scale).transpose(2, 3)
+        logits = score.edges(query[:, :, None], shown).transpose(2, 3)
         logits = logits.masked_fill(~present[:, :, None], -torch.inf)  # [B, n, H, w]
         best = logits.sort(dim=-1, descending=True, stable=True)
         logits, places = best.values[..., :k], best.indices[..., :k]
         index = sources.expand(B, n, -1)[:, :, None].expand(B, n, H, -1).gather(-1, places)
         index = index.masked_fill(logits == -torch.inf, -1)
-    if torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, scale)):
+    if torch.is_grad_enabled() and (
+        query.requires_grad or key.requires_grad or score.strength.requires_grad
+    ):
         chosen = _gathered(key, index)
-        logits = log_affinity(query[:, :, None], chosen.transpose(2, 3), score, scale).transpose(
-            2, 3
-        )
+        logits = score.edges(query[:, :, None], chosen.transpose(2, 3)).transpose(2, 3)
         logits = logits.masked_fill(index < 0, -torch.inf)
     if (missing := k - index.shape[-1]) > 0:
         logits = torch.nn.functional.pad(logits, (0, missing), value=-torch.inf)

@@ -10,18 +10,18 @@ import torch
 from torch import Tensor
 
 from graphattn.graphs.arguments import as_float, as_int
-from graphattn.ops.attention.api import _dot_scale, _rbf_scale, _sink
 from graphattn.ops.attention.cached import attend_cached
+from graphattn.ops.attention.calls import check_sink
 from graphattn.ops.attention.masked_rows import attend_masked
 from graphattn.ops.attention.native import steps as native_steps
-from graphattn.ops.attention.reference import Score
+from graphattn.ops.attention.score import Kernel, score_of
 from graphattn.ops.inputs import check_tensors, compute_dtype, full_precision
 
 
 class Kind(NamedTuple):
     """What a logit is: `scale` a number, or one of every head as [Hk, g]."""
 
-    score: Score
+    score: Kernel
     scale: float | Tensor
     top_k: int | None
 
@@ -133,7 +133,7 @@ def decode_attention(
     _check_tensors(query, key_cache, value_cache)
     kind = _kind(query, key_cache.shape[-2], sigma, scale, top_k)
     window = None if window is None else as_int("window", window, 1)
-    sink = _check_sink(sink, query)
+    sink = check_sink(sink, query.shape[-2], query)
     batch = query.shape[:-3]
     if len(batch) != 1:
         query, key_cache, value_cache = (
@@ -318,13 +318,12 @@ def _kind(
     scale: float | Tensor | None,
     top_k: int | None,
 ) -> Kind:
-    if sigma is not None and scale is not None:
-        raise ValueError(f"give sigma (RBF) or scale (dot product), not both: {sigma}, {scale}")
+    given = score_of(sigma, scale)
     top_k = None if top_k is None else as_int("top_k", top_k, 1)
-    score: Score = "dot" if sigma is None else "rbf"
+    score = given.kernel
     H, D = query.shape[-2:]
     if isinstance(sigma, Tensor) or isinstance(scale, Tensor):
-        by_head = _dot_scale(scale, H, query) if sigma is None else _rbf_scale(sigma, H, query)
+        by_head = given.ready(H, query).strength
         return Kind(score, by_head.unflatten(0, (kv_heads, -1)), top_k)
     if scale is None and sigma is None:
         return Kind(score, 1 / math.sqrt(max(D, 1)), top_k)
@@ -361,11 +360,6 @@ def _lengths(
     if found and not 0 <= min(found) <= max(found) <= room:
         raise ValueError(f"lengths must be within 0 .. {room}, the room of the caches, got {found}")
     return found[0] if len(set(found)) == 1 else found
-
-
-def _check_sink(sink: Any, query: Tensor) -> Tensor | None:
-    """Logits [H] in the compute dtype."""
-    return _sink(sink, query.shape[-2], query)
 
 
 def _needs_masks(*inputs: Tensor | float) -> bool:

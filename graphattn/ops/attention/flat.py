@@ -17,7 +17,7 @@ from graphattn.ops.attention import native
 from graphattn.ops.attention.api import known_backend
 from graphattn.ops.attention.native.bands import NativeBandPlan
 from graphattn.ops.attention.native.known import KnownBands
-from graphattn.ops.attention.reference import Score
+from graphattn.ops.attention.score import Score
 from graphattn.ops.attention.structured.recompute import Plan
 from graphattn.ops.inputs import full_precision
 from graphattn.ops.rotary import KnownTurn, turned_plainly
@@ -122,33 +122,40 @@ def known_call(
     heads: int,
     kv_heads: int,
     width: int,
+    score: Score,
     *,
-    scale: Tensor | None,
     top_k: Any,
     softcap: Any,
     backend: str,
     rotation: Rotation | None,
+    keeps_scale: bool,
 ) -> FlatCall | None:
     """What calls of tokens like these [*, N, F] share; None where compiled code does not run them.
 
-    They are of dot products where there is a `scale` [H], and of distances otherwise.
+    Their score is a constant that they share, too, where the call `keeps_scale`.
 
     Raises:
         ValueError: for what the operation refuses.
     """
-    score: Score = "rbf" if scale is None else "dot"
     lead, (N, M) = like.shape[:-2], (graph.num_targets, graph.num_sources)
     nothing = like.detach().new_empty(())  # sizes count, not what there is
     query = nothing.expand(*lead, N, heads, width)
     key = nothing.expand(*lead, M, kv_heads, width)
-    chosen, top_k, softcap = known_backend(
-        query, key, key, graph, score=score, top_k=top_k, softcap=softcap, backend=backend
-    )
+    options = {"top_k": top_k, "softcap": softcap}
+    chosen, call = known_backend(query, key, key, graph, score, backend=backend, **options)
     if chosen != "native":
         return None
-    options = {"top_k": top_k, "softcap": softcap, "per_offset": False, "valid": (None, None)}
     inputs = query, key, key, nothing.expand(heads), None
-    (query, key, *_), plan = native.plan_call(inputs, graph, score=score, **options)
+    (query, key, *_), plan = native.plan_call(
+        inputs,
+        graph,
+        score=score.kernel,
+        top_k=call.top_k,
+        softcap=call.softcap,
+        per_offset=False,
+        valid=(None, None),
+    )
+    scale = score.ready(heads, like).strength if keeps_scale else None
     out = *lead, N, heads * width
     return FlatCall(plan, tuple(query.shape), tuple(key.shape), out, like.dtype, rotation, scale)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from graphattn.ops.attention.cached import Score
+from graphattn.ops.attention.score import Kernel
 
 
 def attend_masked(
@@ -19,7 +19,7 @@ def attend_masked(
     value: Tensor,
     allowed: Tensor,
     *,
-    score: Score,
+    score: Kernel,
     scale: float | Tensor,
     top_k: int | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -47,7 +47,7 @@ def _row(
     key: Tensor,
     value: Tensor,
     allowed: Tensor,
-    score: Score,
+    score: Kernel,
     scale: float | Tensor,
     top_k: int | None,
 ) -> tuple[Tensor, Tensor]:

@@ -6,28 +6,14 @@ Exact in float64, twice differentiable; the other backends are tested against it
 
 from __future__ import annotations
 
-from typing import Literal
-
 from torch import Tensor
 
 from graphattn.graphs.token_graph import TokenGraph
+from graphattn.ops.attention.score import Score
 from graphattn.ops.attention.softcap import capped
 from graphattn.ops.dropout import Dropout, Kept
 from graphattn.ops.inputs import ValidPair, clear_invalid, repeat_heads, valid_edges
 from graphattn.ops.segments import edge_softmax, segment_sum
-
-Score = Literal["dot", "rbf"]
-
-
-def log_affinity(query_i: Tensor, key_j: Tensor, score: Score, scale: Tensor) -> Tensor:
-    """How alike the two tokens of every edge are, [*, E, H]; `scale` [H].
-
-    dot: ``scale * q_i . k_j``. rbf: ``-scale * ||q_i - k_j||^2 / 2`` with scale = 1 / sigma^2,
-    from the difference itself: nothing cancels, whatever offset the tokens share.
-    """
-    if score == "rbf":
-        return -scale / 2 * (query_i - key_j).square().sum(-1)
-    return scale * (query_i * key_j).sum(-1)
 
 
 def edge_weights(
@@ -36,7 +22,6 @@ def edge_weights(
     graph: TokenGraph,
     *,
     score: Score,
-    scale: Tensor,
     eps: float = 0.0,
     edge_bias: Tensor | None = None,
     top_k: int | None = None,
@@ -48,9 +33,7 @@ def edge_weights(
     source, target = graph.edge_index
     query = clear_invalid(query, valid[0])
     key = repeat_heads(clear_invalid(key, valid[1]), query.shape[-2])
-    logits = log_affinity(
-        query.index_select(-3, target), key.index_select(-3, source), score, scale
-    )
+    logits = score.edges(query.index_select(-3, target), key.index_select(-3, source))
     logits = capped(logits, softcap)
     if edge_bias is not None:
         logits = logits + edge_bias
@@ -65,7 +48,6 @@ def attend(
     graph: TokenGraph,
     *,
     score: Score,
-    scale: Tensor,
     edge_bias: Tensor | None = None,
     top_k: int | None = None,
     valid: ValidPair = (None, None),
@@ -78,7 +60,6 @@ def attend(
         key,
         graph,
         score=score,
-        scale=scale,
         edge_bias=edge_bias,
         top_k=top_k,
         valid=valid,

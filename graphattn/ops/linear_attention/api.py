@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from torch import Tensor
 from graphattn.graphs.arguments import as_float
 from graphattn.graphs.token_graph import TokenGraph
 from graphattn.kernels.shared.launch import is_looked_into
-from graphattn.ops.backends import check_backend, choose_backend
+from graphattn.ops.backends import Backend, check_backend, choose
 from graphattn.ops.counting import note_uncounted
 from graphattn.ops.inputs import (
     Valid,
@@ -27,13 +27,6 @@ from graphattn.ops.inputs import (
 )
 from graphattn.ops.linear_attention.operators import linear_sums
 from graphattn.ops.segments import segment_sum
-
-SUPPORT: dict[str, str | None] = {
-    "reference": None,
-    "structured": None,
-    "native": "linear attention has no code of its own: it is products of matrices already",
-    "triton": "linear attention has no kernels of its own: it is products of matrices already",
-}
 
 
 def elu_features(x: Tensor) -> Tensor:
@@ -109,15 +102,11 @@ def linear_attention(
     N, M = query.shape[-3], key.shape[-3]
     graph = check_graph(graph, query, N, M)
     pair = check_valid(valid, query.shape[:-3], query.device, N, M)
-    chosen = choose_backend(backend, SUPPORT, query.device)
+    chosen = choose(BACKENDS, None, backend)
     with full_precision(query.device):
-        tensors = _readable(query, key, value, rotated, pair)
-        if chosen == "reference":
-            note_uncounted("linear_attention with backend='reference'")
-            sums = _sums_of_edges(tensors, graph, pair)
-        else:
-            sums = _sums(tensors, graph)
-        return average(*sums, eps).to(query.dtype)
+        call = LinearCall(_readable(query, key, value, rotated, pair), graph, pair)
+        above, below = chosen(call)
+        return average(above, below, eps).to(query.dtype)
 
 
 def linear_attention_weights(
@@ -187,6 +176,14 @@ class Features(NamedTuple):
     turned_key: Tensor
 
 
+class LinearCall(NamedTuple):
+    """One call of linear attention after its checks; no edge touches invalid tokens."""
+
+    tensors: Features
+    graph: TokenGraph
+    valid: ValidPair
+
+
 def _check(
     query: Tensor, key: Tensor, value: Tensor, rotated: tuple[Tensor, Tensor] | None
 ) -> None:
@@ -241,8 +238,9 @@ def _readable(
     return Features(q, k, v, of_target(rotated[0]), of_source(rotated[1]))
 
 
-def _sums(tensors: Features, graph: TokenGraph) -> tuple[Tensor, Tensor]:
+def _sums(call: LinearCall) -> tuple[Tensor, Tensor]:
     """Numerators [*, N, H, Dv] and denominators [*, N, H, 1]."""
+    tensors, graph, _ = call
     query, key, value = (by_head(x) for x in tensors[:3])
     ones = torch.ones_like(value[..., :1])
     if tensors.query is tensors.turned_query:  # one pass for both
@@ -272,8 +270,10 @@ def _products(tensors: Features, graph: TokenGraph) -> tuple[Tensor, Tensor]:
     return above, below
 
 
-def _sums_of_edges(tensors: Features, graph: TokenGraph, valid: ValidPair) -> tuple[Tensor, Tensor]:
-    """The same as :func:`_sums` by one message per edge."""
+def _sums_of_edges(call: LinearCall) -> tuple[Tensor, Tensor]:
+    """Numerators and denominators by one message per edge."""
+    note_uncounted("linear_attention with backend='reference'")
+    tensors, graph, valid = call
     source, target = graph.edge_index
     above, below = _products(tensors, graph)
     messages = above[..., None] * tensors.value.index_select(-3, source)
@@ -282,3 +282,15 @@ def _sums_of_edges(tensors: Features, graph: TokenGraph, valid: ValidPair) -> tu
         messages = messages.masked_fill(~keep[..., None], 0)
     sums = (segment_sum(x, target, graph.num_targets) for x in (messages, below[..., None]))
     return next(sums), next(sums)
+
+
+def _has_no_code(_: Any) -> str:
+    return "linear attention has no code of its own: it is products of matrices already"
+
+
+BACKENDS = (
+    Backend("triton", _has_no_code),
+    Backend("native", _has_no_code),
+    Backend("structured", run=_sums),
+    Backend("reference", run=_sums_of_edges),
+)

@@ -8,11 +8,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from graphattn.graphs.token_graph import TokenGraph
-from graphattn.kernels.cpu import library
 from graphattn.ops.attention import structured
 from graphattn.ops.attention.native.bands import (
     NativeBandPlan,
@@ -25,25 +23,9 @@ from graphattn.ops.attention.structured.plans import Kernels
 from graphattn.ops.attention.structured.recompute import Inputs, Plan
 from graphattn.ops.inputs import may_be_differentiated
 
-# Looked up once: torch.compile cannot look into how a library is loaded.
-_WHY_NOT_HERE = library.why_not()
-
-__all__ = ["attend", "most_saved_per_head", "plan_call", "why_not"]
+__all__ = ["attend", "most_saved_per_head", "plan_call"]
 
 KERNELS = Kernels(native_rows, native_tiles)
-
-
-def why_not(like: Tensor) -> str | None:
-    """The reason why compiled code does not take a case, whatever its graph; None where it does."""
-    if like.device.type != "cpu":
-        return f"it runs on CPUs, not on {like.device.type}"
-    if not torch.compiler.is_compiling() and torch._C._get_tracing_state() is not None:
-        return "a trace (torch.jit.trace) would not have its steps"
-    if not torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack() == 0:
-        kind = type(like)
-        if kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
-            return f"it reads the memory of plain tensors, which a {kind.__name__} is not"
-    return _WHY_NOT_HERE
 
 
 def attend(

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from graphattn.kernels.cpu import library
-from graphattn.kernels.shared.launch import is_looked_into
 from graphattn.ops.attention.native.rows import KINDS, TokenView, _address, _view
+from graphattn.ops.compiled_code import why_no_step
 
 # Queries and heads that share a key head from which a product of matrices is faster.
 MANY_ROWS = 32
@@ -49,42 +49,7 @@ class StepsCall(ctypes.Structure):
     )
 
 
-# Looked up once: torch.compile cannot look into how a library is loaded.
-_WHY_NOT_HERE = library.why_not()
 _FOUND = library.library()
-
-
-def is_here() -> bool:
-    """Whether there is a library."""
-    return _WHY_NOT_HERE is None
-
-
-def is_followed() -> bool:
-    """Whether a mode of torch, or a trace, wants to see every operation."""
-    if torch._C._len_torch_dispatch_stack() > 0:
-        return True
-    if torch.compiler.is_compiling():
-        return False
-    return torch._C._get_tracing_state() is not None or is_looked_into()
-
-
-def why_no_step(like: Tensor, *others: torch.dtype) -> str | None:
-    """The reason why compiled code takes no step of queries like these; None where it does.
-
-    `others` are the dtypes of what is cached.
-    """
-    if like.device.type != "cpu":
-        return f"it runs on CPUs, not on {like.device.type}"
-    if _WHY_NOT_HERE is not None:
-        return _WHY_NOT_HERE
-    if type(like) is not Tensor and type(like) is not torch.nn.Parameter:
-        return f"it reads the memory of plain tensors, which a {type(like).__name__} is not"
-    for dtype in others:
-        if dtype is not like.dtype and torch.float64 in (dtype, like.dtype):
-            return f"it does not mix {like.dtype} and a cache of {dtype}"
-    if is_followed():
-        return "the steps of an operation are looked into"
-    return None
 
 
 class CacheCall:

@@ -11,9 +11,11 @@ from functools import cached_property
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from graphattn.graphs.structure import Structure
 from graphattn.graphs.token_graph import kept_for_training
+from graphattn.ops.attention.score import Score
 from graphattn.ops.attention.structured.chunks import Attention, Chunk, put
 from graphattn.ops.attention.structured.options import Options
 from graphattn.ops.attention.structured.recompute import (
@@ -71,7 +73,7 @@ class _Chunked:
         finite = all_sound(inputs)
         places, outs, sums = [], [], []
         for chunk in self.chunks(inputs):
-            own_out, own_lse = Attention(self.options, chunk, _flat(inputs), finite).attend()
+            own_out, own_lse = self._attend_again(chunk, inputs, finite)
             places.append(chunk.targets.flatten())
             outs.append(own_out.flatten(2, 3).transpose(1, 2))
             sums.append(own_lse.flatten(2).transpose(1, 2)[..., None])
@@ -80,6 +82,23 @@ class _Chunked:
             out = out.index_copy(1, where, torch.cat(outs, dim=1))
             lse = lse.index_copy(1, where, torch.cat(sums, dim=1))
         return out, lse[..., 0]
+
+    def _attend_again(self, chunk: Chunk, inputs: Inputs, finite: bool) -> tuple[Tensor, Tensor]:
+        """What a chunk gives; with a score of somebody's own its pairs are computed again later."""
+
+        def attend() -> tuple[Tensor, Tensor]:
+            return Attention(self.options, chunk, _flat(inputs), finite).attend()
+
+        if not isinstance(self.options.score, Score):
+            return attend()
+        found: tuple[Tensor, Tensor] = checkpoint(attend, use_reentrant=False)
+        return found
+
+    @property
+    def forms_features(self) -> bool:
+        """Whether the score of a pair is computed from all its features, side by side."""
+        score = self.options.score
+        return isinstance(score, Score) and type(score).pairs is Score.pairs
 
 
 @dataclass
@@ -95,8 +114,9 @@ class TilePlan(_Chunked):
         (B, _, H, D), (_, M, _, Dv), bias = inputs[0].shape, inputs[2].shape, inputs[4]
         tiles = tiles_of(self.structure, inputs[0].device)
         assert tiles is not None
+        per_pair = D if self.forms_features else 1
         for targets, sources, edges, offsets in tiles:
-            (n, m), width = (targets.shape[1], sources.shape[1]), max(B * H, 1)
+            (n, m), width = (targets.shape[1], sources.shape[1]), max(B * H, 1) * per_pair
             height = min(max(PAIRS // (width * m), 1), n)
             most = min(PAIRS // (width * m * height), FEATURES // (width * m * max(D, Dv, 1)))
             few = zip(targets.split(max(most, 1)), sources.split(max(most, 1)), strict=True)

@@ -13,19 +13,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from graphattn.ops.attention.softcap import capped, slope
 from graphattn.ops.attention.structured.options import Options
+from graphattn.ops.attention.structured.pair_scores import pair_scores, turned
 from graphattn.ops.attention.structured.recompute import Gradients, Inputs
-from graphattn.ops.attention.structured.scores import (
-    HalfSquares,
-    cleaned,
-    drawn,
-    half_squares,
-    product,
-    spoilt,
-    sure_pairs,
-)
 from graphattn.ops.attention.structured.softmax import keep_best, softmax
+from graphattn.ops.attention.structured.squares import product
 from graphattn.ops.dropout import Kept, keeps
 
 
@@ -59,7 +51,6 @@ class Attention:
     ) -> None:
         self.options, self.chunk, self.finite = options, chunk, finite
         query, key, value, scale, self.bias = inputs
-        self.scale = scale[:, None, None, None]
         self.repeats = query.shape[2] // key.shape[2]
         self.query = taken(query, chunk.targets)
         self.key, self.value = (
@@ -68,6 +59,8 @@ class Attention:
         self.quiet = None if quiet is None else taken(quiet[..., None], chunk.targets)
         if self.quiet is not None:
             self.query = self.query.masked_fill(self.quiet, 0)
+        per_pair = scale[:, None, None, None]
+        self.pairs = pair_scores(options, self.query, self.key, per_pair, finite)
 
     @cached_property
     def allowed(self) -> Tensor | None:
@@ -105,27 +98,9 @@ class Attention:
         return found.unflatten(3, self.chunk.entries.shape[1:])[..., 0]
 
     @cached_property
-    def affinity(self) -> Tensor:
-        """-||q - k||^2 / 2 of every pair."""
-        function = HalfSquares.apply if torch.is_grad_enabled() else half_squares
-        return function(self.query, self.key, self.sure)
-
-    @cached_property
-    def sure(self) -> Tensor | bool:
-        """Pairs whose distance is found by products."""
-        return sure_pairs(self.query, self.key, self.scale.detach())
-
-    @cached_property
-    def scores(self) -> Tensor:
-        """Logits without the biases."""
-        if self.options.score == "rbf":
-            return self.scale * self.affinity
-        return capped((self.scale * self.query) @ self.key.mT, self.options.softcap)
-
-    @cached_property
     def weighed(self) -> tuple[Tensor, Tensor, Tensor | None]:
         """Weights [B, H, T, n, m], log-sums [B, H, T, n], and the pairs kept (None: all)."""
-        logits, keep, top_k = self.scores, self.allowed, self.options.top_k
+        logits, keep, top_k = self.pairs.logits, self.allowed, self.options.top_k
         if self.biases is not None:
             logits = logits + self.biases
         if keep is not None:
@@ -141,14 +116,7 @@ class Attention:
         Many times what rounding does, so that rows beyond it keep the same either way: what is
         not seen may only widen it.
         """
-        if self.options.score == "rbf":
-            size = least.abs()
-        else:
-            of_query, of_key = (
-                torch.linalg.vector_norm(x.detach(), dim=-1, keepdim=True)
-                for x in (self.query, self.key)
-            )
-            size = self.scale.detach().abs() * of_query * of_key.amax(-2, keepdim=True)
+        size = self.pairs.size(least)
         if self.biases is not None:
             biases = self.biases.detach().abs()
             biases = biases.masked_fill(biases.isinf(), 0)
@@ -157,15 +125,10 @@ class Attention:
 
     def _exact(self, place: tuple[Tensor, ...]) -> Tensor:
         """Logits of rows (b, h, t, i) as the reference has them, [rows, m]."""
-        b, h, t, i = place
-        query, key = self.query[b, h, t, i, None].detach(), self.key[b, h, t].detach()
-        scale = self.scale.detach()[h, 0, 0]
-        if self.options.score == "rbf":
-            logits = -scale / 2 * (query - key).square().sum(-1)
-        else:
-            logits = capped(scale * (query * key).sum(-1), self.options.softcap)
+        logits = self.pairs.exact(place)
         if self.biases is None:
             return logits
+        b, h, t, i = place
         shape = len(self.query), -1, self.query.shape[2], -1, -1
         return logits + self.biases.detach().expand(shape)[b, h, t, i]
 
@@ -184,19 +147,19 @@ class Attention:
         if self.quiet is not None:
             d_out = d_out.masked_fill(self.quiet, 0)
             d_lse = None if d_lse is None else d_lse.masked_fill(self.quiet, 0)
-        weights = self._hidden(weights, keep)
+        weights = self.pairs.hidden(weights, keep)
         averaged, read = weights, keep
         if self.kept is not None:
             averaged, read = self.kept.weights(weights), self.kept.among(keep)
-        d_value = product(averaged.mT, d_out, _turned(read), self.finite)
+        d_value = product(averaged.mT, d_out, turned(read), self.finite)
         d_weights = d_out @ self.value.mT
         if self.kept is not None:
             d_weights = self.kept.weights(d_weights)
-        d_weights = self._hidden(d_weights, keep)
+        d_weights = self.pairs.hidden(d_weights, keep)
         mean = (weights * d_weights).sum(-1, keepdim=True)
         d_logits = (d_weights - (mean if d_lse is None else mean - d_lse)).mul_(weights)
-        d_logits = self._hidden(d_logits, keep)
-        d_query, d_key, d_scale = self._pulled(d_logits, keep)
+        d_logits = self.pairs.hidden(d_logits, keep)
+        d_query, d_key, d_scale = self.pairs.pulled(d_logits, keep)
         into_query, into_key, into_value, into_scale, into_bias = sums
         put(into_query, self.chunk.targets, d_query)
         for into, found in ((into_key, d_key), (into_value, d_value)):
@@ -207,30 +170,6 @@ class Attention:
         into_scale += d_scale
         if into_bias is not None:
             self._add_to_bias(into_bias, d_logits)
-
-    def _pulled(self, d_logits: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of query, key and scale from those of the logits."""
-        back = _turned(keep)
-        if self.options.score == "rbf":
-            pull, query, key = self.scale * d_logits, self.query, self.key
-            if not self.finite:
-                query, key = cleaned(query), cleaned(key)
-            d_query, d_key = drawn(pull, query, key, self.sure)
-            if not self.finite:
-                d_query = spoilt(d_query, self.key, pull, keep)
-                d_key = spoilt(d_key, self.query, pull.mT, back)
-            d_scale = self._hidden(d_logits * self.affinity, keep)
-            return d_query, d_key, d_scale.sum((0, 2, 3, 4))
-        softcap = self.options.softcap
-        if softcap is not None:
-            d_logits = self._hidden(d_logits * slope(self.scores, softcap), keep)
-        d_query = product(d_logits, self.key, keep, self.finite)
-        d_key = product(d_logits.mT, self.scale * self.query, back, self.finite)
-        return d_query * self.scale, d_key, (d_query * self.query).sum((0, 2, 3, 4))
-
-    def _hidden(self, x: Tensor, keep: Tensor | None) -> Tensor:
-        """0 where pairs are not kept and may hold NaN."""
-        return x if self.finite or keep is None else torch.where(keep, x, 0)
 
     def _add_to_bias(self, into: Tensor, d_logits: Tensor) -> None:
         """into [R, H] or [1 or B, R, H] += what the pairs give that read its rows."""
@@ -252,7 +191,3 @@ def taken(x: Tensor, index: Tensor) -> Tensor:
 def put(into: Tensor, index: Tensor, x: Tensor) -> None:
     """Writes x [B, H, T, n, D] into [B, N, H, D] at index [T, n]."""
     into.transpose(1, 2).index_copy_(2, index.flatten(), x.flatten(2, 3))
-
-
-def _turned(keep: Tensor | None) -> Tensor | None:
-    return None if keep is None else keep.mT

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from graphattn.ops.attention.score import Kernel, Score
 from graphattn.ops.dropout import Dropout
 from graphattn.ops.inputs import ValidPair
 
@@ -14,12 +15,12 @@ class Options(NamedTuple):
     """What a plan knows beside its graph.
 
     Attributes:
-        score: "dot" or "rbf".
+        score: the name of one that compiled code knows, or a score of somebody's own.
         valid: bool [B, N] and [B, M], or None.
         softcap: a bound of the logits of dot products.
     """
 
-    score: str
+    score: Kernel | Score
     top_k: int | None
     valid: ValidPair
     softcap: float | None = None

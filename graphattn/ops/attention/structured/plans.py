@@ -15,6 +15,7 @@ from graphattn.graphs.grid_blocks import GridBlocks
 from graphattn.graphs.sections import Section
 from graphattn.graphs.structure import Complete, GlobalTokens, Structure
 from graphattn.graphs.token_graph import TokenGraph
+from graphattn.ops.attention.score import Kernel, Score
 from graphattn.ops.attention.structured.chunked import RowPlan, TilePlan
 from graphattn.ops.attention.structured.options import Options
 from graphattn.ops.attention.structured.parts import GlobalTokensPlan, PartsPlan
@@ -55,6 +56,10 @@ def attend(
     [offsets, H]; the other options are those of :func:`plan_call`.
     """
     inputs, plan = plan_call((query, key, value, scale, bias), graph, **options)
+    if isinstance(options["score"], Score) and torch.is_grad_enabled():
+        # Which tensors a score of somebody's own holds, autograd alone knows.
+        out, lse = plan.plainly(inputs)
+        return out.view(*query.shape[:-3], *out.shape[1:]), lse.view(query.shape[:-1])
     return run(plan, inputs, query.shape[:-3])
 
 
@@ -71,7 +76,7 @@ def plan_call(
     inputs: Inputs,
     graph: TokenGraph,
     *,
-    score: str,
+    score: Kernel | Score,
     per_offset: bool,
     top_k: int | None,
     valid: ValidPair,
@@ -116,7 +121,7 @@ def plan_call(
         table, pairs = bias is not None, bias is not None and bias.dim() == 4
         return _plan(graph.structure, flat_inputs[0], own, kernels, table=table, pairs=pairs)
 
-    if masks != (None, None) or dropped is not None:
+    if masks != (None, None) or dropped is not None or isinstance(score, Score):
         return flat_inputs, make()
     return flat_inputs, graph.derived((kernels, score, top_k, softcap, B, of_bias), make)
 

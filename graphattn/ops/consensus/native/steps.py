@@ -15,7 +15,6 @@ from torch import Tensor
 
 from graphattn.kernels.cpu import library
 from graphattn.kernels.cpu.tensors import KINDS, TokenView, address, as_it_lies
-from graphattn.kernels.shared.launch import is_looked_into
 from graphattn.ops.consensus.native.calls import ConsensusNetwork
 from graphattn.ops.consensus.parameters import EdgeNetworkParameters, FirstLayer
 
@@ -44,40 +43,9 @@ class ConsensusStepsCall(ctypes.Structure):
     )
 
 
-# Looked up once: torch.compile cannot look into how a library is loaded.
-_WHY_NOT_HERE = library.why_not()
 _FOUND = library.library()
 
 StepSize = float | Tensor | Literal["auto"]  # a tensor [heads] in the dtype of the network
-
-
-def is_here() -> bool:
-    """Whether there is a library."""
-    return _WHY_NOT_HERE is None
-
-
-def is_followed() -> bool:
-    """Whether a mode of torch wants to see every operation, or a trace does."""
-    return (
-        torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._get_tracing_state() is not None
-        or is_looked_into()
-    )
-
-
-def why_no_step(like: Tensor, cache_dtype: torch.dtype) -> str | None:
-    """The reason why compiled code takes no step of targets like these; None where it does."""
-    if like.device.type != "cpu":
-        return f"it runs on CPUs, not on {like.device.type}"
-    if _WHY_NOT_HERE is not None:
-        return _WHY_NOT_HERE
-    if type(like) is not Tensor and type(like) is not torch.nn.Parameter:
-        return f"it reads the memory of plain tensors, which a {type(like).__name__} is not"
-    if cache_dtype is not like.dtype and torch.float64 in (cache_dtype, like.dtype):
-        return f"it does not mix {like.dtype} and a cache of {cache_dtype}"
-    if is_followed():
-        return "the steps of an operation are looked into"
-    return None
 
 
 def check_shape(name: str, x: Tensor, shape: tuple[int, ...]) -> None:

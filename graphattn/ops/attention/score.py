@@ -1,0 +1,307 @@
+"""Scores: how alike a query and a key are, which is all that tells attention mechanisms apart.
+
+A mechanism is one :class:`Score`. `reference` asks for the logits of edges, `structured` and steps
+of generation for those of all pairs of a few tokens. Compiled code (`native`, `triton`) knows the
+two scores of this file by their `kernel`, and no other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import lru_cache
+from numbers import Real
+from typing import Any, ClassVar, Literal, Self, TypeVar
+
+import torch
+from torch import Tensor
+
+from graphattn.ops.counting import is_watched
+from graphattn.ops.inputs import compute_dtype
+
+Kernel = Literal["dot", "rbf"]  # the scores that compiled code knows
+ScoreType = TypeVar("ScoreType", bound="Score")
+
+
+class Score:
+    r"""States the logit of an edge: how alike its query and its key are, before bias and softmax.
+
+    A mechanism of your own is a subclass with one method, :meth:`edges`. It runs on "reference" and
+    "structured", in layers, and in steps of generation, with gradients to every tensor it uses;
+    "native" and "triton" refuse it, because compiled code knows dot products and Gaussian kernels
+    alone. A score that has a faster form for all pairs of tokens, a product of matrices, say,
+    states that too, in :meth:`pairs`.
+
+    Give one to :func:`score_attention`, or return it from the method `score` of a layer.
+
+    Example:
+        >>> import torch, graphattn as ga
+        >>> class LaplacianKernel(ga.Score):
+        ...     def __init__(self, bandwidth):  # a number, or a tensor [H]
+        ...         self.bandwidth = bandwidth
+        ...
+        ...     def edges(self, query, key):
+        ...         return -(query - key).norm(dim=-1) / self.bandwidth
+        >>> x = torch.tensor([0.0, 1.0, 3.0]).view(3, 1, 1)
+        >>> graph = ga.complete_graph(3)
+        >>> ga.score_attention(x, x, x, graph, LaplacianKernel(1.0)).flatten()
+        tensor([0.3484, 0.9482, 2.5501])
+    """
+
+    #: The name by which compiled code knows this score; None for those it does not know.
+    kernel: ClassVar[Kernel | None] = None
+
+    def edges(self, query: Tensor, key: Tensor) -> Tensor:
+        """The logits [..., H] of queries and keys [..., H, D], edge by edge.
+
+        Leading dimensions broadcast. A tensor [H] of the score's own meets the last dimension of
+        the result. Every logit depends on its own query and key and on nothing else.
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__} must have edges(query, key): logits [..., H] of queries and "
+            "keys [..., H, D]"
+        )
+
+    def pairs(self, query: Tensor, key: Tensor) -> Tensor:
+        """The logits [..., H, n, m] of all pairs of queries [..., H, n, D] and keys [..., H, m, D].
+
+        The default asks :meth:`edges`, with n * m * D numbers in between.
+        """
+        query, key = query.transpose(-3, -2), key.transpose(-3, -2)
+        logits = self.edges(query[..., :, None, :, :], key[..., None, :, :, :])
+        return logits.movedim(-1, -3)
+
+    def ready(self, heads: int, query: Tensor) -> Self:
+        """This score with its numbers checked, as tensors [H] in the compute dtype of `query`."""
+        return self
+
+    @property
+    def strength(self) -> Tensor | None:
+        """The factor [H] of a :meth:`ready` score in compiled code; None where that knows none."""
+        return None
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"
+
+
+class DotProduct(Score):
+    r"""Scaled dot product, :math:`s_h \, q_i \cdot k_j` (Vaswani et al., 2017).
+
+    Args:
+        scale: s, a number or a tensor broadcastable to [H]; 1 / sqrt(D) if None.
+
+    Example:
+        >>> import torch, graphattn as ga
+        >>> ga.DotProduct(0.5).edges(torch.ones(3, 1, 4), torch.ones(3, 1, 4)).flatten()
+        tensor([2., 2., 2.])
+    """
+
+    kernel = "dot"
+
+    def __init__(self, scale: float | Tensor | None = None) -> None:
+        self.scale = scale
+
+    def edges(self, query: Tensor, key: Tensor) -> Tensor:
+        scale = _default_scale(query) if self.scale is None else self.scale
+        return scale * (query * key).sum(-1)
+
+    def pairs(self, query: Tensor, key: Tensor) -> Tensor:
+        scale = _default_scale(query) if self.scale is None else self.scale
+        return (_per_row(scale) * query) @ key.mT
+
+    def ready(self, heads: int, query: Tensor) -> Self:
+        scale = _default_scale(query) if self.scale is None else self.scale
+        if isinstance(scale, Real) and not math.isfinite(scale):
+            raise ValueError(f"scale must be finite, got {scale}")
+        same = _copy(self)
+        same.scale = per_head("scale", scale, heads, query)
+        return same
+
+    @property
+    def strength(self) -> Tensor:
+        assert isinstance(self.scale, Tensor)
+        return self.scale
+
+    def __repr__(self) -> str:
+        return f"DotProduct(scale={_shown(self.scale)})"
+
+
+class GaussianKernel(Score):
+    r"""Gaussian kernel of the distance, :math:`-\lVert q_i - k_j \rVert^2 / (2 \sigma_h^2)`.
+
+    The RBF of Gaussian kernel attention (Projection-Free Transformers, Eq. 3) and of Krause
+    attention. Logits come from the difference itself: nothing cancels, whatever offset tokens
+    share.
+
+    Args:
+        sigma: bandwidth > 0 in units of the features: a number, a tensor broadcastable to [H], or a
+            function without arguments that returns one of these when it is needed.
+        log_sigma: its logarithm, where that is what is known; `sigma` is then its exponential
+            unless given.
+
+    Example:
+        >>> import torch, graphattn as ga
+        >>> ga.GaussianKernel(2.0).edges(torch.ones(3, 1, 4), torch.zeros(3, 1, 4)).flatten()
+        tensor([-0.5000, -0.5000, -0.5000])
+    """
+
+    kernel = "rbf"
+
+    def __init__(
+        self,
+        sigma: float | Tensor | Callable[[], Tensor] | None = None,
+        *,
+        log_sigma: Tensor | None = None,
+    ) -> None:
+        if sigma is None and log_sigma is None:
+            raise ValueError("sigma or log_sigma must be given, got None for both")
+        self.log_sigma = log_sigma
+        self._sigma = sigma
+        self._scale: Tensor | None = None
+
+    @property
+    def sigma(self) -> float | Tensor:
+        """The bandwidth, a number or a tensor."""
+        if self._sigma is None:
+            assert self.log_sigma is not None
+            return self.log_sigma.to(compute_dtype(self.log_sigma.dtype)).exp()
+        return self._sigma() if callable(self._sigma) else self._sigma
+
+    def edges(self, query: Tensor, key: Tensor) -> Tensor:
+        scale = self.sigma**-2 if self._scale is None else self._scale
+        return -scale / 2 * (query - key).square().sum(-1)
+
+    def pairs(self, query: Tensor, key: Tensor) -> Tensor:
+        scale = self.sigma**-2 if self._scale is None else self._scale
+        distance = torch.cdist(query, key, compute_mode="donot_use_mm_for_euclid_dist")
+        return -_per_row(scale) / 2 * distance.square()
+
+    def ready(self, heads: int, query: Tensor) -> Self:
+        same = _copy(self)
+        same._scale = _inverse_square(self.sigma, heads, query)
+        return same
+
+    @property
+    def strength(self) -> Tensor:
+        assert self._scale is not None
+        return self._scale
+
+    def __repr__(self) -> str:
+        return f"GaussianKernel(sigma={_shown(self.sigma)})"
+
+
+def _copy(score: ScoreType) -> ScoreType:
+    """A shallow copy. (`copy.copy` takes as long as the scores of a few tokens do.)"""
+    same = object.__new__(type(score))
+    same.__dict__.update(score.__dict__)
+    return same
+
+
+def as_score(score: Any) -> Score:
+    """A score; a ValueError for anything else."""
+    if not isinstance(score, Score):
+        raise ValueError(
+            "score must be a graphattn.Score, such as DotProduct() or GaussianKernel(sigma), got "
+            f"the {type(score).__name__} {score!r}"
+        )
+    return score
+
+
+def score_of(sigma: Any, scale: Any) -> DotProduct | GaussianKernel:
+    """The score that the arguments `sigma` and `scale` of an operation stand for."""
+    if sigma is not None and scale is not None:
+        raise ValueError(f"give sigma (RBF) or scale (dot product), not both: {sigma}, {scale}")
+    return DotProduct(scale) if sigma is None else GaussianKernel(sigma)
+
+
+def per_head(name: str, number: float | Tensor, heads: int, like: Tensor) -> Tensor:
+    """`number` as a tensor [H] in the compute dtype and on the device of `like`."""
+    dtype = compute_dtype(like.dtype)
+    if not isinstance(number, Tensor):
+        if isinstance(number, bool) or not isinstance(number, Real):
+            raise ValueError(f"{name} must be a number or a tensor, got {number!r}")
+        if like.device.type == "cpu" and not is_watched(like):
+            return _constant(float(number), heads, dtype)
+        return torch.full((heads,), float(number), dtype=dtype, device=like.device)
+    if number.shape == (heads,) and number.dtype == dtype and number.device == like.device:
+        return number
+    try:
+        return number.to(like.device, dtype).broadcast_to((heads,))
+    except RuntimeError:
+        raise ValueError(
+            f"{name} must be a number or broadcastable to [{heads}] (heads), "
+            f"got shape {list(number.shape)}"
+        ) from None
+
+
+@lru_cache(maxsize=256)
+def _constant(number: float, heads: int, dtype: torch.dtype) -> Tensor:
+    """Nobody writes into it: operations read what they are given."""
+    with torch.inference_mode(False):
+        return torch.full((heads,), number, dtype=dtype, device="cpu")
+
+
+def _inverse_square(sigma: float | Tensor, heads: int, query: Tensor) -> Tensor:
+    """1 / sigma^2 per head. Tensors on other devices are not read: that would wait for them."""
+    of_heads = per_head("sigma", sigma, heads, query)
+    scale = of_heads**-2
+    if scale.device.type == "cpu" and not torch.compiler.is_compiling():
+        sigmas, scales = of_heads.tolist(), scale.tolist()
+        # Of lists with NaN the least says nothing, but their sum is NaN.
+        if sigmas and min(sigmas) > 0 and min(scales) > 0 and math.isfinite(sum(scales)):
+            return scale
+        if not (all(s > 0 for s in sigmas) and all(0 < s < math.inf for s in scales)):
+            got = sigma.tolist() if isinstance(sigma, Tensor) else sigma
+            raise ValueError(f"sigma must be > 0 and finite, like 1 / sigma^2, got {got}")
+    return scale
+
+
+def _default_scale(query: Tensor) -> float:
+    return 1 / math.sqrt(max(query.shape[-1], 1))
+
+
+def _per_row(scale: Any) -> Any:
+    """A factor per head [H], or one of all, for logits [..., H, n, m]."""
+    return scale[..., None, None] if isinstance(scale, Tensor) and scale.dim() else scale
+
+
+def _shown(number: Any) -> Any:
+    return [round(x, 4) for x in number.tolist()] if isinstance(number, Tensor) else number
+
+
+# Rows of few queries, as steps of generation have them: head by head, those of a key head together.
+
+
+def row_scale(score: Score, query: Tensor, kv_heads: int) -> float | Tensor:
+    """The factor of rows [B * Hk, g, D]: a number, or a tensor broadcastable to [B * Hk, g, 1].
+
+    It belongs to a score that compiled code knows.
+    """
+    scale: Any
+    if isinstance(score, GaussianKernel):
+        if score.log_sigma is None:
+            scale = _as_numbers(score.sigma, query) ** -2
+        else:
+            scale = (-2 * score.log_sigma.to(query.dtype)).exp_()
+    else:
+        assert isinstance(score, DotProduct)
+        scale = _default_scale(query) if score.scale is None else _as_numbers(score.scale, query)
+    if isinstance(scale, Tensor) and scale.numel() > 1:
+        texts = len(query) // kv_heads
+        scale = scale.view(kv_heads, -1, 1)
+        scale = scale if texts == 1 else scale.repeat(texts, 1, 1)
+    found: float | Tensor = scale
+    return found
+
+
+def score_rows(score: Score, query: Tensor, key: Tensor, kv_heads: int) -> Tensor:
+    """The logits [B * Hk, g, n] of queries [B * Hk, g, D] and keys [B * Hk, n, D], by any score."""
+    rows = query.shape[1]
+    shared = key.unflatten(0, (-1, kv_heads)).repeat_interleave(rows, dim=1)  # [B, H, n, D]
+    by_head = query.unflatten(0, (-1, kv_heads)).flatten(1, 2)[..., None, :]  # [B, H, 1, D]
+    logits = score.ready(kv_heads * rows, query).pairs(by_head, shared)  # [B, H, 1, n]
+    return logits[..., 0, :].unflatten(1, (kv_heads, rows)).flatten(0, 1)
+
+
+def _as_numbers(number: Any, like: Tensor) -> Any:
+    return number.to(like.device, like.dtype) if isinstance(number, Tensor) else number

@@ -1,0 +1,101 @@
+"""The backends of a consensus step: who can run a call, and how each is run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from graphattn.ops import compiled_code
+from graphattn.ops.backends import Backend
+from graphattn.ops.consensus import compiled, native, operators, reference, structured, triton
+from graphattn.ops.consensus.calls import ConsensusCall, ConsensusCase
+from graphattn.ops.consensus.parameters import FirstLayer, as_dtype
+from graphattn.ops.counting import is_watched, note_uncounted
+from graphattn.ops.inputs import compute_dtype, may_be_differentiated
+
+Case = ConsensusCall | ConsensusCase
+
+
+def _why_not_triton(call: Case) -> str | None:
+    return triton.why_not(call.state, call.trunks, call.edge_hidden is not None)
+
+
+def _why_not_native(call: Case) -> str | None:
+    return compiled_code.why_not(call.state)
+
+
+def _is_on_gpu(call: Case) -> bool:
+    """Whether "auto" may take Triton's kernels, which are interpreted elsewhere."""
+    return call.state.device.type == "cuda"
+
+
+def _run_triton(call: ConsensusCall) -> Tensor:
+    """Kernels read first layers and halves as they are."""
+    return operators.consensus_update(
+        call.state,
+        call.target_hidden,
+        call.source_hidden,
+        call.network,
+        call.graph,
+        call.step_size,
+        update=call.update,
+        disagreement=call.disagreement,
+        valid=call.valid,
+    )
+
+
+def _run_native(call: ConsensusCall) -> Tensor:
+    if is_watched(call.state):
+        return _run(call, partial(compiled.consensus_update, backend="native"))
+    update = partial(structured.consensus_update, sums=native.sums_over_edges)
+    return _run(call, update, reads_halves=True)
+
+
+def _run_structured(call: ConsensusCall) -> Tensor:
+    if is_watched(call.state):
+        return _run(call, partial(compiled.consensus_update, backend="structured"))
+    return _run(call, structured.consensus_update)
+
+
+def _run_reference(call: ConsensusCall) -> Tensor:
+    note_uncounted("consensus_update with backend='reference'")
+    return _run(call, reference.consensus_update)
+
+
+def _run(
+    call: ConsensusCall, update: Callable[..., Tensor], *, reads_halves: bool = False
+) -> Tensor:
+    """A step by `update`, of hidden vectors and in the compute dtype.
+
+    Code that reads halves gets them as they are, where nobody wants gradients.
+    """
+    dtype = compute_dtype(call.state.dtype)
+    state = as_dtype(call.state, dtype)  # first, as autograd adds up in the order of operations
+    layers = call.target_hidden, call.source_hidden
+    hidden = (x.hidden() if isinstance(x, FirstLayer) else x for x in layers)
+    given: list[Any] = [*hidden, *call.disagreement]
+    if not reads_halves or may_be_differentiated([*given, *call.network]):
+        given = [as_dtype(x, dtype) for x in given]
+    return update(
+        state,
+        given[0],
+        given[1],
+        call.network,
+        call.graph,
+        call.step_size,
+        update=call.update,
+        disagreement=(given[2], given[3]),
+        valid=call.valid,
+        **({} if call.edge_hidden is None else {"edge_hidden": call.edge_hidden}),
+    )
+
+
+BACKENDS = (  # fastest first
+    Backend("triton", _why_not_triton, _run_triton, _is_on_gpu),
+    Backend("native", _why_not_native, _run_native),
+    Backend("structured", run=_run_structured),
+    Backend("reference", run=_run_reference),
+)

@@ -1,0 +1,251 @@
+"""One call of a consensus step, checked: what every backend is given."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from numbers import Real
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from graphattn.graphs.arguments import as_choice
+from graphattn.graphs.token_graph import TokenGraph
+from graphattn.ops.consensus.edge_hidden import EdgeHidden, check_edge_hidden
+from graphattn.ops.consensus.parameters import EdgeNetworkParameters, FirstLayer, as_dtype
+from graphattn.ops.inputs import (
+    ValidPair,
+    check_graph,
+    check_tensors,
+    check_valid,
+    compute_dtype,
+)
+
+
+class ConsensusCase(NamedTuple):
+    """What decides which backends can run a step: states, trunks, and what edges have."""
+
+    state: Tensor
+    trunks: int = 1
+    edge_hidden: Any = None
+
+
+class ConsensusCall(NamedTuple):
+    """The arguments of a consensus step after their checks.
+
+    Attributes:
+        state: [*, N, H, D], in which invalid tokens hold numbers.
+        target_hidden, source_hidden: hidden vectors, or the first layers that make them.
+        step_size: broadcastable to [*, N, H]; None for the automatic one.
+        disagreement: the pair (u, v) that is compared.
+        edge_hidden: what is added for every edge, in the compute dtype; or None.
+    """
+
+    state: Tensor
+    target_hidden: Tensor | FirstLayer
+    source_hidden: Tensor | FirstLayer
+    network: EdgeNetworkParameters
+    graph: TokenGraph
+    step_size: Tensor | None
+    update: str
+    disagreement: tuple[Tensor, Tensor]
+    valid: ValidPair
+    edge_hidden: EdgeHidden
+
+    @property
+    def trunks(self) -> int:
+        """How many trunks of the edge network hidden vectors hold side by side."""
+        hidden = self.target_hidden
+        width = hidden.weight.shape[1] if isinstance(hidden, FirstLayer) else hidden.shape[-1]
+        return width // self.network.alpha.shape[-1]
+
+
+def check_energy_graph(graph: TokenGraph, stacklevel: int = 3) -> None:
+    """Refuse "energy" where it would leak the future; warn where that is a matter of reading."""
+    if graph.num_targets != graph.num_sources:
+        raise ValueError(
+            "update='energy' moves both ends of an edge and needs one set of tokens, got "
+            f"{graph.num_targets} targets and {graph.num_sources} sources: use update='target'"
+        )
+    if not graph.has_same_tokens:
+        raise ValueError(
+            "update='energy' moves both ends of an edge and needs one set of tokens, got sequences "
+            f"of {graph.sizes} (targets, sources) from positions {graph.starts} on: use "
+            "update='target'"
+        )
+    if graph.has_causal_part:
+        raise ValueError(
+            "update='energy' on a causal graph (or a batch that holds one) leaks the future: an "
+            "edge (i, j) with j < i also moves j, by what i knows. Use update='target', which "
+            "moves i only"
+        )
+    traced = torch.compiler.is_compiling()  # warnings, and facts of edges, are for eager calls
+    # A table of neighbours would wait for its device, and meta tensors hold nothing.
+    asked = not graph.is_table and graph.device.type != "meta"
+    if not traced and asked and graph.points_backward and not graph.warned_backward:
+        graph.warned_backward = True
+        warnings.warn(
+            "all edges of this edge list point backward. If the order of tokens is time, "
+            "update='energy' leaks the future: use update='target'. If it is not (one direction "
+            "of an undirected graph, say), update='energy' is right and moves both ends",
+            stacklevel=stacklevel,
+        )
+
+
+def check_arguments(
+    state: Any,
+    neighbor_state: Any,
+    target_hidden: Any,
+    source_hidden: Any,
+    edge_network: Any,
+    graph: Any,
+    valid: Any,
+    edge_hidden: Any,
+) -> tuple[TokenGraph, EdgeNetworkParameters, ValidPair, EdgeHidden]:
+    """The graph, the edge network in the compute dtype, masks and edge features of a call."""
+    tensors = {"state": state, "neighbor_state": neighbor_state}
+    hidden = {"target_hidden": target_hidden, "source_hidden": source_hidden}
+    layers = {name: x for name, x in hidden.items() if isinstance(x, FirstLayer)}
+    check_tensors(**tensors, **{name: x for name, x in hidden.items() if name not in layers})
+    shapes = {
+        name: _check_layer(name, x, state) if name in layers else x.shape
+        for name, x in hidden.items()
+    }
+    N, M = state.shape[-3], neighbor_state.shape[-3]
+    if neighbor_state.shape[-2:] != state.shape[-2:]:
+        raise ValueError(
+            f"neighbor_state must have the heads and features of state ({list(state.shape[-2:])}), "
+            f"got {list(neighbor_state.shape[-2:])}"
+        )
+    for name, tokens in zip(shapes, (N, M), strict=True):
+        if shapes[name][-3] != tokens:
+            raise ValueError(f"{name} must have {tokens} tokens, got {shapes[name][-3]}")
+    network = check_network(edge_network, state, *shapes.values())
+    if network.shear.shape[0] != state.shape[-2] or network.shear.shape[2] != state.shape[-1]:
+        raise ValueError(
+            f"edge_network must have {state.shape[-2]} heads and {state.shape[-1]} features like "
+            f"state, got shear {list(network.shear.shape)} (heads, rank, features, hidden)"
+        )
+    graph = check_graph(graph, state, N, M, per_edge=edge_hidden is not None)
+    pair = check_valid(valid, state.shape[:-3], state.device, N, M)
+    return (
+        graph,
+        network,
+        pair,
+        check_edge_hidden(edge_hidden, state, shapes["target_hidden"], graph),
+    )
+
+
+def as_disagreement(
+    disagreement: Any, state: Tensor, neighbor_state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The pair (u, v) that is compared: the states themselves unless given."""
+    if disagreement is None:
+        return state, neighbor_state
+    if not isinstance(disagreement, tuple | list) or len(disagreement) != 2:
+        got = len(disagreement) if hasattr(disagreement, "__len__") else disagreement
+        raise ValueError(f"disagreement must be a pair (u, v) or None, got {got!r}")
+    for name, own, like in zip("uv", disagreement, (state, neighbor_state), strict=True):
+        if not isinstance(own, Tensor) or own.shape != like.shape or own.dtype != like.dtype:
+            got = f"{own.dtype} of shape {list(own.shape)}" if isinstance(own, Tensor) else own
+            raise ValueError(
+                f"disagreement {name} must be {like.dtype} of shape {list(like.shape)}, got {got}"
+            )
+    return disagreement[0], disagreement[1]
+
+
+def _check_layer(name: str, layer: FirstLayer, state: Tensor) -> torch.Size:
+    """The shape of the hidden vectors that a first layer makes."""
+    for part, tensor in zip(layer._fields, layer, strict=True):
+        if part == "bias" and tensor is None:
+            continue
+        if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
+            got = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise ValueError(f"{name}.{part} must be a floating-point tensor, got {got}")
+        if tensor.device != state.device:
+            raise ValueError(f"{name}.{part} must be on {state.device}, got {tensor.device}")
+    tokens, weight, bias = layer
+    batch = state.shape[:-3]
+    if tokens.dim() < 3 or tokens.shape[:-3] != batch:
+        raise ValueError(
+            f"{name}.tokens must have shape [{', '.join(map(str, (*batch, 'N', 'G', 'in')))}], "
+            f"got {list(tokens.shape)}"
+        )
+    groups, inputs = tokens.shape[-2:]
+    if weight.dim() != 3 or (weight.shape[0], weight.shape[2]) != (groups, inputs):
+        raise ValueError(
+            f"{name}.weight must have shape [{groups}, xi, {inputs}], got {list(weight.shape)}"
+        )
+    if bias is not None and bias.shape != weight.shape[:2]:
+        raise ValueError(
+            f"{name}.bias must have shape {list(weight.shape[:2])}, got {list(bias.shape)}"
+        )
+    return torch.Size((*tokens.shape[:-1], weight.shape[1]))
+
+
+def check_network(
+    edge_network: Any, like: Tensor, target_hidden: torch.Size, source_hidden: torch.Size
+) -> EdgeNetworkParameters:
+    """The parameters in the compute dtype, shapes checked against those of hidden vectors."""
+    try:
+        network = EdgeNetworkParameters(*edge_network)
+    except TypeError:
+        got = "None" if edge_network is None else type(edge_network).__name__
+        raise ValueError(f"edge_network must be an EdgeNetworkParameters, got {got}") from None
+    for name, tensor in zip(network._fields, network, strict=True):
+        if not isinstance(tensor, Tensor):
+            raise ValueError(f"edge_network.{name} must be a tensor, got {tensor!r}")
+        if tensor.device != like.device:
+            raise ValueError(f"edge_network.{name} must be on {like.device}, got {tensor.device}")
+    if network.shear.dim() != 4 or 0 in (network.shear.shape[1], network.shear.shape[3]):
+        raise ValueError(
+            "edge_network.shear must have shape [H, r, D, xi] with rank r >= 1 and xi >= 1, "
+            f"got {list(network.shear.shape)}"
+        )
+    heads, rank, features, xi = network.shear.shape
+    shapes = ((heads, xi), (heads,), (heads, xi), (heads,), None, (heads, rank, features))
+    for name, tensor, shape in zip(network._fields, network, shapes, strict=True):
+        if shape is not None and tensor.shape != shape:
+            raise ValueError(
+                f"edge_network.{name} must have shape {list(shape)}, got {list(tensor.shape)}"
+            )
+    for name, sizes in (("target_hidden", target_hidden), ("source_hidden", source_hidden)):
+        if sizes[-2] not in (1, heads) or sizes[-1] not in (xi, 3 * xi):
+            raise ValueError(
+                f"{name} must end in [{heads} or 1 (heads), {xi} or {3 * xi} (hidden features)], "
+                f"got {list(sizes[-2:])}"
+            )
+    if target_hidden[-2:] != source_hidden[-2:]:
+        raise ValueError(
+            "target_hidden and source_hidden must agree in heads and features, got "
+            f"{list(target_hidden[-2:])} and {list(source_hidden[-2:])}"
+        )
+    dtype = compute_dtype(like.dtype)
+    if all(tensor.dtype is dtype for tensor in network):
+        return network
+    return EdgeNetworkParameters(*(tensor.to(dtype) for tensor in network))
+
+
+def as_step(step_size: float | Tensor | str, state: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """A tensor broadcastable to [*, N, H], or None for "auto"."""
+    if isinstance(step_size, str):
+        as_choice("step_size", step_size, ("auto",))
+        return None
+    if not isinstance(step_size, Tensor):
+        number = isinstance(step_size, Real) and not isinstance(step_size, bool)
+        if not number or not math.isfinite(step_size):
+            raise ValueError(
+                f"step_size must be a finite number, a tensor or 'auto', got {step_size!r}"
+            )
+        return torch.full((), float(step_size), dtype=dtype, device=state.device)
+    if step_size.device != state.device:
+        raise ValueError(f"step_size must be on {state.device}, got {step_size.device}")
+    try:
+        step_size.broadcast_to(state.shape[:-1])
+    except RuntimeError:
+        raise ValueError(
+            f"step_size must be a number, 'auto', or broadcastable to {list(state.shape[:-1])} "
+            f"(tokens, heads), got shape {list(step_size.shape)}"
+        ) from None
+    return as_dtype(step_size, dtype)
