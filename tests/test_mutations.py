@@ -157,21 +157,21 @@ MUTATIONS = [
     ),
     Mutation(
         "tokens far from zero are left to products",
-        "graphattn/ops/attention/structured/scores.py",
+        "graphattn/ops/attention/structured/squares.py",
         "SURE = 1e7",
         "SURE = 1e30",
         (f"{STRUCTURED}::test_a_common_offset_beyond_products_costs_no_digits",),
     ),
     Mutation(
         "gradients come from products, in which distances cancel",
-        "graphattn/ops/attention/structured/scores.py",
+        "graphattn/ops/attention/structured/squares.py",
         "    if sure is True:\n        return _drawn",
         "    if True:\n        return _drawn",
         (f"{UNSEEN}::test_two_crowds_far_from_zero_and_from_each_other_keep_their_gradients",),
     ),
     Mutation(
         "0 * NaN in the products of a tile",
-        "graphattn/ops/attention/structured/scores.py",
+        "graphattn/ops/attention/structured/squares.py",
         "    if finite:\n        return weights @ x\n",
         "    if True:\n        return weights @ x\n",
         (f"{STRUCTURED}::test_a_bad_token_changes_no_bit_before_it_and_none_beyond_its_window",),
@@ -373,9 +373,9 @@ MUTATIONS = [
     # What else is easily got wrong.
     Mutation(
         "sigma^2 without the 2",
-        "graphattn/ops/attention/reference.py",
-        "-scale / 2 * (query_i - key_j)",
-        "-scale * (query_i - key_j)",
+        "graphattn/ops/attention/score.py",
+        "-scale / 2 * (query - key)",
+        "-scale * (query - key)",
         (f"{STRUCTURED}::test_values_and_gradients_are_those_of_the_reference",),
     ),
     Mutation(
@@ -735,7 +735,7 @@ MUTATIONS = [
     ),
     Mutation(
         "NaN and infinity are passed over in silence",
-        "graphattn/ops/attention/structured/scores.py",
+        "graphattn/ops/attention/structured/squares.py",
         "> 0, torch.nan)",
         "> 0, 0)",
         (f"{STRUCTURED}::test_a_bad_token_changes_no_bit_before_it_and_none_beyond_its_window",),
@@ -1820,9 +1820,9 @@ MUTATIONS = [
     ),
     Mutation(
         "compiled code runs unseen in a trace",
-        "graphattn/ops/attention/native/__init__.py",
-        "torch._C._get_tracing_state() is not None",
-        "False",
+        "graphattn/ops/compiled_code.py",
+        "if not torch.compiler.is_compiling() and torch._C._get_tracing_state() is not None:",
+        "if False:",
         (f"{FLAT_CALLS}::test_a_traced_layer_gives_what_the_layer_gives",),
     ),
     Mutation(

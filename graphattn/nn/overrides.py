@@ -42,8 +42,8 @@ STEP_TWINS = ("step", "project_step", "step_rows", *ROW_TWINS)
 CALL_METHODS = (
     *EDGE_METHODS, "score", "fused", "mix", "sigma", "prepare", "check_dtype", "project",
     "project_rotated", "project_flat", "turned", "split", "rotate", "rotations", "rotation_of",
-    "resolve_positions", "uses_propagate", "current_dropout", "step_scale", "project_features", "features_of",
-    "mixed_dtype",
+    "resolve_positions", "uses_propagate", "current_dropout", "step_scale", "project_features",
+    "features_of", "mixed_dtype",
 )  # fmt: skip
 
 MADE_BY_PYG = ("propagate", "edge_updater")  # PyG sets compiled ones at classes and instances

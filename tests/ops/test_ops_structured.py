@@ -10,7 +10,8 @@ from random_ops import draws, random_graph
 import graphattn as ga
 from graphattn.graphs.composites import Union
 from graphattn.graphs.structure import Band, Blocks, Complete, GlobalTokens
-from graphattn.ops.attention import api
+from graphattn.ops import compiled_code
+from graphattn.ops.attention import native, structured
 from graphattn.ops.attention.structured import chunked, softmax
 
 EACH = pytest.mark.parametrize("backend", FAST)
@@ -314,7 +315,7 @@ def test_auto_takes_it_for_every_graph(monkeypatch):
 
         monkeypatch.setattr(module, "attend", spy)
 
-    watch(api.native if api.native.why_not(torch.zeros(())) is None else api.structured)
+    watch(native if compiled_code.is_here() else structured)
     x = torch.randn(90, 1, 2)
     for graph in (
         ga.window_path_graph(90, 3),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from graphattn.ops.attention.score import per_head
 from graphattn.ops.backends import Backend
 from graphattn.ops.counting import is_watched, note_uncounted
 from graphattn.ops.dropout import dropout_of_call
-from graphattn.ops.inputs import compute_dtype
+from graphattn.ops.inputs import clear_invalid, compute_dtype
 
 Result = tuple[Tensor, Tensor]  # [*, N, H, Dv] and log-sums [*, N, H]
 
@@ -70,6 +71,9 @@ def _run_native(call: AttentionCall) -> Result:
 
 def _run_structured(call: AttentionCall) -> Result:
     if call.score.kernel is None:
+        # Tiles form pairs that are no edges, and 0 * NaN in the gradient of one is NaN.
+        if not _are_finite(call):
+            return _run_reference(call)
         return structured.attend(*_tensors(call), call.graph, **_options(call, call.score))
     if is_watched(call.query):
         return _run_operator(call, "structured")
@@ -96,6 +100,17 @@ def _run_reference(call: AttentionCall) -> Result:
         valid=call.valid,
         softcap=call.softcap,
         dropout=dropout,
+    )
+
+
+def _are_finite(call: AttentionCall) -> bool:
+    """Whether queries and keys are numbers. Elsewhere than on a CPU looking would wait: True."""
+    if call.query.device.type != "cpu" or is_watched(call.query):
+        return True
+    masks = call.valid
+    return all(
+        math.isfinite(clear_invalid(x.detach(), mask).sum())
+        for x, mask in zip((call.query, call.key), masks, strict=True)
     )
 
 

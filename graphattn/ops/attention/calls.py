@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -108,7 +108,7 @@ def check_qkv(query: Any, key: Any, value: Any) -> int:
         )
     if key.shape[-2] == 0 or heads % key.shape[-2]:
         raise ValueError(f"key heads must divide query heads ({heads}), got {key.shape[-2]}")
-    return int(heads)
+    return cast(int, heads)
 
 
 def check_sink(sink: float | Tensor | None, heads: int, query: Tensor) -> Tensor | None:

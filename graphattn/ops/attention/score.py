@@ -45,7 +45,7 @@ class Score:
         >>> x = torch.tensor([0.0, 1.0, 3.0]).view(3, 1, 1)
         >>> graph = ga.complete_graph(3)
         >>> ga.score_attention(x, x, x, graph, LaplacianKernel(1.0)).flatten()
-        tensor([0.3484, 0.9482, 2.5501])
+        tensor([0.3649, 0.9353, 2.6456])
     """
 
     #: The name by which compiled code knows this score; None for those it does not know.
