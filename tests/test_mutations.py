@@ -193,7 +193,7 @@ MUTATIONS = [
     ),
     Mutation(
         "chunks of consensus leave sources where they are",
-        "graphattn/ops/consensus/structured.py",
+        "graphattn/ops/consensus/structured/sums.py",
         "return total, total if self.plan.energy else None",
         "return total, None",
         (f"{THEOREMS}::test_energy_is_exactly_a_gradient_step_of_the_energy",),
@@ -777,7 +777,7 @@ MUTATIONS = [
     ),
     Mutation(
         "consensus reads what it saved twice",
-        "graphattn/ops/consensus/structured.py",
+        "graphattn/ops/consensus/structured/sums.py",
         "gradients_of_sums(tensors, needed, ctx.plan",
         "gradients_of_sums(ctx.saved_tensors, needed, ctx.plan",
         (f"{CHECKPOINTING}::test_a_layer_gives_the_same_bits_however_activations_are_kept",),
@@ -861,7 +861,7 @@ MUTATIONS = [
     ),
     Mutation(
         "consensus reads twice what it has written gradients into",
-        "graphattn/ops/consensus/structured.py",
+        "graphattn/ops/consensus/structured/sums.py",
         "kept, ctx.chunks = ctx.chunks, None",
         "kept = ctx.chunks",
         (
@@ -1460,21 +1460,21 @@ MUTATIONS = [
     ),
     Mutation(
         "decoding reads what stands behind the end of a text",
-        "graphattn/ops/attention/decode.py",
+        "graphattn/ops/attention/step/decode.py",
         "(x[low:length].to(dtype)",
         "(x[low:].to(dtype)",
         (f"{DECODE}::test_new_tokens_see_what_the_definition_says",),
     ),
     Mutation(
         "a new token sees one key more than its window",
-        "graphattn/ops/attention/decode.py",
+        "graphattn/ops/attention/step/decode.py",
         "(source > position - window)",
         "(source >= position - window)",
         (f"{DECODE}::test_new_tokens_see_what_the_definition_says",),
     ),
     Mutation(
         "norms and products whatever cancels",
-        "graphattn/ops/attention/cached.py",
+        "graphattn/ops/attention/step/cached.py",
         "LARGEST = 32.0",
         "LARGEST = 1e30",
         (f"{DECODE}::test_rbf_in_float32_survives_a_common_offset",),
@@ -1681,7 +1681,7 @@ MUTATIONS = [
     ),
     Mutation(
         "what is hidden and not finite reaches attention over pairs",
-        "graphattn/ops/attention/all_pairs.py",
+        "graphattn/ops/attention/step/all_pairs.py",
         "return out if math.isfinite(out.sum()) else None",
         "return out",
         ("tests/integrations/test_integrations_attention.py::test_what_is_hidden_changes_no_bit",),
@@ -1785,7 +1785,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a known call of projection-free attention forgets the gradient of values",
-        "graphattn/ops/attention/flat.py",
+        "graphattn/ops/attention/native/flat.py",
         "(d_query if key is None else d_key).add_(d_value)",
         "pass",
         (f"{FLAT_CALLS}::test_values_and_gradients_are_those_of_messages",),

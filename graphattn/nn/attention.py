@@ -28,7 +28,6 @@ from graphattn.nn.overrides import (
 from graphattn.nn.rotary import RotaryEmbedding
 from graphattn.nn.streaming import StreamingLayer
 from graphattn.ops.attention.api import attention_weights, score_attention
-from graphattn.ops.attention.cached import attend_cached, attend_logits, pair_logits
 from graphattn.ops.attention.edge_bias import check_edge_bias, per_edge
 from graphattn.ops.attention.native.steps import CacheCall
 from graphattn.ops.attention.score import (
@@ -39,7 +38,8 @@ from graphattn.ops.attention.score import (
     score_rows,
 )
 from graphattn.ops.attention.softcap import as_softcap, capped
-from graphattn.ops.attention.step import step_by_kernel, step_kernel
+from graphattn.ops.attention.step.cached import attend_cached, attend_logits, pair_logits
+from graphattn.ops.attention.step.kernels import step_by_kernel, step_kernel
 from graphattn.ops.backends import wanted_backend
 from graphattn.ops.compiled_code import may_repeat_step
 from graphattn.ops.dropout import Kept, as_share, draw_seed, dropout_of_call

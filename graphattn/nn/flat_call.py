@@ -16,7 +16,7 @@ from graphattn.graphs.arguments import as_float
 from graphattn.graphs.token_graph import TokenGraph
 from graphattn.nn.graph_layer import FEW_ANGLES, GraphLayer
 from graphattn.nn.overrides import is_called_as_shipped
-from graphattn.ops.attention.flat import FlatCall, flat_attention, known_call
+from graphattn.ops.attention.native.flat import FlatCall, flat_attention, known_call
 from graphattn.ops.backends import wanted_backend
 from graphattn.ops.compiled_code import is_followed
 from graphattn.ops.linear_attention.flat import FlatLinear, flat_linear_attention

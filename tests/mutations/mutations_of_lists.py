@@ -56,7 +56,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a query that is the key too gets no gradient of the key",
-        "graphattn/ops/attention/flat.py",
+        "graphattn/ops/attention/native/flat.py",
         "            if key is None:\n                d_query.add_(d_key)",
         "            if key is None and value is None:\n                d_query.add_(d_key)",
         (f"{FLAT}::test_one_tensor_may_be_several_of_the_three[value_proj-dot]",),

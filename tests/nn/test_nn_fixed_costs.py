@@ -14,7 +14,7 @@ import graphattn as ga
 from graphattn.kernels.cpu import library
 from graphattn.ops.attention.native import KERNELS
 from graphattn.ops.attention.structured import plans
-from graphattn.ops.consensus import structured
+from graphattn.ops.consensus.structured import sums as structured
 
 N, DIM, HEADS = 32, 128, 4
 GRAPHS = {

@@ -10,7 +10,7 @@ from nn_by_hand import CASES, DIM, Case
 
 import graphattn as ga
 from graphattn.nn.layer_cache import ANGLES_AHEAD
-from graphattn.ops.attention.cached import not_among_best
+from graphattn.ops.attention.step.cached import not_among_best
 
 STREAMING = [case for case in CASES if case.context_width is None and not case.is_energy]
 ONE_OF_EACH = [

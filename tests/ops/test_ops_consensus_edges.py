@@ -26,8 +26,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import graphattn as ga
 from graphattn.ops.backends import support
 from graphattn.ops.consensus import backends as table
-from graphattn.ops.consensus import structured
 from graphattn.ops.consensus.calls import ConsensusCase
+from graphattn.ops.consensus.structured import sums as structured
 
 EXACT = {"rtol": 1e-10, "atol": 1e-10}
 BACKENDS = pytest.mark.parametrize("backend", ["reference", *FAST])

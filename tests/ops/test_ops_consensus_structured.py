@@ -9,8 +9,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import graphattn as ga
 from graphattn.graphs.structure import Band
-from graphattn.ops.consensus import native, pieces, structured
+from graphattn.ops.consensus import native, pieces
 from graphattn.ops.consensus.native import calls
+from graphattn.ops.consensus.structured import sums as structured
 
 CASES = min(int(os.environ.get("GRAPHATTN_SWEEP", "200")), 2000)
 NETWORK = ("alpha", "alpha_bias", "beta", "beta_bias", "shear", "shear_bias")

@@ -26,7 +26,7 @@ from graphattn.integrations.transformers.pairs import (
     pairs_in_mask,
 )
 from graphattn.ops import attention_weights, dot_product_attention, rbf_attention
-from graphattn.ops.attention import all_pairs
+from graphattn.ops.attention.step import all_pairs
 
 # Arguments that say how something is computed or returned, or that the model has dealt with
 # already; whatever else arrives and is not None could change the mathematics. Refused are thus, by

@@ -13,7 +13,7 @@ from torch.nn import functional
 from graphattn.graphs.windows import causal_window_graph
 from graphattn.integrations.transformers.shortcut_masks import Call, Reach, dense, is_sketch, reach
 from graphattn.ops.attention.api import rbf_attention
-from graphattn.ops.attention.decode import decode_attention
+from graphattn.ops.attention.step.decode import decode_attention
 
 
 class Bandwidth(nn.Module):

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from graphattn.graphs.encoding import decode
 from graphattn.graphs.token_graph import TokenGraph
-from graphattn.ops.consensus import native, structured
+from graphattn.ops.consensus import native
+from graphattn.ops.consensus.structured import sums as structured
 from graphattn.ops.inputs import ValidPair, full_precision
 
 NAMES = (

@@ -16,7 +16,6 @@ from torch import Tensor
 from graphattn.graphs.token_graph import TokenGraph
 from graphattn.kernels.cpu import library
 from graphattn.kernels.cpu.tensors import KINDS, TokenView, address, as_it_lies, featurewise, view
-from graphattn.ops.consensus import structured
 from graphattn.ops.consensus.native import calls
 from graphattn.ops.consensus.native.calls import (
     ConsensusCall,
@@ -24,6 +23,7 @@ from graphattn.ops.consensus.native.calls import (
     ConsensusNetwork,
     edges_of,
 )
+from graphattn.ops.consensus.structured import sums as structured
 from graphattn.ops.inputs import ValidPair, full_precision, may_be_differentiated
 
 _FOUND = library.library()

@@ -17,14 +17,14 @@ from torch import Tensor
 from torch.nn import functional
 
 from graphattn.kernels.shared.launch import is_looked_into
-from graphattn.ops.attention.cached import (
+from graphattn.ops.attention.score import Kernel
+from graphattn.ops.attention.softcap import capped
+from graphattn.ops.attention.step.cached import (
     PAIRS,
     attend_cached,
     attend_logits,
     pair_logits,
 )
-from graphattn.ops.attention.score import Kernel
-from graphattn.ops.attention.softcap import capped
 from graphattn.ops.inputs import compute_dtype, full_precision
 
 FEW = 16  # queries up to which top-k compares products that are summed pair by pair

@@ -17,10 +17,10 @@ from torch import Tensor
 from graphattn.graphs.token_graph import TokenGraph
 from graphattn.ops.consensus.edge_hidden import EdgeHidden, as_pair
 from graphattn.ops.consensus.edge_matrix import edge_matrix
-from graphattn.ops.consensus.edge_rows import Buffers, EdgeRows, by_network
 from graphattn.ops.consensus.parameters import EdgeNetworkParameters
 from graphattn.ops.consensus.pieces import Piece, Pieces, add_at, at
 from graphattn.ops.consensus.step_size import step_of_degrees
+from graphattn.ops.consensus.structured.edge_rows import Buffers, EdgeRows, by_network
 from graphattn.ops.inputs import ValidPair, full_precision, may_be_differentiated
 from graphattn.ops.memory import keep_freed_memory
 
