@@ -34,6 +34,7 @@ from graphattn.ops.attention.score import (
     DotProduct,
     GaussianKernel,
     Score,
+    edge_logits,
     row_scale,
     score_rows,
 )
@@ -120,7 +121,7 @@ class GraphAttention(StreamingLayer):
 
     def log_affinity(self, query_i: Tensor, key_j: Tensor) -> Tensor:
         """The score of every edge, [*, E, H]; before the softcap."""
-        return self.score().ready(self.heads, query_i).edges(query_i, key_j)
+        return edge_logits(self.score().ready(self.heads, query_i), query_i, key_j)
 
     def fused(
         self,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from graphattn.graphs.token_graph import TokenGraph
-from graphattn.ops.attention.score import Score
+from graphattn.ops.attention.score import Score, edge_logits
 from graphattn.ops.attention.softcap import capped
 from graphattn.ops.dropout import Dropout, Kept
 from graphattn.ops.inputs import ValidPair, clear_invalid, repeat_heads, valid_edges
@@ -33,7 +33,7 @@ def edge_weights(
     source, target = graph.edge_index
     query = clear_invalid(query, valid[0])
     key = repeat_heads(clear_invalid(key, valid[1]), query.shape[-2])
-    logits = score.edges(query.index_select(-3, target), key.index_select(-3, source))
+    logits = edge_logits(score, query.index_select(-3, target), key.index_select(-3, source))
     logits = capped(logits, softcap)
     if edge_bias is not None:
         logits = logits + edge_bias

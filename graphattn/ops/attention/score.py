@@ -51,6 +51,15 @@ class Score:
     #: The name by which compiled code knows this score; None for those it does not know.
     kernel: ClassVar[Kernel | None] = None
 
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        """Compiled code does not know what a subclass changes, nor does another's `pairs`."""
+        super().__init_subclass__(**keywords)
+        own = {"edges", "pairs", "ready", "strength", "sigma"} & vars(cls).keys()
+        if own and "kernel" not in vars(cls):
+            cls.kernel = None
+        if "edges" in own and "pairs" not in own:
+            cls.pairs = Score.pairs  # type: ignore[method-assign]
+
     def edges(self, query: Tensor, key: Tensor) -> Tensor:
         """The logits [..., H] of queries and keys [..., H, D], edge by edge.
 
@@ -204,7 +213,43 @@ def as_score(score: Any) -> Score:
             "score must be a graphattn.Score, such as DotProduct() or GaussianKernel(sigma), got "
             f"the {type(score).__name__} {score!r}"
         )
+    if replaced := {"edges", "pairs"} & vars(score).keys():
+        raise ValueError(
+            f"score must have {' and '.join(sorted(replaced))} as methods of its class, got a "
+            f"{type(score).__name__} that has them as attributes: write a subclass"
+        )
     return score
+
+
+def edge_logits(score: Score, query: Tensor, key: Tensor) -> Tensor:
+    """The logits [*, E, H] of queries and keys [*, E, H, D], checked where somebody wrote them."""
+    found = score.edges(query, key)
+    if score.kernel is not None:
+        return found
+    return _checked(found, score, "edges", query.shape[:-1], query.dtype)
+
+
+def pair_logits_of(score: Score, query: Tensor, key: Tensor) -> Tensor:
+    """The logits [*, H, n, m] of queries [*, H, n, D] and keys [*, H, m, D], checked."""
+    found = score.pairs(query, key)
+    shape = (*query.shape[:-1], key.shape[-2])
+    return _checked(found, score, "pairs", shape, query.dtype)
+
+
+def _checked(
+    found: Any, score: Score, method: str, shape: tuple[int, ...], dtype: torch.dtype
+) -> Tensor:
+    if not isinstance(found, Tensor) or found.shape != shape or not found.is_floating_point():
+        got = (
+            f"{found.dtype} of shape {list(found.shape)}"
+            if isinstance(found, Tensor)
+            else type(found).__name__
+        )
+        raise ValueError(
+            f"{type(score).__name__}.{method}() must give floating-point logits of shape "
+            f"{list(shape)}, got {got}"
+        )
+    return found.to(dtype)
 
 
 def score_of(sigma: Any, scale: Any) -> DotProduct | GaussianKernel:
@@ -299,7 +344,8 @@ def score_rows(score: Score, query: Tensor, key: Tensor, kv_heads: int) -> Tenso
     rows = query.shape[1]
     shared = key.unflatten(0, (-1, kv_heads)).repeat_interleave(rows, dim=1)  # [B, H, n, D]
     by_head = query.unflatten(0, (-1, kv_heads)).flatten(1, 2)[..., None, :]  # [B, H, 1, D]
-    logits = score.ready(kv_heads * rows, query).pairs(by_head, shared)  # [B, H, 1, n]
+    ready = score.ready(kv_heads * rows, query)
+    logits = pair_logits_of(ready, by_head, shared)  # [B, H, 1, n]
     return logits[..., 0, :].unflatten(1, (kv_heads, rows)).flatten(0, 1)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphattn.ops.attention.score import Score
+from graphattn.ops.attention.score import Score, edge_logits, pair_logits_of
 from graphattn.ops.attention.softcap import capped, slope
 from graphattn.ops.attention.structured.options import Options
 from graphattn.ops.attention.structured.squares import (
@@ -137,7 +137,8 @@ class WrittenPairs(PairScores):
     @cached_property
     def logits(self) -> Tensor:
         assert isinstance(self.score, Score)
-        found = self.score.pairs(self.query.transpose(1, 2), self.key.transpose(1, 2))
+        query, key = self.query.transpose(1, 2), self.key.transpose(1, 2)
+        found = pair_logits_of(self.score, query, key)
         return capped(found.transpose(1, 2), self.softcap)
 
     def size(self, least: Tensor) -> Tensor:
@@ -148,7 +149,9 @@ class WrittenPairs(PairScores):
         assert isinstance(self.score, Score)
         b, h, t, i = place
         query, key = self.query[b, :, t, i].detach(), self.key[b, :, t].detach()
-        logits = self.score.edges(query[:, None], key.transpose(1, 2)).detach()  # [rows, m, H]
+        shape = len(query), key.shape[2], *query.shape[1:]
+        rows = query[:, None].expand(shape), key.transpose(1, 2)
+        logits = edge_logits(self.score, *rows).detach()  # [rows, m, H]
         own = logits.gather(-1, h[:, None, None].expand(-1, logits.shape[1], 1))
         return capped(own[..., 0], self.softcap)
 
