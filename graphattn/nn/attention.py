@@ -13,11 +13,10 @@ from torch_geometric.typing import OptTensor
 
 from graphattn.graphs.arguments import as_float, as_int
 from graphattn.graphs.token_graph import TokenGraph
-from graphattn.nn.flat_call import Projected, flat_call
+from graphattn.nn.flat_call import Projected, flat_call, is_as_shipped
 from graphattn.nn.graph_layer import Positions, Rotations, edge_mask, valid_for_propagate
 from graphattn.nn.layer_cache import LayerCache
 from graphattn.nn.overrides import (
-    is_as_shipped,
     message_takes,
     names_of,
     overridden_kernel,
@@ -34,6 +33,7 @@ from graphattn.ops.attention.score import (
     DotProduct,
     GaussianKernel,
     Score,
+    bandwidth,
     edge_logits,
     row_scale,
     score_rows,
@@ -658,4 +658,4 @@ class DistanceAttention(GraphAttention):
 
     def sigma(self) -> Tensor:
         """The bandwidths, [heads] or [1]; float32 at least."""
-        return self.log_sigma.to(compute_dtype(self.log_sigma.dtype)).exp()
+        return bandwidth(self.log_sigma)

@@ -389,6 +389,8 @@ def _answering(forward: Callable[..., Any]) -> Callable[..., Any]:
                 raise _refuse_call(self, kwargs, allowed)
         return forward(self, *args, **kwargs)
 
+    answering: Any = call
+    answering.without_keywords = forward  # no argument of a call by position is unknown
     return call
 
 

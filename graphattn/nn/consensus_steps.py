@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from graphattn.nn.edge_network import EdgeNetwork
+from graphattn.nn.flat_call import is_as_shipped
 from graphattn.nn.layer_cache import LayerCache
-from graphattn.nn.overrides import is_as_shipped, overridden_kernel, overridden_rows
+from graphattn.nn.overrides import overridden_kernel, overridden_rows
 from graphattn.nn.streaming import StreamingLayer
 from graphattn.ops.compiled_code import may_repeat_step
 from graphattn.ops.consensus.native.steps import CacheCall, applies, first_hidden

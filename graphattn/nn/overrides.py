@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import itertools
-import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -151,32 +149,6 @@ def overridden_rows(layer: Any) -> tuple[str, ...]:
 def overridden_kernel(layer: Any) -> tuple[str, ...]:
     """Why a compiled step would not give what `step_row` gives, beside :func:`overridden_rows`."""
     return layer.class_overrides.in_kernel + own_methods(layer, KERNEL_METHODS)
-
-
-def is_as_shipped(layer: Any) -> bool:
-    """Whether nothing that a step runs was replaced, by a class or since, and nobody looks on.
-
-    Then one that restates all of it gives the same. Asked once a token, so it is short.
-    """
-    overrides = type(layer).class_overrides
-    return overrides.as_shipped and _is_untouched(layer, overrides.methods)
-
-
-def is_called_as_shipped(layer: Any) -> bool:
-    """The same of what a plain forward pass runs."""
-    overrides = type(layer).class_overrides
-    return overrides.call_as_shipped and _is_untouched(layer, overrides.call_methods)
-
-
-def _is_untouched(layer: Any, known: dict[str, Any]) -> bool:
-    """Whether neither an instance nor its class has other methods by now, and nobody looks on."""
-    cls, attributes = type(layer), vars(layer)
-    return (
-        not attributes["_explain"]
-        and attributes.keys().isdisjoint(known)
-        and all(map(operator.is_, map(getattr, itertools.repeat(cls), known), known.values()))
-        and not any(map(attributes.__getitem__, HOOKS))
-    )
 
 
 def overridden_weights(layer: Any) -> tuple[str, ...]:

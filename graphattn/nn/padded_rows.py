@@ -24,6 +24,8 @@ POSITIONAL = ("x", "graph", "context")
 def takes_padded_rows(forward: Callable[..., Any]) -> Callable[..., Any]:
     """A layer's forward pass, which then reads such rows, too."""
 
+    without_keywords = getattr(forward, "without_keywords", forward)
+
     @functools.wraps(forward)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         graph = args[1] if len(args) > 1 else kwargs.get("graph")
@@ -36,6 +38,8 @@ def takes_padded_rows(forward: Callable[..., Any]) -> Callable[..., Any]:
             or graph.num_targets == x.shape[-2]
             or len(args) > len(POSITIONAL)
         ):
+            if not kwargs:
+                return without_keywords(self, *args)
             return forward(self, *args, **kwargs)
         given = {**dict(zip(POSITIONAL, args, strict=False)), **kwargs}
         context = given.get("context")

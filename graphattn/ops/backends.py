@@ -8,11 +8,13 @@ from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
+from torch.autograd import forward_ad
 
 from graphattn.graphs.arguments import as_choice
 from graphattn.kernels.shared.launch import is_looked_into
 
 BACKENDS = ("reference", "structured", "native", "triton")
+NAMES = ("auto", *BACKENDS)
 
 _override: ContextVar[str] = ContextVar("graphattn_backend", default="auto")
 # The same for torch.compile, which guards global variables and cannot read context variables.
@@ -43,12 +45,13 @@ def use_backend(backend: str) -> Iterator[None]:
 
 def check_backend(backend: str) -> str:
     """`backend` if there is one of this name; a ValueError otherwise."""
-    return as_choice("backend", backend, ("auto", *BACKENDS))
+    return as_choice("backend", backend, NAMES)
 
 
 def wanted_backend(backend: str) -> str:
     """What a caller's `backend` argument asks for, the surrounding `use_backend` included."""
-    check_backend(backend)
+    if type(backend) is not str or backend not in NAMES:
+        check_backend(backend)
     if backend != "auto":
         return backend
     return _override_when_compiled if torch.compiler.is_compiling() else _override.get()
@@ -61,6 +64,23 @@ def nothing_against(_: Any) -> None:
 def always(_: Any) -> bool:
     """Whether "auto" may take a backend: any time."""
     return True
+
+
+def is_followed() -> bool:
+    """Whether a mode of torch, a trace or torch.func wants to see every operation.
+
+    The last is :func:`~graphattn.kernels.shared.launch.is_looked_into`, written out: every call of
+    a layer asks.
+    """
+    if torch._C._len_torch_dispatch_stack() > 0:
+        return True
+    if torch.compiler.is_compiling():
+        return False
+    return (
+        torch._C._get_tracing_state() is not None
+        or torch._C._functorch.maybe_current_level() is not None
+        or forward_ad._current_level >= 0
+    )
 
 
 class Backend(NamedTuple):

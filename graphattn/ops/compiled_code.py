@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from graphattn.kernels.cpu import library
-from graphattn.kernels.shared.launch import is_looked_into
-from graphattn.ops.backends import wanted_backend
+from graphattn.ops.backends import is_followed, wanted_backend
 
 # Looked up once: torch.compile cannot look into how a library is loaded.
 _WHY_NOT_HERE = library.why_not()
@@ -16,15 +15,6 @@ _WHY_NOT_HERE = library.why_not()
 def is_here() -> bool:
     """Whether there is a library of compiled code."""
     return _WHY_NOT_HERE is None
-
-
-def is_followed() -> bool:
-    """Whether a mode of torch, or a trace, wants to see every operation."""
-    if torch._C._len_torch_dispatch_stack() > 0:
-        return True
-    if torch.compiler.is_compiling():
-        return False
-    return torch._C._get_tracing_state() is not None or is_looked_into()
 
 
 def why_not(like: Tensor) -> str | None:

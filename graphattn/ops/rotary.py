@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from graphattn.kernels.cpu import library
-from graphattn.ops.attention.native.known import packer, steps_of
+from graphattn.kernels.cpu.packing import packer, steps_of
 from graphattn.ops.attention.native.rows import KINDS, TokenView, _featurewise, _view
-from graphattn.ops.compiled_code import is_followed, is_here
+from graphattn.ops.backends import is_followed
+from graphattn.ops.compiled_code import is_here
 
 
 class TurnCall(ctypes.Structure):

@@ -20,6 +20,7 @@ from graphattn.ops.counting import is_watched
 from graphattn.ops.inputs import compute_dtype
 
 Kernel = Literal["dot", "rbf"]  # the scores that compiled code knows
+WIDE = (torch.float32, torch.float64)  # the dtypes in which operations compute
 ScoreType = TypeVar("ScoreType", bound="Score")
 
 
@@ -173,7 +174,7 @@ class GaussianKernel(Score):
         """The bandwidth, a number or a tensor."""
         if self._sigma is None:
             assert self.log_sigma is not None
-            return self.log_sigma.to(compute_dtype(self.log_sigma.dtype)).exp()
+            return bandwidth(self.log_sigma)
         return self._sigma() if callable(self._sigma) else self._sigma
 
     def edges(self, query: Tensor, key: Tensor) -> Tensor:
@@ -204,6 +205,12 @@ def _copy(score: ScoreType) -> ScoreType:
     same = object.__new__(type(score))
     same.__dict__.update(score.__dict__)
     return same
+
+
+def bandwidth(log_sigma: Tensor) -> Tensor:
+    """The exponential of log(sigma), in float32 at least."""
+    dtype = log_sigma.dtype
+    return (log_sigma if dtype in WIDE else log_sigma.to(compute_dtype(dtype))).exp()
 
 
 def as_score(score: Any) -> Score:
@@ -261,6 +268,14 @@ def score_of(sigma: Any, scale: Any) -> DotProduct | GaussianKernel:
 
 def per_head(name: str, number: float | Tensor, heads: int, like: Tensor) -> Tensor:
     """`number` as a tensor [H] in the compute dtype and on the device of `like`."""
+    if (
+        isinstance(number, Tensor)
+        and number.dtype is like.dtype
+        and number.dtype in WIDE
+        and number.shape == (heads,)
+        and number.device == like.device
+    ):
+        return number
     dtype = compute_dtype(like.dtype)
     if not isinstance(number, Tensor):
         if isinstance(number, bool) or not isinstance(number, Real):
@@ -268,8 +283,6 @@ def per_head(name: str, number: float | Tensor, heads: int, like: Tensor) -> Ten
         if like.device.type == "cpu" and not is_watched(like):
             return _constant(float(number), heads, dtype)
         return torch.full((heads,), float(number), dtype=dtype, device=like.device)
-    if number.shape == (heads,) and number.dtype == dtype and number.device == like.device:
-        return number
     try:
         return number.to(like.device, dtype).broadcast_to((heads,))
     except RuntimeError:

@@ -7,16 +7,18 @@ and steps that every call has are one: views by head, rotations, averages, and b
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from graphattn.graphs.token_graph import TokenGraph
+from graphattn.kernels.cpu import library
+from graphattn.kernels.cpu.packing import packer, steps_of
 from graphattn.ops.attention import native
 from graphattn.ops.attention.api import known_backend
-from graphattn.ops.attention.native.bands import NativeBandPlan
-from graphattn.ops.attention.native.known import KnownBands
+from graphattn.ops.attention.native.bands import BandsCall, BandsGradients, NativeBandPlan
 from graphattn.ops.attention.score import Score
 from graphattn.ops.attention.structured.recompute import Plan
 from graphattn.ops.inputs import full_precision
@@ -257,3 +259,109 @@ def _plain_gradients(
 
 def _contiguous(x: Tensor) -> Tensor:
     return x if x.is_contiguous() and not x.is_neg() else x.contiguous().resolve_neg()
+
+
+# Sizes that were seen before are packed with new addresses: filling a structure of ctypes field by
+# field takes as long as the attention of a few tokens does.
+
+_FOUND = library.library()
+BANDS, GRADIENTS = packer(BandsCall), packer(BandsGradients)
+
+
+class KnownBands:
+    """Attention over one table of sequences, for one set of sizes, options and a dtype.
+
+    Args:
+        plan: without masks or biases.
+        query, key: shapes [B, N, H, D] and [B, M, Hk, D]; values have that of keys.
+        out: the shape in which averages are given.
+        dtype: float32 or float64, that of all tensors.
+    """
+
+    def __init__(
+        self,
+        plan: NativeBandPlan,
+        query: tuple[int, ...],
+        key: tuple[int, ...],
+        out: tuple[int, ...],
+        dtype: torch.dtype,
+    ) -> None:
+        (B, N, H, D), (_, M, kv_heads, _) = query, key
+        options, bands = plan.slow.options, plan.bands
+        assert options.valid == (None, None)
+        self.out, self.is_double = out, dtype == torch.float64
+        self.sequences = bands.sequences  # its address is kept
+        sizes = B, N, M, H, kv_heads, D, D, len(bands.sequences), bands.sequences.data_ptr()
+        self.sizes, self.of_query, self.of_key = sizes, steps_of(query), steps_of(key)
+        self.heads, self.score, self.softcap = H, options.score == "rbf", options.softcap or 0.0
+        self.top_k, self.origin = options.top_k or 0, bands.origin or 0
+        self.kept = B * N * H * plan.saved_per_head
+        self.saved = self.kept + B * N * H  # log-sums behind the others
+        self.is_covered = bands.covers(N, M)
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, scale: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The averages, and what the backward wants to see again."""
+        out, saved = query.new_empty(self.out), scale.new_empty(self.saved)
+        self._run(query, key, value, scale, out, saved, None)
+        return out, saved
+
+    def backward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: Tensor,
+        out: Tensor,
+        saved: Tensor,
+        d_out: Tensor,
+        needs_scale: bool,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Gradients of queries, keys, values and scales, of the shapes of these."""
+        new = torch.empty_like if self.is_covered else torch.zeros_like
+        d_query, d_key, d_value = new(query), new(key), new(value)
+        if not d_out.is_contiguous() or d_out.is_neg():
+            d_out = d_out.contiguous().resolve_neg()
+        if needs_scale:
+            d_scale = torch.zeros(self.heads, dtype=torch.float64, device=scale.device)
+            address = d_scale.data_ptr()
+        else:
+            unread = (ctypes.c_double * self.heads)()
+            address = ctypes.addressof(unread)
+        wanted = GRADIENTS.pack(
+            d_out.data_ptr(), *self.of_query, 0,
+            d_query.data_ptr(), *self.of_query,
+            d_key.data_ptr(), *self.of_key,
+            d_value.data_ptr(), *self.of_key,
+            address, 0,
+        )  # fmt: skip
+        self._run(query, key, value, scale, out, saved, wanted)
+        return d_query, d_key, d_value, d_scale.to(scale.dtype) if needs_scale else None
+
+    def _run(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: Tensor,
+        out: Tensor,
+        saved: Tensor,
+        wanted: bytes | None,
+    ) -> None:
+        scale = scale.contiguous()
+        kept = saved.data_ptr()
+        call = BANDS.pack(
+            *self.sizes,
+            query.data_ptr(), *self.of_query,
+            key.data_ptr(), *self.of_key,
+            value.data_ptr(), *self.of_key,
+            self.score, scale.data_ptr(), self.top_k, self.softcap,
+            0, 0, self.origin, 0, 0,
+            out.data_ptr(), *self.of_query,
+            kept + self.kept * saved.element_size(), kept, False, torch.get_num_threads(),
+        )  # fmt: skip
+        assert _FOUND is not None
+        status = _FOUND.graphattn_attention_bands(call, wanted, self.is_double)
+        if status:
+            library.check(status)
