@@ -1,0 +1,162 @@
+"""The page "Find it" is true: its paths exist, and real calls enter the files that it names."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import graphattn as ga
+from graphattn.kernels.cpu import library
+
+ROOT = Path(ga.__file__).resolve().parents[1]
+PAGE = (ROOT / "docs" / "find-it.md").read_text()
+needs_native = pytest.mark.skipif(library.library() is None, reason=str(library.why_not()))
+
+
+def files_of(call: Callable[[], object]) -> list[str]:
+    """Files of the project as a call enters them, one entry per change of file."""
+    seen: list[str] = []
+
+    def look(frame, event: str, _: object) -> None:
+        file = frame.f_code.co_filename
+        if event != "call" or not file.startswith(str(ROOT)) or "site-packages" in file:
+            return
+        name = str(Path(file).relative_to(ROOT))
+        if name.startswith(("graphattn/", "kernels/")) and (not seen or seen[-1] != name):
+            seen.append(name)
+
+    sys.setprofile(look)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return seen
+
+
+def test_every_path_on_the_page_exists() -> None:
+    paths = set(re.findall(r"`((?:graphattn|kernels|tests)/[\w./<>]*)`", PAGE))
+    assert len(paths) > 25
+    missing = {path for path in paths if "<" not in path and not (ROOT / path).exists()}
+    assert not missing
+
+
+def rows() -> list[tuple[str, str, list[str], list[str]]]:
+    """Mechanism, backend, forward files and backward files of the table."""
+    found, mechanism = [], ""
+    for line in PAGE.splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if len(cells) == 4 and cells[1] in ("reference", "structured", "native", "triton"):
+            mechanism = mechanism if cells[0] == "the same" else cells[0]
+            forward, backward = (re.findall(r"`([^`]*)`", cell) for cell in cells[2:])
+            found.append((mechanism, cells[1], forward, backward))
+    return found
+
+
+ROWS = rows()
+WINDOW, LISTED = "windows and blocks", "other graphs"
+
+
+def qkv() -> tuple[Tensor, ...]:
+    generator = torch.Generator().manual_seed(0)
+    shape = 1, 32, 2, 16
+    return tuple(torch.randn(shape, generator=generator).requires_grad_() for _ in range(3))
+
+
+def call_of(mechanism: str, backend: str) -> Callable[[], Tensor]:
+    """A call of the kind that a row speaks of."""
+    q, k, v = qkv()
+    window = ga.causal_window_graph(32, 8)
+    listed = ga.knn_graph(torch.randn(32, 3, generator=torch.Generator().manual_seed(1)), 4)
+    graph = listed if LISTED in mechanism else window
+    if mechanism == "consensus":
+        shapes = [(2, 16), (2,), (2, 16), (2,), (2, 4, 16, 16), (2, 4, 16)]
+        network = ga.EdgeNetworkParameters(*(torch.randn(s).requires_grad_() for s in shapes))
+        return lambda: ga.consensus_update(
+            q, q, k, v, network, window, 0.1, update="target", backend=backend
+        )
+    if mechanism == "linear attention":
+        return lambda: ga.linear_attention(q.exp(), k.exp(), v, window, backend=backend)
+    if mechanism.startswith("in layers"):
+        layer = ga.nn.KrauseAttention(32, heads=2, top_k=3, backend=backend)
+        x = torch.randn(1, 32, 32)
+        return lambda: layer(x, window)
+    return lambda: ga.rbf_attention(q, k, v, graph, 1.0, backend=backend)
+
+
+def test_the_table_has_every_engine_and_backend() -> None:
+    assert len(ROWS) == 13
+    assert {backend for _, backend, *_ in ROWS} == {"reference", "structured", "native", "triton"}
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("row", range(len(ROWS)))
+def test_a_call_enters_the_files_of_its_row(row: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    mechanism, backend, forward, backward = ROWS[row]
+    if backend == "native" and library.library() is None:
+        pytest.skip(str(library.why_not()))
+    if backend == "triton":
+        pytest.importorskip("triton")
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+    call, out = call_of(mechanism, backend), []
+    entered = files_of(lambda: out.append(call()))
+    assert {path for path in forward if path.endswith(".py")} <= set(entered)
+    left = set(files_of(lambda: out[0].sum().backward()))
+    assert {path for path in backward if path.endswith(".py")} <= left
+    if backend in ("reference", "structured"):  # nothing of other backends is on the way
+        others = {"native", "triton.py", "cpu"}
+        assert not {file for file in entered if others & set(Path(file).parts)}
+
+
+def test_a_written_score_is_where_the_page_says() -> None:
+    class Own(ga.Score):
+        def edges(self, query: Tensor, key: Tensor) -> Tensor:
+            return -(query - key).abs().sum(-1)
+
+    q, k, v = qkv()
+    for backend in ("reference", "structured"):
+        names = [row for row in ROWS if "score of your own" in row[0] and row[1] == backend]
+        ((_, _, forward, _),) = names
+        graph = ga.causal_window_graph(32, 8)
+
+        def call(graph: ga.TokenGraph = graph, backend: str = backend) -> None:
+            ga.score_attention(q, k, v, graph, Own(), backend=backend)
+
+        assert set(forward) <= set(files_of(call))
+
+
+# The trip of a layer's forward: files it opens, and how often it returns to one that it had left.
+
+TRIPS = {
+    "dot product": (8, 10, lambda: ga.nn.DotProductAttention(128, 8)),
+    "Gaussian kernel": (8, 10, lambda: ga.nn.GaussianKernelAttention(128, 8)),
+    "Krause": (8, 10, lambda: ga.nn.KrauseAttention(128, 8, top_k=4)),
+    "linear": (8, 10, lambda: ga.nn.LinearAttention(128, 8)),
+    # Consensus has no short way yet: what it takes is written here so that it does not grow.
+    "consensus": (23, 74, lambda: ga.nn.SelfConsensus(128, 4)),
+}
+
+
+@needs_native
+@pytest.mark.every_case
+@pytest.mark.parametrize("name", TRIPS)
+def test_the_forward_of_a_layer_opens_few_files(name: str) -> None:
+    most_files, most_returns, make = TRIPS[name]
+    layer, x = make(), torch.randn(1, 32, 128)
+    graph = ga.causal_window_graph(32, 8)
+    if name == "consensus":
+        graph = ga.window_path_graph(32, 2)
+
+    def call() -> None:
+        with torch.no_grad():
+            layer(x, graph)
+
+    call()  # a graph remembers what the first call found out
+    trip = files_of(call)
+    assert len(set(trip)) <= most_files, trip
+    assert len(trip) - len(set(trip)) <= most_returns, trip
