@@ -17,6 +17,7 @@ from graphattn.graphs import *  # noqa: F403
 from graphattn.graphs import __all__ as _graphs
 from graphattn.ops import *  # noqa: F403
 from graphattn.ops import __all__ as _ops
+from graphattn.version import __version__ as __version__
 
 if TYPE_CHECKING:  # what loads on first use, for those who read without running
     from graphattn import data as data
@@ -30,8 +31,6 @@ if TYPE_CHECKING:  # what loads on first use, for those who read without running
     from graphattn import train as train
     from graphattn.models.files import load as load
     from graphattn.models.files import save as save
-
-__version__ = "0.1.0"
 
 _ON_FIRST_USE = (
     "data",

@@ -259,7 +259,7 @@ MUTATIONS = [
     ),
     Mutation(
         "row pointers count the edges of sources",
-        "graphattn/graphs/token_graph.py",
+        "graphattn/graphs/held.py",
         "torch.bincount(self.compact_edges[1], minlength",
         "torch.bincount(self.compact_edges[0], minlength",
         (
@@ -358,7 +358,7 @@ MUTATIONS = [
     ),
     Mutation(
         "positions count on through a batch",
-        "graphattn/graphs/token_graph.py",
+        "graphattn/graphs/held.py",
         "runs = zip(self._starts, self._sizes, strict=True)",
         "runs = [((0, 0), (self._num_targets, self._num_sources))]",
         (f"{ROTARY}::test_positions_restart_in_every_part_of_a_batch",),
@@ -480,7 +480,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the permutation of the transpose is the inverse one",
-        "graphattn/graphs/token_graph.py",
+        "graphattn/graphs/held.py",
         "order_by_source(*self.compact_csr(), self._num_sources)",
         "order_by_source(*self.compact_csr(), self._num_sources).argsort()",
         (
@@ -847,14 +847,14 @@ MUTATIONS = [
     ),
     Mutation(
         "a plan is made anew in every call",
-        "graphattn/graphs/token_graph.py",
+        "graphattn/graphs/held.py",
         "            found[key] = result",
         "            found = {key: result}",
         (f"{FIXED_COSTS}::test_the_second_call_on_a_graph_makes_no_plan[None-window]",),
     ),
     Mutation(
         "a graph keeps what was made of another list",
-        "graphattn/graphs/token_graph.py",
+        "graphattn/graphs/held.py",
         "None if listed is None else listed._version",
         "None",
         (f"{FIXED_COSTS}::test_a_list_that_was_changed_in_place_has_a_plan_of_its_own",),
@@ -1157,7 +1157,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a graph keeps the device it was saved on",
-        "graphattn/graphs/token_graph.py",
+        "graphattn/graphs/held.py",
         'state["_device"] = torch.empty(0, device=self._device)',
         'state["_device"] = self._device',
         (f"{SAVING}::test_map_location_moves_a_graph_with_what_it_will_list",),

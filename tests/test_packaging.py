@@ -3,6 +3,8 @@
 import doctest
 import importlib
 import inspect
+import re
+import runpy
 import subprocess
 import sys
 import tomllib
@@ -89,6 +91,37 @@ def test_the_package_says_that_it_is_typed():
 
 def test_the_version_is_the_same_everywhere():
     assert SETTINGS["project"]["version"] == ga.__version__ == metadata.version("graphattn")
+
+
+def test_the_citation_is_of_this_version_and_of_the_four_papers():
+    yaml = pytest.importorskip("yaml")
+    citation = yaml.safe_load((TOP / "CITATION.cff").read_text())
+    assert citation["cff-version"] == "1.2.0"
+    assert str(citation["version"]) == ga.__version__
+    assert citation["license"] == SETTINGS["project"]["license"]
+    assert citation["title"].split(":")[0] == SETTINGS["project"]["name"]
+    papers = citation["references"]
+    assert len(papers) == 4
+    for paper in papers:
+        assert {"type", "title", "authors"} <= set(paper), paper  # what the format asks for
+        assert all("name" in one or "family-names" in one for one in paper["authors"])
+    # The layers that cite a paper cite it under the name that it has there.
+    sources = " ".join(
+        " ".join((getattr(ga.nn, name).__doc__ or "").split()) for name in dir(ga.nn)
+    )
+    cited = [paper["title"].split(" via ")[0] for paper in papers[:3]]
+    assert all(title in sources for title in cited), cited
+
+
+def test_what_the_matrix_of_installations_reads_of_pyproject_is_what_stands_there():
+    matrix = runpy.run_path(str(TOP / ".ci" / "matrix"), run_name="matrix")
+    first, last = matrix["PYTHONS"][0], matrix["PYTHONS"][-1]
+    assert SETTINGS["project"]["requires-python"] == f">={first}"
+    assert {row.python for row in matrix["rows"]()} == {first, last}
+    pinned = {pin.split("~=")[0] for pin in matrix["oldest_dependencies"]()}
+    named = {re.match(r"[\w-]+", entry)[0] for entry in SETTINGS["project"]["dependencies"]}
+    assert named - pinned == {"torch", "triton"}
+    assert f"torch>={matrix['lower_bound']('torch')}" in SETTINGS["project"]["dependencies"]
 
 
 def test_the_command_points_to_a_function():

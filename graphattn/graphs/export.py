@@ -8,18 +8,17 @@ import torch
 from torch import Tensor
 
 from graphattn.graphs.arguments import as_edge_type
+from graphattn.graphs.export_batches import pyg_batch_of_parts
+from graphattn.graphs.held import HeldGraph
 
 if TYPE_CHECKING:
     import networkx
     import scipy.sparse
     from torch_geometric.data import Data, HeteroData
 
-    from graphattn.graphs.token_batch import TokenBatch
-    from graphattn.graphs.token_graph import TokenGraph
-
 
 def pyg_of(
-    graph: TokenGraph,
+    graph: HeldGraph,
     edge_type: tuple[str, str, str] | None,
     edge_attr: Tensor | None,
     edge_weight: Tensor | None,
@@ -78,46 +77,48 @@ def pyg_of(
 
 
 def _pyg_parts(
-    graph: TokenGraph,
+    graph: HeldGraph,
     edge_type: tuple[str, str, str] | None,
     edge_attr: Tensor | None,
     edge_weight: Tensor | None,
 ) -> Any:
     """A PyG Batch of the graphs that stand side by side in `graph`."""
-    from graphattn.graphs.export_batches import pyg_batch_of_parts
-
     given = {"edge_attr": edge_attr, "edge_weight": edge_weight}
     values = {name: value for name, value in given.items() if value is not None}
 
-    def of_part(part: TokenGraph, values: dict[str, Tensor]) -> Any:
+    def of_part(part: HeldGraph, values: dict[str, Tensor]) -> Any:
         own = values.get("edge_attr"), values.get("edge_weight")
         return pyg_of(part, edge_type, *own, as_data=True)
 
     return pyg_batch_of_parts(graph, edge_type, values, of_part)
 
 
-def pyg_batch_of(batch: TokenBatch) -> Any:
-    """A PyG Batch of the items of a TokenBatch: see ``TokenBatch.to_pyg``."""
+def pyg_batch_of_items(
+    sizes: tuple[tuple[int, int], ...], edges: list[Tensor], fields: list[dict[str, Any]]
+) -> Any:
+    """A PyG Batch of the items of a TokenBatch: see ``TokenBatch.to_pyg``.
+
+    Args:
+        sizes: (targets, sources) of every item.
+        edges: [2, E] of every item, numbered from its own first token.
+        fields: of every item, by name.
+    """
     from torch_geometric.data import Batch, Data
 
-    if any(targets != sources for targets, sources in batch.sizes):
+    if any(targets != sources for targets, sources in sizes):
         raise ValueError(
             "to_pyg needs targets and sources that are the same tokens, a Data has one kind of "
-            f"nodes, but the (targets, sources) of the items are {batch.sizes}"
+            f"nodes, but the (targets, sources) of the items are {sizes}"
         )
-    columns = {name: batch.values_of_items(name) for name, _ in batch.items()}
-    edges = batch.unpack(batch.graph.edge_index.T, per="edge")
-    rows = batch.first_tokens()
     items = []
-    for b, (num_tokens, _) in enumerate(batch.sizes):
-        fields = {name: values[b] for name, values in columns.items()}
-        data = Data(edge_index=(edges[b] - rows[b]).T.contiguous(), **fields)
+    for (num_tokens, _), own_edges, own in zip(sizes, edges, fields, strict=True):
+        data = Data(edge_index=own_edges, **own)
         data.num_nodes = num_tokens
         items.append(data)
     return Batch.from_data_list(items)
 
 
-def networkx_of(graph: TokenGraph, edge_weight: Tensor | None) -> networkx.DiGraph:
+def networkx_of(graph: HeldGraph, edge_weight: Tensor | None) -> networkx.DiGraph:
     """A DiGraph: see ``TokenGraph.to_networkx``."""
     import networkx
 
@@ -137,7 +138,7 @@ def networkx_of(graph: TokenGraph, edge_weight: Tensor | None) -> networkx.DiGra
     return other
 
 
-def scipy_of(graph: TokenGraph, edge_weight: Tensor | None) -> scipy.sparse.csr_array:
+def scipy_of(graph: HeldGraph, edge_weight: Tensor | None) -> scipy.sparse.csr_array:
     """A CSR array: see ``TokenGraph.to_scipy``."""
     import numpy as np
     import scipy.sparse
@@ -155,7 +156,7 @@ def scipy_of(graph: TokenGraph, edge_weight: Tensor | None) -> scipy.sparse.csr_
     return scipy.sparse.csc_array((values, source, begin), shape=shape).tocsr()
 
 
-def _check_per_edge(graph: TokenGraph, name: str, value: Any, dims: int | None = None) -> None:
+def _check_per_edge(graph: HeldGraph, name: str, value: Any, dims: int | None = None) -> None:
     shape = value.shape if isinstance(value, Tensor) else ()
     if len(shape) == 0 or shape[0] != graph.num_edges or dims not in (None, len(shape)):
         got = list(value.shape) if isinstance(value, Tensor) else type(value).__name__

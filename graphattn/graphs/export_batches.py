@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphattn.graphs.token_graph import TokenGraph
+from graphattn.graphs.held import G
 
 
 def pyg_batch_of_parts(
-    graph: TokenGraph,
+    graph: G,
     edge_type: tuple[str, str, str] | None,
     values: dict[str, Tensor],
-    pyg_of_part: Callable[[TokenGraph, dict[str, Tensor]], Any],
+    pyg_of_part: Callable[[G, dict[str, Tensor]], Any],
 ) -> Any:
     """A PyG Batch of the graphs that stand side by side in `graph`.
 
@@ -32,7 +32,7 @@ def pyg_batch_of_parts(
     from torch_geometric.data import Batch
 
     device = graph.device
-    none = TokenGraph(
+    none = type(graph)(
         edge_index=torch.empty((2, 0), dtype=torch.int64, device=device),
         num_targets=0,
         num_sources=0,

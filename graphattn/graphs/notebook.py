@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from html import escape
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from graphattn.graphs.token_graph import TokenGraph
+from graphattn.graphs.held import HeldGraph
 
 DRAWN = 64  # tokens on either side up to which the matrix is drawn, cell by cell
 PIXELS = 192  # width of the picture
 
 
-def graph_html(graph: TokenGraph) -> str:
+def graph_html(graph: HeldGraph) -> str:
     """A table of what is known of the graph, and its matrix if it is small; lists no edge else."""
     targets, sources, edges = graph.num_targets, graph.num_sources, graph.num_edges
     if targets == sources:
@@ -37,13 +35,13 @@ def graph_html(graph: TokenGraph) -> str:
     return f"<div><strong>TokenGraph</strong><table>{table}</table>{_picture(graph)}</div>"
 
 
-def _structure(graph: TokenGraph) -> str:
+def _structure(graph: HeldGraph) -> str:
     if graph.structure is not None:
         return type(graph.structure).__name__
     return "table of neighbours" if graph.is_table else "list of edges"
 
 
-def _picture(graph: TokenGraph) -> str:
+def _picture(graph: HeldGraph) -> str:
     """The matrix as SVG: target i in row i, the source it looks at in column j."""
     targets, sources = graph.num_targets, graph.num_sources
     if not 0 < max(targets, sources) <= DRAWN or min(targets, sources) == 0:

@@ -8,15 +8,15 @@ import torch
 from torch import Tensor
 
 from graphattn.graphs.arguments import as_points
+from graphattn.graphs.held import G, HeldGraph
 from graphattn.graphs.permutations import items_of, permuted
-from graphattn.graphs.token_graph import TokenGraph
 
 MOST_AXES = 8  # coordinates that place a point on the curve
 MOST_BITS = 52  # of a coordinate: what float64 tells apart
 KEY_BITS = 62  # of a place on the curve, an int64 of which one more value says "nowhere"
 
 
-def reordered(graph: TokenGraph, points: Any) -> tuple[TokenGraph, Tensor]:
+def reordered(graph: G, points: Any) -> tuple[G, Tensor]:
     """:meth:`graphattn.TokenGraph.reorder`, which has the description."""
     if not graph.has_same_tokens:
         raise ValueError(
@@ -33,7 +33,7 @@ def reordered(graph: TokenGraph, points: Any) -> tuple[TokenGraph, Tensor]:
     return permuted(graph, order)[0], order
 
 
-def order_of_small_bandwidth(graph: TokenGraph) -> Tensor:
+def order_of_small_bandwidth(graph: HeldGraph) -> Tensor:
     """Reverse Cuthill-McKee order of every part, of edges in either direction: new -> old."""
     import numpy
     from scipy import sparse
@@ -55,7 +55,7 @@ def order_of_small_bandwidth(graph: TokenGraph) -> Tensor:
     return torch.from_numpy(numpy.concatenate(order)).to(graph.device)
 
 
-def order_along_curve(graph: TokenGraph, points: Any) -> Tensor:
+def order_along_curve(graph: HeldGraph, points: Any) -> Tensor:
     """The order in which a Hilbert curve through the cube around every part meets its points."""
     points = as_points("points", points).detach()
     if len(points) != graph.num_tokens or not points.shape[1]:

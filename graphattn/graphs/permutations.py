@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from graphattn.graphs.edge_lists import sorted_edge_list
-from graphattn.graphs.token_graph import TokenGraph
+from graphattn.graphs.held import G, HeldGraph
 
 Permutations = Tensor | tuple[Tensor, Tensor]
 
 
-def permuted(graph: TokenGraph, permutation: Permutations) -> tuple[TokenGraph, Tensor | None]:
+def permuted(graph: G, permutation: Permutations) -> tuple[G, Tensor | None]:
     """:meth:`graphattn.TokenGraph.permute`, which has the description.
 
     The second result is the permutation of edges where it was needed anyway, for lists.
@@ -32,7 +32,7 @@ def permuted(graph: TokenGraph, permutation: Permutations) -> tuple[TokenGraph, 
         source_positions = positions
     else:
         source_positions = graph.source_positions[of_sources]
-    moved = TokenGraph(
+    moved = type(graph)(
         edge_index=edge_index,
         neighbors=neighbors,
         num_targets=graph.num_targets,
@@ -46,7 +46,7 @@ def permuted(graph: TokenGraph, permutation: Permutations) -> tuple[TokenGraph, 
     return moved, edges
 
 
-def order_of_edges(graph: TokenGraph, permutation: Permutations) -> Tensor:
+def order_of_edges(graph: HeldGraph, permutation: Permutations) -> Tensor:
     """LongTensor [E]: edge e of the permuted graph is edge ``order[e]`` of this one."""
     of_targets, of_sources = checked_pair(graph, permutation)
     return _renumbered_edges(graph, inverse(of_targets), inverse(of_sources))[1]
@@ -60,7 +60,7 @@ def inverse(permutation: Tensor) -> Tensor:
 
 
 def _renumbered_edges(
-    graph: TokenGraph, target_number: Tensor, source_number: Tensor
+    graph: HeldGraph, target_number: Tensor, source_number: Tensor
 ) -> tuple[Tensor, Tensor]:
     """The edges between the new numbers, sorted, and the edge of this graph that each was."""
     source, target = graph.compact_edges
@@ -76,7 +76,7 @@ def _renumbered_table(rows: Tensor, number: Tensor) -> Tensor:
     return number[rows.clamp(min=0)].where(rows >= 0, -1).sort(dim=1).values
 
 
-def checked_pair(graph: TokenGraph, permutation: Any) -> tuple[Tensor, Tensor]:
+def checked_pair(graph: HeldGraph, permutation: Any) -> tuple[Tensor, Tensor]:
     """Permutations of targets and of sources: one tensor where one was given for both."""
     if isinstance(permutation, tuple):
         if len(permutation) != 2:
@@ -99,7 +99,7 @@ def checked_pair(graph: TokenGraph, permutation: Any) -> tuple[Tensor, Tensor]:
     return permutation, permutation
 
 
-def _checked(name: str, permutation: Any, graph: TokenGraph, side: int) -> Tensor:
+def _checked(name: str, permutation: Any, graph: HeldGraph, side: int) -> Tensor:
     """On the graph's device, int64; every token once, and within its part of a batch."""
     count = graph.num_sources if side else graph.num_targets
     allowed = f"must hold every token 0 .. {count - 1} once" if count else "must be empty"
@@ -135,7 +135,7 @@ def _checked(name: str, permutation: Any, graph: TokenGraph, side: int) -> Tenso
     return permutation
 
 
-def items_of(graph: TokenGraph, side: int = 0) -> Tensor:
+def items_of(graph: HeldGraph, side: int = 0) -> Tensor:
     """The part of a batch that every target (0) or source (1) belongs to."""
     sizes = torch.tensor([size[side] for size in graph.sizes], device=graph.device)
     return torch.arange(len(sizes), device=graph.device).repeat_interleave(sizes)

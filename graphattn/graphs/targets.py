@@ -10,6 +10,7 @@ from torch import Tensor
 
 from graphattn.graphs.arguments import as_int
 from graphattn.graphs.composites import Parts, Union, union_of
+from graphattn.graphs.held import G, HeldGraph
 from graphattn.graphs.sections import Section, edges_of_rows
 from graphattn.graphs.structure import (
     Band,
@@ -20,12 +21,11 @@ from graphattn.graphs.structure import (
     Grid,
     Structure,
 )
-from graphattn.graphs.token_graph import TokenGraph
 
 Run = tuple[int, int]  # from, and up to but not including
 
 
-def targets_of(graph: TokenGraph, start: Any, stop: Any) -> tuple[TokenGraph, range]:
+def targets_of(graph: G, start: Any, stop: Any) -> tuple[G, range]:
     """:meth:`graphattn.TokenGraph.targets`, which has the description."""
     start, stop = _checked(graph, start, stop)
     structure = edge_index = neighbors = None
@@ -45,7 +45,7 @@ def targets_of(graph: TokenGraph, start: Any, stop: Any) -> tuple[TokenGraph, ra
         first, last = _hull(edges[0])
         edge_index = edges - edges.new_tensor([[first], [start]])
     sizes, starts = _cut_sequences(graph, (start, stop), (first, last))
-    part = TokenGraph(
+    part = type(graph)(
         structure=structure,
         edge_index=edge_index,
         neighbors=neighbors,
@@ -61,7 +61,7 @@ def targets_of(graph: TokenGraph, start: Any, stop: Any) -> tuple[TokenGraph, ra
     return part, range(first, last)
 
 
-def _checked(graph: TokenGraph, start: Any, stop: Any) -> Run:
+def _checked(graph: HeldGraph, start: Any, stop: Any) -> Run:
     start, stop = as_int("start", start, 0), as_int("stop", stop, 0)
     if stop > graph.num_targets:
         raise ValueError(f"stop must be <= num_targets = {graph.num_targets}, got {stop}")
@@ -76,7 +76,7 @@ def _hull(sources: Tensor) -> Run:
     return int(sources.min()), int(sources.max()) + 1
 
 
-def _cut_positions(graph: TokenGraph, targets: Run, sources: Run) -> tuple[Tensor, Tensor] | None:
+def _cut_positions(graph: HeldGraph, targets: Run, sources: Run) -> tuple[Tensor, Tensor] | None:
     if graph.own_positions is None:
         return None
     of_targets, of_sources = graph.own_positions
@@ -87,7 +87,7 @@ def _cut_positions(graph: TokenGraph, targets: Run, sources: Run) -> tuple[Tenso
 
 
 def _cut_sequences(
-    graph: TokenGraph, targets: Run, sources: Run
+    graph: HeldGraph, targets: Run, sources: Run
 ) -> tuple[tuple[Run, ...], tuple[Run, ...]]:
     """What is left of the sequences of a batch: their sizes, and where they begin in themselves."""
     sizes, starts, t0, s0 = [], [], 0, 0

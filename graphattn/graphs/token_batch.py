@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from graphattn.graphs.arguments import as_choice
+from graphattn.graphs.export import pyg_batch_of_items
 from graphattn.graphs.token_graph import TokenGraph
 
 if TYPE_CHECKING:
@@ -286,9 +287,14 @@ class TokenBatch:
             >>> ga.collate(items).to_pyg()
             DataBatch(x=[5, 4], edge_index=[2, 9], num_nodes=5, batch=[5], ptr=[3])
         """
-        from graphattn.graphs.export import pyg_batch_of
-
-        return pyg_batch_of(self)
+        columns = {name: self.values_of_items(name) for name in self.keys()}
+        rows = self.first_tokens()
+        edges = self.unpack(self.graph.edge_index.T, per="edge")
+        return pyg_batch_of_items(
+            self.sizes,
+            [(own - first).T.contiguous() for own, first in zip(edges, rows, strict=True)],
+            [{name: values[b] for name, values in columns.items()} for b in range(len(self))],
+        )
 
     def values_of_items(self, name: str) -> list[Any]:
         """The entry of every item in a field, with the shape that it had there."""

@@ -3,20 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence, Set
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from graphattn.graphs.arguments import as_int
 from graphattn.models.sampling import Sampling, draw
+from graphattn.nn import ModelCache
 from graphattn.ops.inputs import check_valid
-
-if TYPE_CHECKING:
-    from graphattn.models.causal_lm import CausalLM
 
 Stop = int | Sequence[int | Sequence[int]] | None
 Progress = Callable[[int, Tensor], Any]
+
+
+class LanguageModel(Protocol):
+    """What writing asks of a model: it reads tokens through a cache and tells what may follow."""
+
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def embedding(self) -> nn.Embedding: ...
+    def init_cache(self, batch: tuple[int, ...], *, rollback: int = 0) -> ModelCache: ...
+    def encode_step(
+        self,
+        tokens: Tensor,
+        cache: ModelCache,
+        *,
+        positions: Tensor | None = None,
+        valid: Tensor | None = None,
+    ) -> Tensor: ...
+    def logits(self, features: Tensor) -> Tensor: ...
+    def _readable(self, tokens: Tensor, valid: Tensor | None) -> Any: ...
 
 
 class GrowingText:
@@ -80,7 +98,7 @@ class Reader:
     """
 
     def __init__(
-        self, model: CausalLM, text: GrowingText, valid: Tensor | None, rollback: int = 0
+        self, model: LanguageModel, text: GrowingText, valid: Tensor | None, rollback: int = 0
     ) -> None:
         self.model, self.text, self.valid, self.positions = model, text, None, None
         self.cache = model.init_cache(tuple(text.batch), rollback=rollback)
@@ -110,7 +128,7 @@ class Reader:
 
 @torch.no_grad()
 def generate(
-    model: CausalLM,
+    model: LanguageModel,
     tokens: Tensor,
     max_new_tokens: int,
     *,
@@ -121,7 +139,7 @@ def generate(
     generator: torch.Generator | None,
     valid: Tensor | None,
     progress: Progress | None,
-    draft: CausalLM | None,
+    draft: LanguageModel | None,
     draft_tokens: int,
 ) -> Tensor:
     """:meth:`CausalLM.generate`."""
@@ -152,8 +170,8 @@ def generate(
 
 
 def _write_with_draft(
-    model: CausalLM,
-    draft: CausalLM,
+    model: LanguageModel,
+    draft: LanguageModel,
     text: GrowingText,
     sampling: Sampling,
     generator: torch.Generator | None,
@@ -255,7 +273,7 @@ def _is_sequence(value: Any) -> bool:
     return getattr(value, "ndim", 0) > 0  # a tensor, or an array of numpy's
 
 
-def _check_draft(draft: CausalLM, model: CausalLM) -> None:
+def _check_draft(draft: LanguageModel, model: LanguageModel) -> None:
     if draft.vocab_size != model.vocab_size:
         raise ValueError(
             f"draft must have the vocabulary of the model, {model.vocab_size} tokens, "

@@ -15,6 +15,7 @@ from graphattn.models.mixers import Mixer, mixers
 from graphattn.models.patches import check_images
 from graphattn.models.stack import BlockStack, Graphs
 from graphattn.models.swin_parts import PatchMerging, WindowBlock, stage_graph
+from graphattn.models.swin_weights import from_transformers
 from graphattn.nn.attention import GraphAttention
 from graphattn.ops.dropout import as_share
 
@@ -199,8 +200,6 @@ class SwinTransformer(BlockStack):
             >>> nearest = ga.models.SwinTransformer.from_transformers(
             ...     theirs, mixer="krause", mixer_options={"top_k": 8})
         """
-        from graphattn.models.swin_weights import from_transformers
-
         found: Self = from_transformers(cls, model, changes)
         return found
 

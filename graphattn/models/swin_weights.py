@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any
 
 from torch import Tensor
 
-from graphattn.models.loaded_weights import options_of_mixers, with_weights
-
-if TYPE_CHECKING:
-    from graphattn.models.swin import SwinTransformer
-
-Model = TypeVar("Model", bound="SwinTransformer")
+from graphattn.models.loaded_weights import Model, options_of_mixers, with_weights
 
 # How transformers names a parameter, and how it is named here; `{}` are the stage and the block.
 BLOCK = {

@@ -15,6 +15,7 @@ from graphattn.models.mixers import Mixer, Reach, mixers
 from graphattn.models.patches import PatchEmbedding, Size, as_size
 from graphattn.models.stack import BlockStack, Graphs
 from graphattn.models.vision_graphs import Radius, vision_graph
+from graphattn.models.vision_weights import from_transformers
 from graphattn.nn import PreNormBlock
 from graphattn.nn.rotary import RotaryEmbedding
 from graphattn.ops.dropout import as_share
@@ -224,8 +225,6 @@ class VisionTransformer(BlockStack):
             >>> near = ga.models.VisionTransformer.from_transformers(
             ...     theirs, mixer="krause", radius=1, mixer_options={"top_k": 3})
         """
-        from graphattn.models.vision_weights import from_transformers
-
         found: Self = from_transformers(cls, model, changes)
         return found
 

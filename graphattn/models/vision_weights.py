@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any
 
 from torch import Tensor
 
 from graphattn.graphs.arguments import as_int
-from graphattn.models.loaded_weights import options_of_mixers, with_weights
-
-if TYPE_CHECKING:
-    from graphattn.models.vision import VisionTransformer
-
-Model = TypeVar("Model", bound="VisionTransformer")
+from graphattn.models.loaded_weights import Model, options_of_mixers, with_weights
 
 # Names of transformers 5 and of earlier versions, which files of weights have, and ours.
 _PARTS = (

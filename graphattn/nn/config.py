@@ -19,9 +19,8 @@ from typing import Any, ClassVar, Self
 from torch import Tensor, nn
 
 from graphattn.nn.argument_names import refuse_unknown
-
-# The classes of graphattn by name: the only ones that a file may ask for.
-KNOWN: dict[str, type[Configured]] = {}
+from graphattn.nn.known import KNOWN, Described, build, class_name
+from graphattn.nn.pretrained import load, save
 
 NOT_COMPARED = frozenset(
     {
@@ -59,7 +58,7 @@ NOT_COMPARED = frozenset(
 TOLD_BY_NAMES = {"step_size": "learned"}
 
 
-class Configured:
+class Configured(Described):
     """What a module inherits to know the arguments it was made with, and to answer unknown ones.
 
     It stands before the module class: ``class Layer(Configured, nn.Module)``. Constructors are
@@ -75,7 +74,6 @@ class Configured:
     options_of_parts: ClassVar[frozenset[str]] = frozenset()
 
     forward: Callable[..., Any]
-    state_dict: Callable[..., Any]
     _arguments: dict[str, Any]  # of the constructor, plain
     _base_arguments: tuple[str, dict[str, Any]]  # of the class of graphattn below, and its name
     _at_first: dict[str, Any]  # the attributes of those names when the constructor ended
@@ -111,8 +109,6 @@ class Configured:
 
     def save_pretrained(self, directory: Any) -> None:
         """Write ``model.safetensors`` and ``config.json`` into a folder: :func:`graphattn.save`."""
-        from graphattn.nn.pretrained import save
-
         save(self, directory)
 
     @classmethod
@@ -122,8 +118,6 @@ class Configured:
         Raises:
             ValueError: also where the files are those of another class.
         """
-        from graphattn.nn.pretrained import load
-
         found: Self = load(directory, device=device, kind=cls)
         return found
 
@@ -174,13 +168,6 @@ class Configured:
         )
 
 
-def class_name(cls: type) -> str:
-    """A class of graphattn by its name, any other with its module, so that neither is mistaken."""
-    return (
-        cls.__name__ if KNOWN.get(cls.__name__) is cls else f"{cls.__module__}.{cls.__qualname__}"
-    )
-
-
 def plain(value: Any) -> Any:
     """`value` as JSON has it; a module of ours as its class and config, other things by class."""
     if value is None or isinstance(value, bool | str):
@@ -198,27 +185,6 @@ def plain(value: Any) -> Any:
     if isinstance(value, dict) and all(isinstance(key, str) for key in value):
         return {key: plain(entry) for key, entry in value.items()}
     return {"class": f"{type(value).__module__}.{type(value).__qualname__}"}
-
-
-def build(description: dict[str, Any], kind: type | None = None) -> Any:
-    """The module that a dict of class and arguments describes, made by a class of graphattn.
-
-    Args:
-        description: as :func:`plain` writes it.
-        kind: the class to make, in place of the one that is named.
-
-    Raises:
-        ValueError: no class is named, or none of graphattn's.
-    """
-    arguments = {name: value for name, value in description.items() if name != "class"}
-    if kind is None:
-        kind = KNOWN.get(description["class"]) if isinstance(description["class"], str) else None
-    if kind is None:
-        raise ValueError(
-            f"class must be one of graphattn's, got {description['class']!r}, which no file can "
-            "bring along: make the model in code and load its state dict"
-        )
-    return kind(**arguments)
 
 
 def record(module: Configured) -> dict[str, Any]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import tempfile
 from collections import OrderedDict
 from collections.abc import Callable
@@ -19,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from graphattn.nn.config import KNOWN, Configured, build, class_name
+from graphattn.nn.known import KNOWN, Described, build, class_name
+from graphattn.version import __version__
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 OF_FILES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".safetensors", ".json")
@@ -30,7 +30,7 @@ def save(module: Any, directory: Any) -> None:
     """Write both files into `directory`; see :func:`graphattn.save`."""
     from safetensors.torch import save_file
 
-    if not isinstance(module, Configured):
+    if not isinstance(module, Described):
         raise ValueError(
             f"model must be a layer or model of graphattn, got {type(module).__name__}, which "
             "files alone cannot make again: save its state dict, in which graphattn's layers keep "
@@ -58,8 +58,7 @@ def save(module: Any, directory: Any) -> None:
     # Ties as safetensors writes them: the name that is left out, and the one that is kept.
     header = {"format": "pt", LAYERS: json.dumps(_layers(state)), **ties}
     described = {"class": class_name(type(module)), **config}
-    version = sys.modules[__name__.partition(".")[0]].__version__  # graphattn's, which is above us
-    text = json.dumps({**described, "graphattn_version": version}, indent=2) + "\n"
+    text = json.dumps({**described, "graphattn_version": __version__}, indent=2) + "\n"
     _replace(folder / WEIGHTS, lambda path: save_file(tensors, path, metadata=header))
     _replace(folder / CONFIG, lambda path: path.write_text(text, encoding="utf-8"))
 
@@ -108,7 +107,7 @@ def _where(config: dict[str, Any], foreign: str) -> str:
     return next(name for name, value in config.items() if _foreign_part(value, False) == foreign)
 
 
-def _check_is_as_configured(module: Configured, config: dict[str, Any], state: Any) -> None:
+def _check_is_as_configured(module: Described, config: dict[str, Any], state: Any) -> None:
     """That a module made from the config would take the numbers, and compute the same with them."""
     try:
         again = _on_meta(lambda: build({"class": None, **config}, type(module)))
@@ -214,7 +213,7 @@ def _read_config(path: Path) -> dict[str, Any]:
 def _kind(path: Path, description: dict[str, Any], wanted: Any) -> type | None:
     """The class to make: None for the one that is named, which must then be a `wanted` one."""
     named = description["class"]
-    if wanted is None or wanted is Configured:
+    if wanted is None or not issubclass(wanted, nn.Module):  # what layers inherit, and no layer
         return None
     if wanted in KNOWN.values():
         if not issubclass(KNOWN.get(named, object), wanted):

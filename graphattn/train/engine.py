@@ -9,13 +9,13 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from graphattn.data.tokenizers import load_tokenizer, save_tokenizer, tokenizer_as_dict
 from graphattn.train import checkpoints, run_folder
 from graphattn.train.config import RunConfig
 from graphattn.train.objective import Example, Objective
@@ -136,7 +136,9 @@ def resume(
                 f"steps must be at least those of the run, {config.steps}, got {steps}"
             )
         config = config.replace(steps=steps)
-    found = import_module("graphattn.train.setup").prepare(config)
+    from graphattn.train.setup import prepare
+
+    found = prepare(config)
     return fit(
         found.model,
         found.objective,
@@ -249,8 +251,7 @@ def _open(path: Path, config: RunConfig, tokenizer: Any, data: str | None, args:
         error=None,
     )
     if tokenizer is not None and not (is_begun and (path / "tokenizer.json").is_file()):
-        tokenizers: Any = import_module("graphattn.data")
-        tokenizers.save_tokenizer(tokenizer, path / "tokenizer.json")
+        save_tokenizer(tokenizer, path / "tokenizer.json")
     run_folder.write_config(path, config)
 
 
@@ -258,8 +259,7 @@ def _check_tokenizer(path: Path, tokenizer: Any) -> None:
     """Refuse data whose tokens are not those that the model has learned."""
     if not path.is_file():
         return
-    data: Any = import_module("graphattn.data.tokenizers")
-    if data.tokenizer_as_dict(data.load_tokenizer(path)) != data.tokenizer_as_dict(tokenizer):
+    if tokenizer_as_dict(load_tokenizer(path)) != tokenizer_as_dict(tokenizer):
         raise ValueError(
             f"data has other tokens than those in {str(path)!r}: it has changed since the run "
             "began, or the file is of something else; choose another folder as out"

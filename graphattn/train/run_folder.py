@@ -7,7 +7,6 @@ import json
 import os
 import platform
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ from typing import Any
 
 from graphattn.train.config import RunConfig
 from graphattn.train.records import Row, read_rows, replace_file, replace_text
+from graphattn.version import __version__
 
 CONFIG, STATE, LOG, LOCK = "config.yaml", "run.json", "log.jsonl", ".lock"
 FREE = ("out", "workers", "log_to")  # what a run does not depend on
@@ -282,7 +282,7 @@ def origin(config: RunConfig) -> dict[str, Any]:
         "config": config.digest(),
         "seed": config.seed,
         "versions": {
-            "graphattn": sys.modules[__name__.partition(".")[0]].__version__,
+            "graphattn": __version__,
             "python": platform.python_version(),
             **{name: _version(name) for name in names},
         },

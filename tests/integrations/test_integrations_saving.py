@@ -16,8 +16,8 @@ from torch import nn
 transformers = pytest.importorskip("transformers")
 
 from graphattn.integrations import transformers as gat  # noqa: E402
+from graphattn.integrations.transformers.marks import MARK  # noqa: E402
 from graphattn.integrations.transformers.options import AS_IT_IS, Options  # noqa: E402
-from graphattn.integrations.transformers.saving import MARK  # noqa: E402
 
 SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 19}
 TOKENS = torch.arange(12)[None] % 19

@@ -25,14 +25,14 @@ MUTATIONS = [
     ),
     Mutation(
         "a graph hands out what somebody wrote into",
-        "graphattn/graphs/token_graph.py",
+        "graphattn/graphs/held.py",
         "if found is not None and found[0] == (held._version, found[1]._version):",
         "if found is not None:",
         (f"{WIDTH}::test_writing_into_what_was_asked_for_does_not_change_the_graph",),
     ),
     Mutation(
         "a moved graph keeps what was derived where it was",
-        "graphattn/graphs/token_graph.py",
+        "graphattn/graphs/held.py",
         "changed._wide, changed._derived = {}, {}",
         "changed._wide = {}",
         (f"{WIDTH}::test_what_was_derived_for_one_device_is_not_used_on_another",),
@@ -77,7 +77,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a graph keeps fake positions",
-        "graphattn/graphs/token_graph.py",
+        "graphattn/graphs/held.py",
         "        if not makes_fakes():\n            setattr",
         "        if name:\n            setattr",
         (f"{FLAT}::test_fake_tensors_first_and_real_ones_then[turned-window]",),

@@ -16,6 +16,7 @@ from graphattn.data.structures.edges import (
     window_graph_of_chains,
 )
 from graphattn.data.structures.numbering import places_along_chains
+from graphattn.data.structures.tracks import secondary_structure, solvent_accessibility
 from graphattn.graphs.arguments import as_float, as_int
 from graphattn.graphs.neighbors import knn_graph, radius_graph
 from graphattn.graphs.token_graph import TokenGraph
@@ -379,9 +380,7 @@ class Structure:
         Raises:
             ImportError: biotite is not installed.
         """
-        from graphattn.data.structures.tracks import secondary_structure
-
-        return secondary_structure(self)
+        return secondary_structure(self.ca_positions, self.chain_index, self.positions)
 
     def solvent_accessibility(self, *, probe_radius: float = 1.4) -> Tensor:
         """FloatTensor [N]: the surface of every residue that water reaches, in Angstrom squared.
@@ -399,9 +398,14 @@ class Structure:
             ValueError: if not all atoms were read (``read_structure(path, atoms="all")``).
             ImportError: biotite is not installed.
         """
-        from graphattn.data.structures.tracks import solvent_accessibility
-
-        return solvent_accessibility(self, as_float("probe_radius", probe_radius, positive=True))
+        radius = as_float("probe_radius", probe_radius, positive=True)
+        if not self.has_all_atoms:
+            raise ValueError(
+                "atoms must be all read for solvent_accessibility(), got "
+                f"{', '.join(self.atoms)}: read_structure(path, atoms='all') reads them"
+            )
+        surface = solvent_accessibility(self.atoms, self.residue_names, radius)
+        return surface.to(self.ca_positions)
 
 
 def _feature_sizes(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
 
 import numpy
 import torch
@@ -10,60 +10,64 @@ from torch import Tensor
 
 from graphattn.data.structures.parsing import require_biotite
 
-if TYPE_CHECKING:
-    from graphattn.data.structures.structure import Structure
-
 _CODES = {"a": 1, "b": 2}  # of biotite: helix and strand
 
 
-def secondary_structure(structure: Structure) -> Tensor:
-    """0 coil, 1 helix, 2 strand of every residue."""
+def secondary_structure(ca_positions: Tensor, chain_index: Tensor, positions: Tensor) -> Tensor:
+    """0 coil, 1 helix, 2 strand of every residue.
+
+    Args:
+        ca_positions: [N, 3], where the C-alpha atoms are, NaN where that is not known.
+        chain_index: [N], the chain of every residue.
+        positions: [N], places along the chains, which jump where a chain is broken.
+    """
     require_biotite("secondary_structure()")
     from biotite.structure import AtomArray, annotate_sse
 
-    atoms = AtomArray(len(structure))
-    atoms.coord = structure.ca_positions.detach().cpu().float().numpy()
+    atoms = AtomArray(len(ca_positions))
+    atoms.coord = ca_positions.detach().cpu().float().numpy()
     atoms.atom_name[:] = "CA"
     atoms.res_name[:] = "ALA"  # whatever it is: only its place is looked at
     atoms.element[:] = "C"
-    atoms.chain_id = numpy.array(structure.chain_index.tolist(), dtype=str).astype("U8")
-    atoms.res_id = structure.positions.cpu().numpy()  # where these jump, the chain is broken
+    atoms.chain_id = numpy.array(chain_index.tolist(), dtype=str).astype("U8")
+    atoms.res_id = positions.cpu().numpy()  # where these jump, the chain is broken
     codes = [_CODES.get(code, 0) for code in annotate_sse(atoms).tolist()]
-    return torch.tensor(codes, device=structure.ca_positions.device)
+    return torch.tensor(codes, device=ca_positions.device)
 
 
-def solvent_accessibility(structure: Structure, probe_radius: float) -> Tensor:
-    """The accessible surface of every residue, summed over its atoms."""
-    if not structure.has_all_atoms:
-        raise ValueError(
-            "atoms must be all read for solvent_accessibility(), got "
-            f"{', '.join(structure.atoms)}: read_structure(path, atoms='all') reads them"
-        )
+def solvent_accessibility(
+    atoms: Mapping[str, Tensor], residue_names: Sequence[str], probe_radius: float
+) -> Tensor:
+    """The accessible surface of every residue, summed over its atoms, float64 on the CPU.
+
+    Args:
+        atoms: every atom but hydrogen by its name, [N, 3] each, NaN where a residue has none.
+        residue_names: N names of the Chemical Component Dictionary.
+        probe_radius: of the rolling ball, in Angstrom.
+    """
     require_biotite("solvent_accessibility()")
     from biotite.structure import AtomArray, sasa
 
     rows, names, places = [], [], []
-    for name, coordinates in structure.atoms.items():
-        there = structure.has_atom(name).nonzero()[:, 0]
+    for name, coordinates in atoms.items():
+        there = coordinates.isfinite().all(dim=1).nonzero()[:, 0]
         rows.append(there)
         names += [name] * len(there)
         places.append(coordinates[there])
     residue = torch.cat(rows).cpu()
-    atoms = AtomArray(len(names))
-    atoms.coord = torch.cat(places).detach().cpu().float().numpy()
+    found = AtomArray(len(names))
+    found.coord = torch.cat(places).detach().cpu().float().numpy()
     radii = [
-        _radius(structure.residue_names[row], name)
-        for row, name in zip(residue.tolist(), names, strict=True)
+        _radius(residue_names[row], name) for row, name in zip(residue.tolist(), names, strict=True)
     ]
     area = sasa(
-        atoms,
+        found,
         probe_radius=probe_radius,
         ignore_ions=False,
         vdw_radii=numpy.array(radii, dtype=numpy.float32),
     )
-    total = torch.zeros(len(structure), dtype=torch.float64)
-    total.index_add_(0, residue, torch.from_numpy(numpy.asarray(area, dtype=numpy.float64)))
-    return total.to(structure.ca_positions)
+    total = torch.zeros(len(residue_names), dtype=torch.float64)
+    return total.index_add_(0, residue, torch.from_numpy(numpy.asarray(area, dtype=numpy.float64)))
 
 
 def _radius(residue_name: str, atom_name: str) -> float:

@@ -9,6 +9,7 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from graphattn.integrations.transformers.attention import graph_attention
+from graphattn.integrations.transformers.marks import is_marked, mark
 from graphattn.integrations.transformers.masks import graph_mask
 from graphattn.integrations.transformers.modules import attention_modules, is_attention
 from graphattn.integrations.transformers.options import (
@@ -20,7 +21,6 @@ from graphattn.integrations.transformers.options import (
     layers_for,
     steps_of,
 )
-from graphattn.integrations.transformers.saving import is_marked, mark
 from graphattn.integrations.transformers.wrapped import unwrapped
 
 NAME = "graphattn"

@@ -18,6 +18,7 @@ from graphattn.integrations.transformers.families import (
     family_of,
     missing_parts,
 )
+from graphattn.integrations.transformers.marks import mark
 from graphattn.integrations.transformers.mixers import GaussianKernel, Krause, ValueLess
 from graphattn.integrations.transformers.modules import (
     attention_modules,
@@ -34,7 +35,6 @@ from graphattn.integrations.transformers.replacement import (
     heads_of,
     key_heads_of,
 )
-from graphattn.integrations.transformers.saving import mark
 
 MIXERS: dict[str, type[Replacement]] = {
     mixer.mixer: mixer for mixer in (GaussianKernel, ValueLess, Consensus, Krause)

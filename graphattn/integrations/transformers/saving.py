@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import os
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
+from graphattn.integrations.transformers.configure import register, replay_configure
+from graphattn.integrations.transformers.convert import replay_convert
+from graphattn.integrations.transformers.marks import MARK, mark
 from graphattn.integrations.transformers.options import VERSION, GraphOf, is_part, steps_of
-from graphattn.integrations.transformers.whole_saves import save_pretrained
-
-# transformers names weights that it has no use for when it loads a model: that is how whoever
-# loads a changed model as if it were not hears of it.
-MARK = "load_with_graphattn_integrations_transformers_from_pretrained"
+from graphattn.integrations.transformers.shortcut import replay_krause_shortcut
 
 
 def from_pretrained(
@@ -216,8 +213,6 @@ def _class_of(config: Any, model_class: Any, directory: Any, kwargs: dict[str, A
 
 def _rebuilt(cls: Any, steps: list[dict[str, Any]], graph: Any) -> Any:
     """The class of a model that is changed as soon as it is made, before weights are read."""
-    from graphattn.integrations.transformers.configure import register
-
     register()
 
     def initialize(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
@@ -232,10 +227,6 @@ def _rebuilt(cls: Any, steps: list[dict[str, Any]], graph: Any) -> Any:
 
 def replay(model: Any, steps: list[dict[str, Any]], graph: Any = None) -> None:
     """Do to a model what the steps of a config say, without writing them down again."""
-    from graphattn.integrations.transformers.configure import replay_configure
-    from graphattn.integrations.transformers.convert import replay_convert
-    from graphattn.integrations.transformers.shortcut import replay_krause_shortcut
-
     calls: dict[str, Any] = {
         "configure": replay_configure,
         "convert": replay_convert,
@@ -280,25 +271,3 @@ def _given(steps: list[dict[str, Any]], graph: Any) -> list[GraphOf]:
         f"graph must be a list of {len(layers)} functions, for the layers {layers}, got "
         f"{len(graphs)}"
     )
-
-
-def mark(model: nn.Module) -> None:
-    """Let loading without this package be heard of, and saving be whole or not at all.
-
-    Weights of the model as it was, without the mark, still fit: `load_state_dict` asks for no mark.
-    """
-    if MARK not in dict(model.named_buffers(recurse=False)):
-        model.register_buffer(MARK, torch.tensor(VERSION))
-        model.register_load_state_dict_post_hook(_without_mark)
-    # A partial rather than a method, which pickle would take for the class's own.
-    model.save_pretrained = functools.partial(save_pretrained, model)  # type: ignore[assignment]
-
-
-def is_marked(model: nn.Module) -> bool:
-    """Whether a model, or a part of it, was changed by this package."""
-    return any(name.rpartition(".")[2] == MARK for name, _ in model.named_buffers())
-
-
-def _without_mark(module: nn.Module, keys: Any) -> None:
-    missing = [name for name in keys.missing_keys if name.rpartition(".")[2] != MARK]
-    keys.missing_keys[:] = missing

@@ -8,9 +8,9 @@ from typing import Any
 from torch import nn
 
 from graphattn.graphs.arguments import as_float, as_int
+from graphattn.integrations.transformers.marks import mark
 from graphattn.integrations.transformers.modules import attention_modules
 from graphattn.integrations.transformers.options import add_step, chosen_layers
-from graphattn.integrations.transformers.saving import mark
 from graphattn.integrations.transformers.shortcut_layer import (
     KrauseShortcut,
     after_attention,
