@@ -409,3 +409,14 @@ def test_no_two_classes_or_kernels_have_one_name():
                 names[node.name] += 1
     assert names["BandInputs"] == names["band_forward_kernel"] == 1
     assert not [name for name, count in names.items() if count > 1]
+
+
+def test_no_class_name_stands_for_two_things():
+    """Private ones count, too: what a traceback or a search shows is the name alone."""
+    homes: dict[str, list[str]] = {}
+    for name, path in MODULES.items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                homes.setdefault(node.name, []).append(name)
+    assert len(homes) > 300
+    assert {name: where for name, where in homes.items() if len(where) > 1} == {}

@@ -34,7 +34,7 @@ class Figure(NamedTuple):
     alt: str = ""  # what it shows, for who cannot see it; the title where this is empty
 
 
-class Sample(NamedTuple):
+class ReportSample(NamedTuple):
     """Text as it came, line by line."""
 
     title: str
@@ -48,11 +48,11 @@ class Notes(NamedTuple):
     lines: Sequence[str]
 
 
-class Section(NamedTuple):
+class ReportSection(NamedTuple):
     """Parts under a heading of their own; strings are paragraphs, and what is folded opens."""
 
     title: str
-    parts: Sequence[str | Notes | Figure | Sample | Cells | Section]
+    parts: Sequence[str | Notes | Figure | ReportSample | Cells | ReportSection]
     folded: bool = False
 
 
@@ -63,7 +63,7 @@ def write_report(
     intro: str = "",
     figures: Sequence[Figure] = (),
     tables: Sequence[Cells] = (),
-    sections: Sequence[Section] = (),
+    sections: Sequence[ReportSection] = (),
     facts: Mapping[str, object] | None = None,
 ) -> Path:
     """Write the page and return its path.
@@ -99,7 +99,7 @@ def write_report(
     return path
 
 
-def _section(section: Section) -> dict[str, Any]:
+def _section(section: ReportSection) -> dict[str, Any]:
     return {
         "title": section.title,
         "parts": list(_parts(section.parts)),
@@ -114,7 +114,7 @@ def _parts(parts: Iterable[Any]) -> Iterable[tuple[str, Any]]:
             yield "figures", [_picture(one) for one in group]
             continue
         for part in group:
-            yield kind.__name__.lower(), _section(part) if kind is Section else part
+            yield kind.__name__.lower(), _section(part) if kind is ReportSection else part
 
 
 def _picture(drawn: Figure) -> dict[str, Any]:

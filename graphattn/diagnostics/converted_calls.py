@@ -27,7 +27,7 @@ def converted_doors() -> Iterator[tuple[Any, str, OperandsOf]]:
         if module := sys.modules.get(package + file):
             yield module, "attend", _of_torch
     if module := sys.modules.get(package + "transformers.mixers"):
-        yield module.Attention, "attend", _of_mixer
+        yield module.ReplacedAttention, "attend", _of_mixer
     if module := sys.modules.get(package + "transformers.shortcut_layer"):
         yield module.KrauseShortcut, "attend", _of_shortcut
 
@@ -71,7 +71,7 @@ def _of_mixer(
     hidden: Tensor,
     call: Any,
 ) -> Operands:
-    """``graphattn.integrations.transformers.mixers.Attention.attend``: values are [B, Hk, K, D]."""
+    """``graphattn.integrations.transformers.mixers.ReplacedAttention.attend``: values are [B, Hk, K, D]."""
     with dropout_off(module):  # its dropout is no part of the weights
         weights = attend(module, query, key, _one_hot(value, 2), hidden, call)
     return Operands(output, weights=weights.transpose(1, 2), mask=mask_of_sketch(call.mask))

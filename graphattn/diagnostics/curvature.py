@@ -15,7 +15,7 @@ from graphattn.diagnostics.twin_optimizer import Gradients
 Method = Literal["hvp", "finite_difference"]
 
 
-class Loss:
+class BatchLoss:
     """The loss of a batch and its gradient in some parameters of the model."""
 
     def __init__(
@@ -46,7 +46,7 @@ class Loss:
 
 
 def slope_and_curvature(
-    loss: Loss,
+    loss: BatchLoss,
     batch: Any,
     direction: Callable[[Gradients], list[Tensor]],
     method: Method,
@@ -115,7 +115,7 @@ def _check_differentiable_twice(gradients: list[Tensor]) -> None:
 
 
 def curvature_by_differences(
-    loss: Loss, batch: Any, u: list[Tensor], epsilon: float, start: Any
+    loss: BatchLoss, batch: Any, u: list[Tensor], epsilon: float, start: Any
 ) -> float:
     """<u, H u> with H v = [g(theta + epsilon v) - g(theta - epsilon v)] / (2 epsilon), Eq. 20."""
     count = sum(v.numel() for v in u)

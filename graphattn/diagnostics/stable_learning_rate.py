@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from graphattn.diagnostics.arguments import as_model
-from graphattn.diagnostics.curvature import Loss, Method, slope_and_curvature
+from graphattn.diagnostics.curvature import BatchLoss, Method, slope_and_curvature
 from graphattn.diagnostics.restore import left_as_found
 from graphattn.diagnostics.twin_optimizer import TwinOptimizer
 from graphattn.graphs.arguments import as_choice, as_float, as_int
@@ -148,7 +148,7 @@ def max_stable_lr(
     total = unrecorded + as_int("steps", steps, 1)
 
     twin = TwinOptimizer(optimizer, max_norm)
-    loss = Loss(as_model(model), loss_fn, twin.parameters)
+    loss = BatchLoss(as_model(model), loss_fn, twin.parameters)
     values: list[float] = []
     with left_as_found(model, twin.parameters):
         for done, batch in _numbered(batches, total):

@@ -15,7 +15,7 @@ from graphattn.dynamics.scores import participation_ratio
 from graphattn.graphs.arguments import as_choice, as_float, as_int
 from graphattn.graphs.composites import Parts, Union
 from graphattn.graphs.grid_windows import GridWindows
-from graphattn.graphs.structure import GlobalTokens, Grid, Structure
+from graphattn.graphs.structure import GlobalTokens, GraphStructure, Grid
 from graphattn.graphs.token_graph import TokenGraph, as_token_graph
 from graphattn.ops import dot_product_attention, rbf_attention
 
@@ -261,7 +261,7 @@ def as_rule(
 
 
 def global_rows(
-    structure: Structure | None, num_tokens: int, device: torch.device | None = None
+    structure: GraphStructure | None, num_tokens: int, device: torch.device | None = None
 ) -> Tensor:
     """Bool [N]: the tokens that a structure lists as seeing, and seen by, all of its sequence."""
     rows = torch.zeros(num_tokens, dtype=torch.bool, device=device)

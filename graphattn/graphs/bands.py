@@ -15,7 +15,7 @@ from torch import Tensor
 
 from graphattn.graphs.composites import Parts, Union, union_of
 from graphattn.graphs.sections import Section
-from graphattn.graphs.structure import Band, Blocks, Complete, Structure
+from graphattn.graphs.structure import Band, Blocks, Complete, GraphStructure
 from graphattn.kernels.bands.schedule import BandSchedule
 
 Run = tuple[int, int]  # from, and up to but not including
@@ -65,7 +65,7 @@ class Bands:
         return bool((same & (before == after)).all())
 
 
-def has_bands(structure: Structure) -> bool:
+def has_bands(structure: GraphStructure) -> bool:
     """Whether :func:`bands_of` finds some, and every token's sources are one run of neighbours."""
     if isinstance(structure, Parts):
         return all(has_bands(part) for part in structure.parts)
@@ -75,7 +75,7 @@ def has_bands(structure: Structure) -> bool:
 
 
 @lru_cache(maxsize=64)
-def bands_of(structure: Structure) -> Bands | None:
+def bands_of(structure: GraphStructure) -> Bands | None:
     """The table of a structure; None where it is not made of bands.
 
     Example:
@@ -102,14 +102,14 @@ def bands_of(structure: Structure) -> Bands | None:
 
 
 @lru_cache(maxsize=64)
-def band_tables(structure: Structure, device: torch.device) -> BandSchedule:
+def band_tables(structure: GraphStructure, device: torch.device) -> BandSchedule:
     """Kept: made on the host, and copied to the device once per graph, for all kernels."""
     bands = bands_of(structure)
     assert bands is not None
     return BandSchedule(bands.sequences, device, origin=bands.origin)
 
 
-def bands_and_others(structure: Structure) -> tuple[Structure, Tensor] | None:
+def bands_and_others(structure: GraphStructure) -> tuple[GraphStructure, Tensor] | None:
     """A structure made of bands and, [2, E], the other edges; None where bands hold less than half.
 
     Splits a union, such as a window with global tokens, or a batch of such unions.
@@ -154,7 +154,7 @@ def bands_and_others(structure: Structure) -> tuple[Structure, Tensor] | None:
     return (band, others) if others.shape[1] <= band.num_edges() else None
 
 
-def _sequences(structure: Structure) -> Tensor | None:
+def _sequences(structure: GraphStructure) -> Tensor | None:
     """The table with one column more: how many steps target 0 stands after source 0."""
     match structure:
         case Complete(targets, sources):

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from graphattn.graphs.composites import Parts, Union, union_of
 from graphattn.graphs.index_width import as_held
-from graphattn.graphs.structure import Structure
+from graphattn.graphs.structure import GraphStructure
 from graphattn.graphs.token_graph import TokenGraph
 
 
@@ -57,7 +57,7 @@ def union(a: TokenGraph, b: TokenGraph) -> TokenGraph:
             "TokenGraph.permute of one of them"
         )
     if a.structure is not None and b.structure is not None:
-        parts: list[Structure] = []
+        parts: list[GraphStructure] = []
         for own in (a.structure, b.structure):
             inner = own.parts if isinstance(own, Union) else (own,)
             parts.extend(part for part in inner if part not in parts)

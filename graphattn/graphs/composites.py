@@ -15,8 +15,8 @@ from graphattn.graphs.structure import (
     Band,
     Complete,
     Device,
+    GraphStructure,
     OffsetTable,
-    Structure,
     is_padding,
     masked_rows,
     sort_edges,
@@ -24,14 +24,14 @@ from graphattn.graphs.structure import (
 
 
 @dataclass(frozen=True)
-class RandomSources(Structure):
+class RandomSources(GraphStructure):
     """`num_random` sources per target, drawn without replacement outside `base` (BigBird).
 
     A function of the seed alone, the same on every device; a target with fewer sources left
     takes them all.
     """
 
-    base: Structure
+    base: GraphStructure
     num_random: int
     seed: int
 
@@ -84,10 +84,10 @@ class RandomSources(Structure):
 
 
 @dataclass(frozen=True)
-class Union(Structure):
+class Union(GraphStructure):
     """The set union of structures of one size; a shared edge belongs to the first that has it."""
 
-    parts: tuple[Structure, ...]
+    parts: tuple[GraphStructure, ...]
 
     @property
     def num_targets(self) -> int:
@@ -144,17 +144,17 @@ class Union(Structure):
             new &= ~earlier.contains(target, source)
         return edge_index[:, new]
 
-    def transpose(self) -> Structure | None:
+    def transpose(self) -> GraphStructure | None:
         parts = [flipped for part in self.parts if (flipped := part.transpose()) is not None]
         return union_of(parts) if len(parts) == len(self.parts) else None
 
 
-def union_of(parts: list[Structure] | tuple[Structure, ...]) -> Structure:
+def union_of(parts: list[GraphStructure] | tuple[GraphStructure, ...]) -> GraphStructure:
     """The union of parts; one part stands for itself."""
     return parts[0] if len(parts) == 1 else Union(tuple(parts))
 
 
-def intersection_of(a: Structure, b: Structure) -> Structure | None:
+def intersection_of(a: GraphStructure, b: GraphStructure) -> GraphStructure | None:
     """The edges that both have, where that is a structure too."""
     match a, b:
         case (Complete(), _):
@@ -172,7 +172,7 @@ def intersection_of(a: Structure, b: Structure) -> Structure | None:
     return None
 
 
-def _shared_in_degree(a: Structure, b: Structure, device: Device) -> Tensor:
+def _shared_in_degree(a: GraphStructure, b: GraphStructure, device: Device) -> Tensor:
     """Edges per target that both have, [N]: in closed form, or counted piece by piece."""
     both = intersection_of(a, b)
     if both is not None:
@@ -185,10 +185,10 @@ def _shared_in_degree(a: Structure, b: Structure, device: Device) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Parts(Structure):
+class Parts(GraphStructure):
     """Structures side by side, without edges between them: a batch of packed sequences."""
 
-    parts: tuple[Structure, ...]
+    parts: tuple[GraphStructure, ...]
 
     @cached_property
     def target_ptr(self) -> list[int]:
@@ -216,7 +216,7 @@ class Parts(Structure):
     def has_causal_part(self) -> bool:
         return any(part.has_causal_part for part in self._without_padding())
 
-    def _without_padding(self) -> list[Structure]:
+    def _without_padding(self) -> list[GraphStructure]:
         """Padding has no order of its own, and reads no row of a table of offsets."""
         return [part for part in self.parts if not is_padding(part)]
 
@@ -255,12 +255,12 @@ class Parts(Structure):
             for piece in part.pieces(device):
                 yield piece + offset
 
-    def _shifted(self, device: Device) -> Iterator[tuple[Structure, Tensor]]:
+    def _shifted(self, device: Device) -> Iterator[tuple[GraphStructure, Tensor]]:
         """Every part, and what to add to its edges [2, E]."""
         for part, s0, t0 in zip(self.parts, self.source_ptr, self.target_ptr, strict=False):
             yield part, torch.tensor([[s0], [t0]], device=device)
 
-    def transpose(self) -> Structure | None:
+    def transpose(self) -> GraphStructure | None:
         parts = [flipped for part in self.parts if (flipped := part.transpose()) is not None]
         return Parts(tuple(parts)) if len(parts) == len(self.parts) else None
 

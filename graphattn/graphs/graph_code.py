@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from graphattn.graphs import composites, grid_blocks, grid_windows, sections, structure
-from graphattn.graphs.structure import Structure
+from graphattn.graphs.structure import GraphStructure
 
-KINDS: tuple[type[Structure], ...] = (
+KINDS: tuple[type[GraphStructure], ...] = (
     structure.Band,
     structure.Cycle,
     structure.Complete,
@@ -51,7 +51,7 @@ class Facts(Protocol):
     @property
     def starts(self) -> tuple[tuple[int, int], ...]: ...
     @property
-    def structure(self) -> Structure | None: ...
+    def structure(self) -> GraphStructure | None: ...
 
 
 def encode(graph: Facts) -> Tensor:
@@ -102,7 +102,7 @@ def facts_of(code: list[int]) -> dict[str, Any]:
     }
 
 
-def _numbers(own: Structure) -> tuple[int, ...]:
+def _numbers(own: GraphStructure) -> tuple[int, ...]:
     """The kind of a structure, then its fields in their order; lists begin with their length."""
     if type(own) not in KINDS:
         raise TypeError(
@@ -116,7 +116,7 @@ def _numbers(own: Structure) -> tuple[int, ...]:
         if isinstance(value, tuple):
             found.append(len(value))
         for item in value if isinstance(value, tuple) else (value,):
-            if isinstance(item, Structure):
+            if isinstance(item, GraphStructure):
                 found.extend(_numbers(item))
             else:
                 found.append(_number(item))
@@ -132,7 +132,7 @@ def _number(item: Any) -> Any:
 _kept_numbers = lru_cache(maxsize=1024)(_numbers)
 
 
-def structure_of(numbers: Iterator[int]) -> Structure:
+def structure_of(numbers: Iterator[int]) -> GraphStructure:
     """The structure that these numbers are, or begin with."""
     kind = KINDS[next(numbers)]
     return kind(*(_field(field.type, numbers) for field in fields(cast(Any, kind))))
@@ -141,9 +141,9 @@ def structure_of(numbers: Iterator[int]) -> Structure:
 def _field(annotation: Any, numbers: Iterator[int]) -> Any:
     """The next field; its annotation (text) says how to read it."""
     match annotation:
-        case "Structure":
+        case "GraphStructure":
             return structure_of(numbers)
-        case "tuple[Structure, ...]":
+        case "tuple[GraphStructure, ...]":
             return tuple(structure_of(numbers) for _ in range(next(numbers)))
         case "tuple[int, ...]":
             return tuple(next(numbers) for _ in range(next(numbers)))

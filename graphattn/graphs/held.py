@@ -15,7 +15,7 @@ from graphattn.graphs.index_width import are_narrow, as_held, is_kept_wide
 from graphattn.graphs.keeping import kept_for_training, makes_fakes, usable_for_training
 from graphattn.graphs.listing import edges_of_structure
 from graphattn.graphs.sections import Section
-from graphattn.graphs.structure import Device, Structure
+from graphattn.graphs.structure import Device, GraphStructure
 
 T = TypeVar("T")
 G = TypeVar("G", bound="HeldGraph")  # a new graph is of the class of the one that it is made of
@@ -34,7 +34,7 @@ class HeldGraph:
     def __init__(
         self,
         *,
-        structure: Structure | None = None,
+        structure: GraphStructure | None = None,
         edge_index: Tensor | None = None,
         neighbors: Tensor | None = None,
         num_targets: int | None = None,
@@ -154,10 +154,10 @@ class HeldGraph:
             return self._edge_index.shape[1]
         if self._neighbors is not None:
             return int((self._neighbors >= 0).sum())
-        return cast(Structure, self._structure).num_edges()
+        return cast(GraphStructure, self._structure).num_edges()
 
     @property
-    def structure(self) -> Structure | None:
+    def structure(self) -> GraphStructure | None:
         """What is known of the graph in closed form; None for a plain edge list or table."""
         return self._structure
 
@@ -315,7 +315,7 @@ class HeldGraph:
                 if self._neighbors is not None:
                     edges = edges_of_rows(self._neighbors, is_sorted=True)
                 else:
-                    edges = edges_of_structure(cast(Structure, self._structure), self._device)
+                    edges = edges_of_structure(cast(GraphStructure, self._structure), self._device)
                 return self._kept("_edge_index", self._as_held(edges, edges.shape[1]))
         return self._edge_index
 
@@ -614,7 +614,7 @@ def _saved_positions(state: dict[str, Any]) -> tuple[Tensor, Tensor] | None:
     return of_targets, of_sources
 
 
-def _structure_name(structure: Structure) -> str:
+def _structure_name(structure: GraphStructure) -> str:
     if isinstance(structure, Parts) and len(structure.parts) > 3:
         return f"Parts of {len(structure.parts)}"
     parts = (

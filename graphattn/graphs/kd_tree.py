@@ -107,7 +107,7 @@ def nearest_by_tree(
     else:
         rows = np.flatnonzero(np.isfinite(a).all(axis=1))
     index = np.full((len(a), k), -1, dtype=np.int64)
-    search = _Search(a, tree, k, to_self, self_loops, radius)
+    search = _TreeSearch(a, tree, k, to_self, self_loops, radius)
     many = k + 1 + SPARE
     most, start, left = 8 * many, 0, [rows[:0]]
     while start < len(rows):
@@ -124,7 +124,7 @@ def nearest_by_tree(
     return torch.from_numpy(index), torch.from_numpy(np.concatenate([rows[:0], *again]))
 
 
-class _Search(NamedTuple):
+class _TreeSearch(NamedTuple):
     """Who looks for how many neighbours, and where."""
 
     points: Floats

@@ -20,8 +20,8 @@ from graphattn.graphs.structure import (
     Complete,
     Cycle,
     GlobalTokens,
+    GraphStructure,
     Grid,
-    Structure,
 )
 from graphattn.kernels.cpu.edge_order import Wrong, has_edge_order, sorted_edges
 
@@ -29,7 +29,7 @@ AT_ONCE = 1 << 18  # edges of a piece, about: a few megabytes with all that it i
 BY_ROWS = (Band, Blocks, Complete, Cycle, GlobalTokens, Grid, GridBlocks, GridWindows)
 
 
-def edges_of_structure(structure: Structure, device: torch.device) -> Tensor:
+def edges_of_structure(structure: GraphStructure, device: torch.device) -> Tensor:
     """All edges [2, E], in order: int32 of large structures on a CPU, int64 of others.
 
     Example:
@@ -53,7 +53,7 @@ def edges_of_structure(structure: Structure, device: torch.device) -> Tensor:
     return edges
 
 
-def _lists_rows(structure: Structure) -> bool:
+def _lists_rows(structure: GraphStructure) -> bool:
     """Whether some rows can be listed without the others."""
     if isinstance(structure, Section):
         whole = structure.whole
@@ -66,7 +66,7 @@ def _lists_rows(structure: Structure) -> bool:
     return isinstance(structure, BY_ROWS)
 
 
-def _fill(structure: Structure, edges: Tensor) -> None:
+def _fill(structure: GraphStructure, edges: Tensor) -> None:
     """Write all edges of a structure into [2, E]."""
     if isinstance(structure, Parts):
         _fill_parts(structure, edges)
@@ -76,7 +76,7 @@ def _fill(structure: Structure, edges: Tensor) -> None:
         _fill_rows(structure, edges)
 
 
-def _fill_rows(structure: Structure, edges: Tensor) -> None:
+def _fill_rows(structure: GraphStructure, edges: Tensor) -> None:
     count, first = edges.shape[1], 0
     rows = max(AT_ONCE * structure.num_targets // max(count, 1), 1)
     for start in range(0, structure.num_targets, rows):
@@ -121,7 +121,7 @@ def _fill_band(band: Band, edges: Tensor) -> None:
     target.copy_(i.expand_as(target))
 
 
-def _rows_of(structure: Structure, start: int, stop: int, device: torch.device) -> Tensor:
+def _rows_of(structure: GraphStructure, start: int, stop: int, device: torch.device) -> Tensor:
     """The edges of targets start .. stop - 1, in order."""
     if isinstance(structure, Section):
         first = structure.start

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from graphattn.graphs.arguments import as_int
 from graphattn.graphs.composites import RandomSources, union_of
-from graphattn.graphs.structure import Band, GlobalTokens, Structure
+from graphattn.graphs.structure import Band, GlobalTokens, GraphStructure
 from graphattn.graphs.token_graph import TokenGraph
 
 
@@ -78,7 +78,7 @@ def bigbird_graph(
 
 def _window_and_hubs(
     num_tokens: int, window: int, global_tokens: Iterable[int], dilation: int
-) -> list[Structure]:
+) -> list[GraphStructure]:
     """The parts, global tokens first: an edge both have belongs to them."""
     num_tokens, window = as_int("num_tokens", num_tokens, 0), as_int("window", window, 1)
     dilation = as_int("dilation", dilation, 1)

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from graphattn.graphs.arguments import as_int
 from graphattn.graphs.combine import batch as batch_of
 from graphattn.graphs.composites import Parts
-from graphattn.graphs.recognize import Rows, structure_of_rows
+from graphattn.graphs.recognize import ListedRows, structure_of_rows
 from graphattn.graphs.structure import Complete
 from graphattn.graphs.token_graph import TokenGraph
 
@@ -211,7 +211,7 @@ class _Mask:
         for rows in torch.arange(self.num_targets, device=self.device).split(most):
             yield rows, self.rows(rows, b, h)
 
-    def is_that_of(self, rows: Rows, b: int) -> bool:
+    def is_that_of(self, rows: ListedRows, b: int) -> bool:
         """Whether all pairs are edges exactly where the rows say so."""
         return all(torch.equal(rows.of(own), values) for own, values in self.chunks(b))
 
@@ -341,13 +341,13 @@ def _graph(mask: _Mask, b: int, verify: bool) -> TokenGraph:
     return TokenGraph(edge_index=edge_index, num_targets=N, num_sources=M)
 
 
-def _guess(mask: _Mask, b: int) -> Rows | None:
+def _guess(mask: _Mask, b: int) -> ListedRows | None:
     """What rows see if each sees a run, or every d-th token, around itself; None: they do not."""
     N, M, device = mask.num_targets, mask.num_sources, mask.device
     samples = mask.samples()
     seen = mask.rows(samples, b)
     if N != M:
-        return Rows.all_of(N, M, device) if bool(seen.all()) else None
+        return ListedRows.all_of(N, M, device) if bool(seen.all()) else None
     i = torch.arange(N, device=device)
     itself = mask.at(i, i, b)
     loops = bool(itself.any())
@@ -364,4 +364,4 @@ def _guess(mask: _Mask, b: int) -> Rows | None:
     first, last = (target + move * low).split(N)
     if loops:  # who does not see itself then is taken to see nothing
         last = torch.where(itself, last, first - 1)
-    return Rows(first, last, step, loops, M)
+    return ListedRows(first, last, step, loops, M)

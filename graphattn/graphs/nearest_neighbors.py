@@ -20,7 +20,7 @@ from graphattn.graphs.distances import (
     place_self,
 )
 from graphattn.graphs.kd_tree import is_for_trees, nearest_by_tree
-from graphattn.graphs.structure import Complete, Structure
+from graphattn.graphs.structure import Complete, GraphStructure
 from graphattn.graphs.token_graph import TokenGraph, as_token_graph
 from graphattn.kernels.cpu.neighbors import has_nearest, has_neighbors, nearest, squared_distances
 from graphattn.kernels.shared.launch import is_looked_into, untraced, why_not_on
@@ -265,7 +265,7 @@ def _nearest_by_kernels(search: _Search) -> Tensor:
     from graphattn.kernels.neighbors.candidates import nearest as nearest_by_triton
 
     points, candidates = search.points
-    structure: Structure = Complete(len(points), len(candidates))
+    structure: GraphStructure = Complete(len(points), len(candidates))
     if search.within is not None:
         assert search.within.structure is not None
         structure = search.within.structure

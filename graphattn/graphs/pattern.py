@@ -14,8 +14,8 @@ from graphattn.graphs.structure import (
     Complete,
     Cycle,
     GlobalTokens,
+    GraphStructure,
     Grid,
-    Structure,
 )
 from graphattn.graphs.token_graph import TokenGraph
 
@@ -45,7 +45,7 @@ def pattern_of(graph: TokenGraph) -> str:
     return "a list of edges"
 
 
-def _of_structure(structure: Structure) -> str:
+def _of_structure(structure: GraphStructure) -> str:
     match structure:
         case Complete(targets=targets, sources=sources):
             return "all tokens" if targets == sources else f"all of {_counted(sources, 'token')}"

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from graphattn.graphs.composites import Parts, Union
-from graphattn.graphs.structure import Band, Blocks, Complete, Structure
+from graphattn.graphs.structure import Band, Blocks, Complete, GraphStructure
 
 MOST_PARTS = 4096  # sequences side by side; more are a list of edges
 
 
 @dataclass(frozen=True)
-class Rows:
+class ListedRows:
     """Row i holds every `step`-th source from ``first[i]`` to ``last[i]``; none where that is less.
 
     Without `loops`, no token sees itself.
@@ -28,7 +28,7 @@ class Rows:
     num_sources: int
 
     @classmethod
-    def all_of(cls, num_targets: int, num_sources: int, device: torch.device) -> Rows:
+    def all_of(cls, num_targets: int, num_sources: int, device: torch.device) -> ListedRows:
         """Every target sees every source."""
         first = torch.zeros(num_targets, dtype=torch.int64, device=device)
         return cls(first, torch.full_like(first, num_sources - 1), 1, True, num_sources)
@@ -43,7 +43,7 @@ class Rows:
         return inside if self.loops else inside & (source != rows[:, None])
 
 
-def structure_of_rows(rows: Rows) -> Structure | None:
+def structure_of_rows(rows: ListedRows) -> GraphStructure | None:
     """The structure with exactly these rows; None where it is none that is known.
 
     Example:
@@ -65,7 +65,7 @@ def structure_of_rows(rows: Rows) -> Structure | None:
     return _side_by_side(rows) if found is None else found
 
 
-def _one_sequence(first: Tensor, last: Tensor, rows: Rows) -> Structure | None:
+def _one_sequence(first: Tensor, last: Tensor, rows: ListedRows) -> GraphStructure | None:
     """A band, everything, nothing, or a prefix that all see before causal tokens."""
     N, step = len(first), rows.step
     i = torch.arange(N, device=first.device)
@@ -90,7 +90,7 @@ def _one_sequence(first: Tensor, last: Tensor, rows: Rows) -> Structure | None:
     return None
 
 
-def _blocks(first: Tensor, last: Tensor) -> Structure | None:
+def _blocks(first: Tensor, last: Tensor) -> GraphStructure | None:
     """Blocks of one size; the first one may be cut."""
     N = len(first)
     size = int((last - first).max()) + 1
@@ -100,7 +100,7 @@ def _blocks(first: Tensor, last: Tensor) -> Structure | None:
     return blocks if bool((first == start).all() and (last == stop - 1).all()) else None
 
 
-def _side_by_side(rows: Rows) -> Structure | None:
+def _side_by_side(rows: ListedRows) -> GraphStructure | None:
     """Sequences between which there is no edge; rows that see nothing in a row are one of them."""
     N = len(rows.first)
     i = torch.arange(N, device=rows.first.device)
@@ -113,7 +113,7 @@ def _side_by_side(rows: Rows) -> Structure | None:
     starts = [0, *(border.nonzero()[:, 0] + 1).tolist(), N]
     if len(starts) - 1 > MOST_PARTS or len(starts) < 3:
         return None
-    parts: list[Structure] = []
+    parts: list[GraphStructure] = []
     for start, stop in pairwise(starts):
         own = _one_sequence(rows.first[start:stop] - start, rows.last[start:stop] - start, rows)
         if own is None:

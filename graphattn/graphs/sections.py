@@ -20,10 +20,10 @@ from graphattn.graphs.structure import (
     Cycle,
     Device,
     GlobalTokens,
+    GraphStructure,
     Grid,
     OffsetTable,
     RowsOfCells,
-    Structure,
     masked_rows,
     sort_edges,
 )
@@ -32,13 +32,13 @@ AT_ONCE = 1 << 20  # edges of a piece
 
 
 @dataclass(frozen=True)
-class Section(Structure):
+class Section(GraphStructure):
     """Targets start .. stop - 1 of `whole`, and of its sources source_start .. source_stop - 1.
 
     Both are numbered from 0 again. Edges to other sources are left out.
     """
 
-    whole: Structure
+    whole: GraphStructure
     start: int
     stop: int
     source_start: int
@@ -169,7 +169,7 @@ def section_of_band(section: Any) -> Band | None:
     )
 
 
-def edges_of_rows(whole: Structure, start: int, stop: int, device: Device = None) -> Tensor:
+def edges_of_rows(whole: GraphStructure, start: int, stop: int, device: Device = None) -> Tensor:
     """The edges of targets start .. stop - 1, numbered as in the whole, in its order.
 
     Only these are listed, wherever a structure can tell a target's sources from its number.

@@ -36,7 +36,7 @@ class GridOffsets(NamedTuple):
 OffsetTable = tuple[str, int, int, int] | GridOffsets
 
 
-class Structure:
+class GraphStructure:
     """Base of all structures: a set of edges between `num_sources` and `num_targets` tokens."""
 
     def __getstate__(self) -> dict[str, Any]:
@@ -104,12 +104,12 @@ class Structure:
         """The edges again, a bounded piece [2, n] at a time and in any order: for counting."""
         yield self.edges(device)
 
-    def transpose(self) -> Structure | None:
+    def transpose(self) -> GraphStructure | None:
         """The same edges with sources and targets exchanged; None if not known in closed form."""
         raise NotImplementedError
 
 
-class RowsOfCells(Structure):
+class RowsOfCells(GraphStructure):
     """Base of structures of a grid that list some of their rows by themselves."""
 
     def edges(self, device: Device = None) -> Tensor:
@@ -127,7 +127,7 @@ def masked_rows(source: Tensor, target: Tensor, mask: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Band(Structure):
+class Band(GraphStructure):
     """j = i + dilation * o for offsets o in [-before, after]; a causal graph has after = 0."""
 
     num_tokens: int
@@ -226,7 +226,7 @@ def no_edges(num_tokens: int) -> Band:
     return Band(num_tokens, 0, 0, 1, self_loops=False)
 
 
-def is_padding(structure: Structure) -> bool:
+def is_padding(structure: GraphStructure) -> bool:
     """Whether a structure is one of :func:`no_edges`, or has tokens of one side alone."""
     if isinstance(structure, Complete):
         return (structure.targets == 0) != (structure.sources == 0)
@@ -238,7 +238,7 @@ def is_padding(structure: Structure) -> bool:
 
 
 @dataclass(frozen=True)
-class Cycle(Structure):
+class Cycle(GraphStructure):
     """j = i +- 1, ..., +- window modulo num_tokens, 2 * window < num_tokens (Remark 4.1)."""
 
     num_tokens: int
@@ -276,7 +276,7 @@ class Cycle(Structure):
 
 
 @dataclass(frozen=True)
-class Complete(Structure):
+class Complete(GraphStructure):
     """Every target sees every source (self included where they are the same tokens)."""
 
     targets: int
@@ -319,7 +319,7 @@ class Complete(Structure):
 
 
 @dataclass(frozen=True)
-class Blocks(Structure):
+class Blocks(GraphStructure):
     """Non-overlapping blocks of consecutive tokens, each complete; the first ends at `shift`."""
 
     num_tokens: int
@@ -377,7 +377,7 @@ class Blocks(Structure):
 
 
 @dataclass(frozen=True)
-class Grid(Structure):
+class Grid(GraphStructure):
     """Tokens of an image in row-major order; each sees the tokens within `radius` of it.
 
     With `class_token`, token 0 sees and is seen by all, and the image starts at token 1.
@@ -478,7 +478,7 @@ class Grid(Structure):
 
 
 @dataclass(frozen=True)
-class GlobalTokens(Structure):
+class GlobalTokens(GraphStructure):
     """The given tokens see everything and are seen by everything (themselves included)."""
 
     num_tokens: int

@@ -18,8 +18,8 @@ from graphattn.graphs.structure import (
     Complete,
     Cycle,
     GlobalTokens,
+    GraphStructure,
     Grid,
-    Structure,
 )
 
 Run = tuple[int, int]  # from, and up to but not including
@@ -107,8 +107,8 @@ def _overlap(a: Run, b: Run) -> Run:
 
 
 def section_of(
-    whole: Structure, start: int, stop: int, source_start: int, source_stop: int
-) -> Structure:
+    whole: GraphStructure, start: int, stop: int, source_start: int, source_stop: int
+) -> GraphStructure:
     """These targets and sources of a structure, as the simplest structure that says so."""
     cut = start, stop, source_start, source_stop
     if cut == (0, whole.num_targets, 0, whole.num_sources):
@@ -128,7 +128,7 @@ def section_of(
     return Section(whole, *cut)
 
 
-def _section_of_parts(whole: Parts, targets: Run, sources: Run) -> Structure:
+def _section_of_parts(whole: Parts, targets: Run, sources: Run) -> GraphStructure:
     """Parts of which the outer ones are sections; one that is left alone stands for itself."""
     kept = []
     for part, t0, s0 in zip(whole.parts, whole.target_ptr, whole.source_ptr, strict=False):
@@ -141,7 +141,7 @@ def _section_of_parts(whole: Parts, targets: Run, sources: Run) -> Structure:
     return kept[0] if len(kept) == 1 else Parts(tuple(kept))
 
 
-def sources_seen(structure: Structure, start: int, stop: int) -> Run | None:
+def sources_seen(structure: GraphStructure, start: int, stop: int) -> Run | None:
     """The shortest run that holds every source of targets start .. stop - 1; None: they see none.
 
     Without listing edges wherever a structure says enough.
@@ -198,7 +198,7 @@ def _moved(run: Run | None, by: int) -> Run | None:
     return None if run is None else (run[0] + by, run[1] + by)
 
 
-def _within(part: Structure, start: int, stop: int) -> Run:
+def _within(part: GraphStructure, start: int, stop: int) -> Run:
     return _overlap((start, stop), (0, part.num_targets))
 
 

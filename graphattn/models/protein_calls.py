@@ -168,7 +168,7 @@ def graph_of_track(
     return batch([bipartite_window_graph(size, window) for size in sizes])
 
 
-class Call(NamedTuple):
+class ProteinCall(NamedTuple):
     """What one call gives the blocks."""
 
     tokens: Tensor
@@ -228,7 +228,7 @@ class ProteinCalls(ProteinScores):
         positions: Any,
         edge_features: Any,
         context: Any,
-    ) -> Call:
+    ) -> ProteinCall:
         if edge_features is not None:
             if graph is None:
                 raise ValueError("graph must be given beside edge_features, which are of its edges")
@@ -255,7 +255,7 @@ class ProteinCalls(ProteinScores):
         graphs = list(self.graph_of_blocks(graph, tokens.shape[-1]))
         residues = laid.residues if laid is not None else Residues(positions=positions)
         given = {"valid": valid, "positions": positions}
-        call = Call(
+        call = ProteinCall(
             tokens,
             graphs,
             {name: value for name, value in given.items() if value is not None},
@@ -269,7 +269,7 @@ class ProteinCalls(ProteinScores):
             call.tracks.update(self._tracks(context, call, laid, batch))
         return call
 
-    def _of_edges(self, place: int, graph: TokenGraph, call: Call) -> dict[str, Tensor]:
+    def _of_edges(self, place: int, graph: TokenGraph, call: ProteinCall) -> dict[str, Tensor]:
         """What is known of the edges of a block, as its mixer takes it."""
         layer: Any = self.blocks[place].mixer
         takes_bias = str(place) in self.edge_maps
@@ -305,7 +305,7 @@ class ProteinCalls(ProteinScores):
         return self.edges.of_edges(graph, residues, dtype)
 
     def _tracks(
-        self, context: Any, call: Call, laid: Laid | None, batch: tuple[int, ...]
+        self, context: Any, call: ProteinCall, laid: Laid | None, batch: tuple[int, ...]
     ) -> dict[str, Track]:
         """The tracks of a call, embedded, with their graphs and masks."""
         if not isinstance(context, Mapping) or not set(context) <= set(self.context):

@@ -27,7 +27,7 @@ from graphattn.nn.rotary import RotaryEmbedding
 from graphattn.ops.backends import choose, wanted_backend
 from graphattn.ops.consensus.api import consensus_update
 from graphattn.ops.consensus.backends import BACKENDS
-from graphattn.ops.consensus.calls import ConsensusCase, check_energy_graph
+from graphattn.ops.consensus.calls import ConsensusKind, check_energy_graph
 from graphattn.ops.consensus.edge_hidden import form, in_dtype
 from graphattn.ops.consensus.parameters import FirstLayer
 from graphattn.ops.consensus.step_size import automatic_step
@@ -194,7 +194,7 @@ class _Consensus(GraphLayer):
         if self.uses_propagate():
             return False
         trunks = 1 if self.trunk == "shared" else 3
-        case = ConsensusCase(u, trunks, edge_hidden=self.edge_features or None)
+        case = ConsensusKind(u, trunks, edge_hidden=self.edge_features or None)
         return choose(BACKENDS, case, self.backend).name == "triton"
 
     def move(

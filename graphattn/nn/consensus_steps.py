@@ -13,7 +13,7 @@ from graphattn.nn.layer_cache import LayerCache
 from graphattn.nn.overrides import overridden_kernel, overridden_rows
 from graphattn.nn.streaming import StreamingLayer
 from graphattn.ops.compiled_code import may_repeat_step
-from graphattn.ops.consensus.native.steps import CacheCall, applies, first_hidden
+from graphattn.ops.consensus.native.steps import ConsensusCacheCall, applies, first_hidden
 from graphattn.ops.consensus.parameters import FirstLayer
 from graphattn.ops.consensus.step import step_kernel
 
@@ -103,7 +103,7 @@ class CompiledSteps(StreamingLayer):
         held = cache.held(cache.window)
         buffers, call = cache.buffers, cache.call
         if call is None or not call.serves(self, buffers["state"], buffers["hidden"], u.dtype):
-            call = CacheCall(
+            call = ConsensusCacheCall(
                 self,
                 buffers["state"],
                 buffers["hidden"],

@@ -11,7 +11,7 @@ from torch import Tensor
 from graphattn.graphs.composites import Parts
 from graphattn.graphs.grid_blocks import GridBlocks
 from graphattn.graphs.grid_windows import GridWindows
-from graphattn.graphs.structure import Grid, GridOffsets, Structure
+from graphattn.graphs.structure import GraphStructure, Grid, GridOffsets
 from graphattn.graphs.token_graph import TokenGraph
 
 AXES = {"sequence": 1, "image": 2}  # of tables of offsets that are alike along all their axes
@@ -98,7 +98,9 @@ def positions_of(
     return pair[0].to(graph.device), pair[1].to(graph.device)
 
 
-def cells_of(structure: Structure | None, device: torch.device) -> tuple[Tensor, Tensor] | None:
+def cells_of(
+    structure: GraphStructure | None, device: torch.device
+) -> tuple[Tensor, Tensor] | None:
     """The place of every token along the axes of a grid, [N, axes], and whether it has one, [N]."""
     if isinstance(structure, Parts):
         found = [cells_of(part, device) for part in structure.parts]

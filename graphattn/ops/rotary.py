@@ -10,7 +10,7 @@ from torch import Tensor
 
 from graphattn.kernels.cpu import library
 from graphattn.kernels.cpu.packing import packer, steps_of
-from graphattn.ops.attention.native.rows import KINDS, TokenView, _featurewise, _view
+from graphattn.kernels.cpu.tensors import KINDS, TokenView, featurewise, view
 from graphattn.ops.backends import is_followed
 from graphattn.ops.compiled_code import is_here
 
@@ -95,15 +95,15 @@ def turned_plainly(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
 
 def _turned(x: Tensor, cosines: Tensor, sines: Tensor, back: bool) -> Tensor:
     N, H, D = x.shape[-3:]
-    by_batch = _featurewise(x.reshape(-1, N, H, D) if x.numel() else x.new_empty(0, N, H, D))
+    by_batch = featurewise(x.reshape(-1, N, H, D) if x.numel() else x.new_empty(0, N, H, D))
     # Resized in place: a view could not be changed in place by those who get it.
     out = x.new_empty(by_batch.shape)
     cosines, sines = cosines.contiguous(), sines.contiguous()
     angles = N * (D // 2) if cosines.dim() > 3 else 0, D // 2
     call = TurnCall(
         *by_batch.shape,
-        _view(by_batch),
-        _view(out),
+        view(by_batch),
+        view(out),
         0,
         TokenView(),
         TokenView(),

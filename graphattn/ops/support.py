@@ -15,7 +15,7 @@ from graphattn.ops.attention.score import DotProduct
 from graphattn.ops.attention.softcap import as_softcap
 from graphattn.ops.backends import support
 from graphattn.ops.consensus.backends import BACKENDS as CONSENSUS_BACKENDS
-from graphattn.ops.consensus.calls import ConsensusCase
+from graphattn.ops.consensus.calls import ConsensusKind
 from graphattn.ops.dropout import as_share
 from graphattn.ops.linear_attention.api import BACKENDS as LINEAR_BACKENDS
 
@@ -74,7 +74,7 @@ def backends(
         graph = as_token_graph(edges, N, sources)
     graph = as_token_graph(graph, N, graph.num_sources)
     if op == "consensus_update":
-        return support(CONSENSUS_BACKENDS, ConsensusCase(query))
+        return support(CONSENSUS_BACKENDS, ConsensusKind(query))
     if op == "linear_attention":
         return support(LINEAR_BACKENDS, None)
     score = DotProduct()

@@ -16,8 +16,8 @@ from graphattn.graphs.structure import (
     Complete,
     Cycle,
     GlobalTokens,
+    GraphStructure,
     Grid,
-    Structure,
 )
 
 AT_ONCE = 1 << 22  # edges, or entries of a tile of rows: some tens of megabytes
@@ -122,7 +122,7 @@ class _Counter:
             filled = torch.bincount(cell, weights=part, minlength=len(self.filled))
             self.filled += way * filled.long()
 
-    def add(self, structure: Structure, t0: int = 0, s0: int = 0, sign: int = 1) -> None:
+    def add(self, structure: GraphStructure, t0: int = 0, s0: int = 0, sign: int = 1) -> None:
         """All edges of a structure whose target 0 is token `t0`, and source 0 token `s0`."""
         i = self.row_cut.rows(structure.num_targets, t0)
         if not len(i):

@@ -33,7 +33,7 @@ class Mode(NamedTuple):
     residual: float  # ||L u - value u||
 
 
-class Bands:
+class BandedMatrix:
     """A symmetric sparse matrix [N, N] with its tokens in an order that keeps it narrow."""
 
     def __init__(self, matrix: scipy.sparse.csr_array) -> None:
@@ -106,7 +106,7 @@ def slowest_mode(
         refinements: iterations after the value is accepted, for more digits of the vector; each
             leaves a share of about value / (fifth value) of its error.
     """
-    bands = Bands(L)
+    bands = BandedMatrix(L)
     if bands.stored > STORED or adjacency.data.min() < UNEVEN * adjacency.data.max():
         return None
     solve = bands.solver(grounded=True)

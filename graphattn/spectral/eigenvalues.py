@@ -15,7 +15,7 @@ from torch import Tensor
 
 from graphattn.graphs import TokenGraph
 from graphattn.spectral.arguments import as_edge_weight, as_square_graph
-from graphattn.spectral.banded import STORED, Bands, slowest_mode
+from graphattn.spectral.banded import STORED, BandedMatrix, slowest_mode
 from graphattn.spectral.elimination import (
     EliminationOrder,
     GroundedLaplacian,
@@ -358,7 +358,7 @@ def _shifted_solvers(
     matrix: scipy.sparse.csr_array,
 ) -> Callable[[float], Callable[[Array], Array] | None]:
     """shift -> (u -> (shift I + matrix)^-1 u), or None unless that is positive definite."""
-    bands = Bands(matrix)
+    bands = BandedMatrix(matrix)
     if bands.stored <= STORED:
         return bands.solver
     identity = scipy.sparse.csc_matrix(scipy.sparse.identity(matrix.shape[0]))

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from graphattn.graphs import TokenGraph
 from graphattn.spectral.arguments import as_edge_blocks, as_square_graph
-from graphattn.spectral.banded import STORED, Bands
+from graphattn.spectral.banded import STORED, BandedMatrix
 from graphattn.spectral.eigenvalues import (
     fiedler_value,
     lanczos_pair,
@@ -169,7 +169,7 @@ def _slowest_vector(L: scipy.sparse.csr_array, num_tokens: int, channels: int) -
     # One token held at zero makes the matrix invertible, unless blocks are singular.
     kept = slice(channels, None)
     grounded = scipy.sparse.csr_array(L[kept, kept])
-    bands = Bands(grounded)
+    bands = BandedMatrix(grounded)
     if bands.stored <= STORED:
         solve = bands.solver()
     else:

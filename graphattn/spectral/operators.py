@@ -18,7 +18,7 @@ from torch import Tensor
 
 from graphattn.graphs import TokenGraph
 from graphattn.graphs.composites import Parts
-from graphattn.graphs.structure import Band, Blocks, Complete, Cycle, Grid, Structure
+from graphattn.graphs.structure import Band, Blocks, Complete, Cycle, GraphStructure, Grid
 
 Array = NDArray[np.float64]
 Apply = Callable[[Array], Array]  # u -> L u, [N] or [N, k]
@@ -114,7 +114,7 @@ def by_blocks(graph: TokenGraph, edge_weight: Tensor) -> Apply:
     return _column_by_column(one_column)
 
 
-def by_structure(structure: Structure) -> Apply | None:
+def by_structure(structure: GraphStructure) -> Apply | None:
     """u -> L u of weights 1, no edge listed; None where the structure has no such form here."""
     match structure:
         case Band():
@@ -216,7 +216,7 @@ def _weighted_count(token: NDArray[np.integer], weight: Array, num_tokens: int) 
     return np.bincount(token, weight, num_tokens).astype(np.float64, copy=False)
 
 
-def _structured_degree(structure: Structure) -> Array:
+def _structured_degree(structure: GraphStructure) -> Array:
     """The diagonal of the Laplacian of weights 1, where `by_structure` knows the structure."""
     flipped = structure.transpose()
     assert flipped is not None

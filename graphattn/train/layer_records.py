@@ -18,8 +18,12 @@ from torch.optim import Optimizer
 
 from graphattn.diagnostics import record
 from graphattn.diagnostics.call_statistics import ranks
-from graphattn.diagnostics.curvature import Loss as LossOfBatch
-from graphattn.diagnostics.curvature import curvature_by_autograd, curvature_by_differences, dot
+from graphattn.diagnostics.curvature import (
+    BatchLoss,
+    curvature_by_autograd,
+    curvature_by_differences,
+    dot,
+)
 from graphattn.diagnostics.evaluating import dropout_off
 from graphattn.diagnostics.restore import left_as_found, random_state
 from graphattn.diagnostics.stable_learning_rate import alpha_max
@@ -250,7 +254,7 @@ def _add_learning_rates(
         chosen = [id(parameter) in own for parameter in first.parameters]
         if any(chosen):
             parts.append((row, chosen))
-    loss = LossOfBatch(model, lambda m, b: _loss(objective, m, b, seed), first.parameters)
+    loss = BatchLoss(model, lambda m, b: _loss(objective, m, b, seed), first.parameters)
     values: list[list[float]] = [[] for _ in parts]
     for batch in batches:
         # Every batch meets the optimizer as it is now.
@@ -265,7 +269,7 @@ def _add_learning_rates(
 
 
 def _slopes_and_curvatures(
-    loss: LossOfBatch, batch: Batch, twin: TwinOptimizer, parts: list[list[bool]]
+    loss: BatchLoss, batch: Batch, twin: TwinOptimizer, parts: list[list[bool]]
 ) -> list[tuple[float, float]]:
     """<g, u> and <u, H u> for u restricted to some parameters, of every part."""
 

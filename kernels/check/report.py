@@ -23,7 +23,7 @@ CONFIGURATIONS = "graphattn.kernels.check.families"
 PROCESSES = 2
 
 
-class Row(NamedTuple):
+class ReportRow(NamedTuple):
     """One configuration on one architecture."""
 
     name: str
@@ -34,7 +34,7 @@ class Row(NamedTuple):
     problems: list[str]
 
 
-def check(archs: Sequence[str], configurations: str = CONFIGURATIONS) -> list[Row]:
+def check(archs: Sequence[str], configurations: str = CONFIGURATIONS) -> list[ReportRow]:
     """Compiles every configuration for every architecture, in two processes."""
     module, jobs = importlib.import_module(configurations), []
     for arch in archs:
@@ -48,7 +48,7 @@ def check(archs: Sequence[str], configurations: str = CONFIGURATIONS) -> list[Ro
         return list(processes.map(check_one, jobs))
 
 
-def check_one(job: tuple[str, int, str]) -> Row:
+def check_one(job: tuple[str, int, str]) -> ReportRow:
     """One configuration on one architecture; what the compiler refuses is a problem, too."""
     module, i, arch = job
     with tuning.compiling_for(arch):
@@ -58,9 +58,9 @@ def check_one(job: tuple[str, int, str]) -> Row:
         compiled = compile_launch(configuration.launch, arch)
     except Exception as error:  # of the compiler, the assembler, the linker: any is a finding
         refused = f"does not compile: {last_words(error)}"
-        return Row(name, arch, target, None, None, [refused])
+        return ReportRow(name, arch, target, None, None, [refused])
     prediction = predict(configuration, compiled) if arch == "sm_90" else None
-    return Row(
+    return ReportRow(
         name, arch, target, compiled, prediction, problems(compiled, main=configuration.main)
     )
 
@@ -86,7 +86,7 @@ PREDICTED = (
 )
 
 
-def markdown(rows: Sequence[Row]) -> str:
+def markdown(rows: Sequence[ReportRow]) -> str:
     """The tables as text that depends on the kernels and on Triton's version alone."""
     import triton
 
@@ -117,7 +117,7 @@ def markdown(rows: Sequence[Row]) -> str:
     return "\n".join(text)
 
 
-def compiled_cells(row: Row) -> tuple[str, ...]:
+def compiled_cells(row: ReportRow) -> tuple[str, ...]:
     """A row under `COMPILED`."""
     if row.compiled is None:
         return (row.name, "does not compile", "", "", "", "")
@@ -133,7 +133,7 @@ def compiled_cells(row: Row) -> tuple[str, ...]:
     )
 
 
-def predicted_cells(row: Row) -> tuple[str, ...]:
+def predicted_cells(row: ReportRow) -> tuple[str, ...]:
     """A row under `PREDICTED`."""
     prediction = row.prediction
     assert prediction is not None
@@ -159,7 +159,7 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     return [lines[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *lines[1:]]
 
 
-def as_json(rows: Iterable[Row]) -> str:
+def as_json(rows: Iterable[ReportRow]) -> str:
     """Every number of every row."""
     records = []
     for row in rows:

@@ -36,7 +36,7 @@ from graphattn.cli.bench import (
     vision,
     work,
 )
-from graphattn.cli.bench.case import BOTH, FORWARD, Case
+from graphattn.cli.bench.case import BOTH, FORWARD, BenchmarkCase
 from graphattn.cli.bench.targets import Target
 
 TINY = {
@@ -102,7 +102,7 @@ def not_compiled(runs: dict[str, contenders.Run]) -> dict[str, contenders.Run]:
     }
 
 
-def tiny(case: Case) -> Case:
+def tiny(case: BenchmarkCase) -> BenchmarkCase:
     size = {**case.sizes["small"], **TINY[case.name]}
     few, dots = not_compiled(case.contenders), not_compiled(case.dot_products)
     lengths = {"small": (16, 32, 64)} if case.lengths else {}
@@ -140,7 +140,7 @@ def small_and_quick(monkeypatch):
     monkeypatch.setattr(memory.Peak, "of", lambda *_, **__: 2.0**20)
 
 
-def targets_on(case: Case, device: str) -> list[Target]:
+def targets_on(case: BenchmarkCase, device: str) -> list[Target]:
     return [target for target in case.targets if target.device == device]
 
 

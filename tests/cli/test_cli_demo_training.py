@@ -149,7 +149,7 @@ def test_pieces_of_a_structure_bring_their_own_atoms_and_chains():
 
 
 def test_an_evaluation_is_spread_over_all_pieces_and_hides_few_ones_several_times():
-    many = [pieces.Piece(torch.full((8,), n), 8 * n) for n in range(1000)]
+    many = [pieces.DemoPiece(torch.full((8,), n), 8 * n) for n in range(1000)]
     some = [batch.batch.tokens for batch in pieces.evaluation(many, 1000, 512)]
     first = torch.cat(some)[:, 0]
     assert len(first.unique()) == 64
@@ -321,8 +321,8 @@ def test_a_folder_reads_every_chain_below_it_and_names_what_it_leaves_out(tmp_pa
 
 
 def test_the_loss_of_guessing_by_frequency_is_the_cross_entropy_of_the_counts():
-    log_share = training.log_frequency([pieces.Piece(torch.tensor([0, 0, 0, 1]), 0)], 2)
-    batch = pieces.batch_of([pieces.Piece(torch.tensor([0, 1]), 4)])
+    log_share = training.log_frequency([pieces.DemoPiece(torch.tensor([0, 0, 0, 1]), 0)], 2)
+    batch = pieces.batch_of([pieces.DemoPiece(torch.tensor([0, 1]), 4)])
     hidden = pieces.MaskedBatch(batch, torch.tensor([[2, 2]]), torch.ones(1, 2, dtype=torch.bool))
     expected = [-math.log(4 / 6), -math.log(2 / 6)]  # one is added to every count
     got = training.frequency_losses(log_share, [hidden])
@@ -352,9 +352,9 @@ def test_the_standard_error_is_what_means_of_fresh_data_scatter_by():
     assert sum(errors) / len(errors) == pytest.approx(scatter, rel=0.1)
 
 
-def run_with(gain: float, error: float) -> training.Trained:
+def run_with(gain: float, error: float) -> training.DemoTraining:
     model = ga.models.SequenceEncoder(5, 8, 1, 2)
-    return training.Trained("SA", model, [(10, 2.0)], 3.0, 2.0, gain, error, 1.0, False)
+    return training.DemoTraining("SA", model, [(10, 2.0)], 3.0, 2.0, gain, error, 1.0, False)
 
 
 @pytest.mark.parametrize(

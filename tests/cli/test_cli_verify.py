@@ -16,7 +16,7 @@ import graphattn as ga
 from graphattn.cli import verify
 from graphattn.cli.app import app
 from graphattn.cli.verify import claims, errata, matrix_weights, windows
-from graphattn.cli.verify.claims import Case, Claim, Erratum, Exhibit, Size
+from graphattn.cli.verify.claims import Claim, ClaimCase, Erratum, Exhibit, Size
 from graphattn.cli.verify.graphs import random_digraph
 
 TINY = Size(every=9, paths=((300, 1), (250, 40)), draws=3)
@@ -188,7 +188,7 @@ def test_an_erratum_that_is_no_longer_one_ends_the_command_with_1(monkeypatch):
 
 def test_a_check_that_cannot_finish_has_not_passed(monkeypatch):
     def fails(size):
-        yield Case("first", 1.0)
+        yield ClaimCase("first", 1.0)
         raise ValueError("no such graph")
 
     monkeypatch.setattr(verify, "CLAIMS", [Claim("a claim", "here", "", fails)])
@@ -200,21 +200,29 @@ def test_a_check_that_cannot_finish_has_not_passed(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "cases", [[], [Case("a", math.nan, 1.0)], [Case("a", 1.0), Case("b", -1e-9, 1e-10)]]
+    "cases",
+    [[], [ClaimCase("a", math.nan, 1.0)], [ClaimCase("a", 1.0), ClaimCase("b", -1e-9, 1e-10)]],
 )
 def test_no_case_and_nan_and_what_exceeds_its_slack_fail(cases):
     assert not Claim("c", "", "", lambda size: cases).run(TINY).holds
-    assert Claim("c", "", "", lambda size: [Case("a", -1e-9, 1e-8)]).run(TINY).holds
+    assert Claim("c", "", "", lambda size: [ClaimCase("a", -1e-9, 1e-8)]).run(TINY).holds
 
 
 def test_the_tightest_case_is_a_failure_where_there_is_one_and_else_the_nearest():
     def tightest(kind, *cases):
         return Claim("c", "", "", lambda size: cases, kind).run(TINY).tightest.name
 
-    assert tightest("inequality", Case("a", 0.5), Case("b", 0.1), Case("c", -1e-12, 1e-9)) == "c"
-    assert tightest("inequality", Case("a", 0.5), Case("b", 0.1), Case("c", 0.3)) == "b"
-    assert tightest("inequality", Case("a", -0.5, 1.0), Case("b", -0.1)) == "b"
-    assert tightest("equation", Case("a", -1e-9, 1e-3), Case("b", -1e-10, 1e-9)) == "b"
+    assert (
+        tightest(
+            "inequality", ClaimCase("a", 0.5), ClaimCase("b", 0.1), ClaimCase("c", -1e-12, 1e-9)
+        )
+        == "c"
+    )
+    assert (
+        tightest("inequality", ClaimCase("a", 0.5), ClaimCase("b", 0.1), ClaimCase("c", 0.3)) == "b"
+    )
+    assert tightest("inequality", ClaimCase("a", -0.5, 1.0), ClaimCase("b", -0.1)) == "b"
+    assert tightest("equation", ClaimCase("a", -1e-9, 1e-3), ClaimCase("b", -1e-10, 1e-9)) == "b"
 
 
 def test_bad_input_is_one_line_and_exit_code_2():

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 import graphattn as ga
-from graphattn.graphs.structure import Structure
+from graphattn.graphs.structure import GraphStructure
 
 GRAPHS = {
     "structured": lambda n, seed: [
@@ -138,10 +138,10 @@ def nobody_lists_edges(monkeypatch):
     def refuse(self, device=None):
         raise AssertionError(f"{type(self).__name__} listed its edges")
 
-    kinds = [Structure]
+    kinds = [GraphStructure]
     for kind in kinds:
         kinds += kind.__subclasses__()
-        if kind is not Structure:
+        if kind is not GraphStructure:
             monkeypatch.setattr(kind, "edges", refuse)
 
 

@@ -9,7 +9,7 @@ from torch_geometric.data import Batch, Data
 
 import graphattn as ga
 from graphattn.graphs.composites import Parts
-from graphattn.graphs.structure import Structure
+from graphattn.graphs.structure import GraphStructure
 
 N = 7
 
@@ -45,7 +45,7 @@ def nobody_lists_edges(monkeypatch):
             yield sub
             yield from every_subclass(sub)
 
-    for kind in every_subclass(Structure):
+    for kind in every_subclass(GraphStructure):
         monkeypatch.setattr(kind, "edges", refuse)
 
 

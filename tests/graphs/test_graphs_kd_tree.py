@@ -65,14 +65,14 @@ def test_clusters_scales_and_offsets_exchange_nobody(data):
 def spied(monkeypatch):
     """(rows, candidates of each, rows not proven) of every question to a tree."""
     asked = []
-    original = kd_tree._Search.answer
+    original = kd_tree._TreeSearch.answer
 
     def answer(self, rows, many, index):
         unsure = original(self, rows, many, index)
         asked.append((len(rows), many, len(unsure)))
         return unsure
 
-    monkeypatch.setattr(kd_tree._Search, "answer", answer)
+    monkeypatch.setattr(kd_tree._TreeSearch, "answer", answer)
     return asked
 
 

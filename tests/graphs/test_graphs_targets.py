@@ -11,7 +11,7 @@ import torch
 import graphattn as ga
 from graphattn.graphs.composites import Parts
 from graphattn.graphs.sections import Section
-from graphattn.graphs.structure import Structure
+from graphattn.graphs.structure import GraphStructure
 from graphattn.graphs.targets import sources_seen
 
 
@@ -164,7 +164,7 @@ def test_rows_of_rows_are_rows_of_the_whole(name):
                 assert seen[seen_again.start : seen_again.stop] == of_whole
 
 
-def depth(structure: Structure) -> int:
+def depth(structure: GraphStructure) -> int:
     return 1 + depth(structure.whole) if isinstance(structure, Section) else 0
 
 

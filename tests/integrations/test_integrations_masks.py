@@ -15,7 +15,7 @@ transformers = pytest.importorskip("transformers")
 
 from transformers import masking_utils as upstream  # noqa: E402
 
-from graphattn.integrations.transformers.bands import FAR, Band, band_of  # noqa: E402
+from graphattn.integrations.transformers.bands import FAR, MaskBand, band_of  # noqa: E402
 from graphattn.integrations.transformers.edges import seen_through  # noqa: E402
 from graphattn.integrations.transformers.masks import (  # noqa: E402
     graph_mask,
@@ -209,7 +209,7 @@ def test_a_thousand_windows_leave_nothing_behind():
     for window in range(1, 1001):
         function = upstream.sliding_window_causal_mask_function(window)
         mask = graph_mask(1, 1200, 1200, mask_function=function, local_size=window)
-        assert read_sketch(mask)[0] == Band(window - 1, 0)
+        assert read_sketch(mask)[0] == MaskBand(window - 1, 0)
     assert sizes() == before
 
 
@@ -319,15 +319,15 @@ def test_a_band_is_what_the_function_lets_through(function):
 
 
 def test_what_transformers_writes_is_read():
-    assert band_of(upstream.causal_mask_function) == Band(FAR, 0)
-    assert band_of(upstream.bidirectional_mask_function) == Band(FAR, FAR)
-    assert band_of(upstream.sliding_window_causal_mask_function(5)) == Band(4, 0)
-    assert band_of(upstream.sliding_window_bidirectional_mask_function(5)) == Band(5, 5)
+    assert band_of(upstream.causal_mask_function) == MaskBand(FAR, 0)
+    assert band_of(upstream.bidirectional_mask_function) == MaskBand(FAR, FAR)
+    assert band_of(upstream.sliding_window_causal_mask_function(5)) == MaskBand(4, 0)
+    assert band_of(upstream.sliding_window_bidirectional_mask_function(5)) == MaskBand(5, 5)
     nested = upstream.and_masks(
         upstream.and_masks(upstream.sliding_window_overlay(7), upstream.sliding_window_overlay(3)),
         upstream.causal_mask_function,
     )
-    assert band_of(nested) == Band(2, 0)
+    assert band_of(nested) == MaskBand(2, 0)
 
 
 TABLE = torch.arange(30) % 3
@@ -381,7 +381,7 @@ def test_threads_do_not_meet():
         return read_sketch(graph_mask(1, 64, 64, mask_function=function))[0]
 
     with ThreadPoolExecutor(8) as pool:
-        assert list(pool.map(one, range(1, 60))) == [Band(w - 1, 0) for w in range(1, 60)]
+        assert list(pool.map(one, range(1, 60))) == [MaskBand(w - 1, 0) for w in range(1, 60)]
 
 
 # Compiled, at three lengths.

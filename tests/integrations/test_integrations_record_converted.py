@@ -232,20 +232,20 @@ def test_a_step_of_generation_has_the_rows_of_the_whole_text(kind):
 
 
 def test_everything_is_undone_after_an_exception():
-    from graphattn.integrations.transformers.mixers import Attention
+    from graphattn.integrations.transformers.mixers import ReplacedAttention
     from graphattn.integrations.transformers.shortcut_layer import KrauseShortcut
 
-    before = Attention.attend, KrauseShortcut.attend
+    before = ReplacedAttention.attend, KrauseShortcut.attend
 
     def fail_inside():
         with ga.diagnostics.record(with_shortcuts()):
-            assert Attention.attend is not before[0]
+            assert ReplacedAttention.attend is not before[0]
             assert KrauseShortcut.attend is not before[1]
             raise KeyError
 
     with pytest.raises(KeyError):
         fail_inside()
-    assert (Attention.attend, KrauseShortcut.attend) == before
+    assert (ReplacedAttention.attend, KrauseShortcut.attend) == before
 
 
 @pytest.mark.parametrize("layers", [None, ["model.layers.0.self_attn", "model.layers.1.self_attn"]])

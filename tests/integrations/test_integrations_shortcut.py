@@ -15,7 +15,7 @@ from shortcut_oracle import (
 )
 
 from graphattn.integrations import transformers as gat
-from graphattn.integrations.transformers.shortcut_masks import Call, dense, reach
+from graphattn.integrations.transformers.shortcut_masks import ShortcutCall, dense, reach
 
 IMPLEMENTATIONS = [
     "eager",
@@ -261,7 +261,7 @@ def test_masks_that_look_ahead_show_nothing_ahead():
 
 
 def test_plain_masks_become_windows_and_others_lists_of_edges():
-    call = Call(batch=2, queries=12, slots=12, past=0, window=5)
+    call = ShortcutCall(batch=2, queries=12, slots=12, past=0, window=5)
     causal = torch.ones(2, 12, 12, dtype=torch.bool).tril()
     padded = causal & left_padded([12, 4], 12).bool()[:, None]
     text = torch.tensor([0] * 5 + [1] * 7)
@@ -280,7 +280,7 @@ def test_plain_masks_become_windows_and_others_lists_of_edges():
 
 
 def test_a_mask_is_looked_at_once_per_forward_and_again_when_it_changes():
-    call = Call(batch=1, queries=6, slots=6, past=0, window=4)
+    call = ShortcutCall(batch=1, queries=6, slots=6, past=0, window=4)
     mask = torch.ones(1, 1, 6, 6, dtype=torch.bool).tril()
     first = reach(mask, call)
     assert reach(mask, call) is first
@@ -309,7 +309,7 @@ def test_a_mask_is_looked_at_once_per_forward_and_again_when_it_changes():
 )
 def test_masks_that_it_cannot_follow_are_refused(mask, said):
     with pytest.raises(ValueError, match=said):
-        dense(mask, Call(batch=2, queries=9, slots=9, past=0, window=4))
+        dense(mask, ShortcutCall(batch=2, queries=9, slots=9, past=0, window=4))
 
 
 def test_other_families_and_bad_arguments_are_refused_and_change_nothing():

@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import graphattn as ga
 from graphattn.cli.bench import cases, contenders
-from graphattn.cli.bench.case import Case
+from graphattn.cli.bench.case import BenchmarkCase
 from graphattn.cli.bench.consensus_cases import EAGER
 from graphattn.cli.bench.measure import one_pass
 from graphattn.cli.bench.memory import cuda_peak
@@ -145,7 +145,7 @@ def peak_of_events(profiler: Any) -> int:
 # The layer.
 
 
-def inputs_of(case: Case, size: dict[str, int], device: str, dtype: torch.dtype) -> Any:
+def inputs_of(case: BenchmarkCase, size: dict[str, int], device: str, dtype: torch.dtype) -> Any:
     """The benchmark's own; message passing is given the list of its edges."""
     inputs = case.make(size, torch.device(device), dtype)
     graph = ga.window_path_graph(size["tokens"], size["window"])

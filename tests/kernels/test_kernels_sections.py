@@ -99,7 +99,7 @@ def test_rows_of_bands_go_to_the_band_kernels(name: str, device: str) -> None:
     assert several == (name in ("rows of a batch", "table of blocks")), name
     tensors = {k: x.to(device) for k, x in case.tensors().items()}
     query = tensors["query"]
-    call = triton.Call(
+    call = triton.KernelCall(
         (query, tensors["key"], tensors["value"], tensors["strength"], tensors.get("table")),
         case.graph.to(device),
         case.score,

@@ -273,7 +273,7 @@ def test_what_is_kept_of_few_edges_gives_what_they_give_computed_again(
     own = GRAPHS[graph]()
     x = tensors_of(own, batch=1)
     network = [x[name] for name in NETWORK]
-    call = sums.Call(own, [x[name] for name in TOKENS] + network, (None, None), energy=True)
+    call = sums.SumsCall(own, [x[name] for name in TOKENS] + network, (None, None), energy=True)
     assert call.keep() is not None
     kept = both_passes(own, x)
     monkeypatch.setattr(calls, "KEPT", 0)

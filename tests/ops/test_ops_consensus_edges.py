@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import graphattn as ga
 from graphattn.ops.backends import support
 from graphattn.ops.consensus import backends as table
-from graphattn.ops.consensus.calls import ConsensusCase
+from graphattn.ops.consensus.calls import ConsensusKind
 from graphattn.ops.consensus.structured import sums as structured
 
 EXACT = {"rtol": 1e-10, "atol": 1e-10}
@@ -533,7 +533,7 @@ def test_kernels_say_that_they_take_none() -> None:
     graph = GRAPHS["path"]()
     inputs = consensus_inputs(graph, dtype=torch.float32)
     state = inputs.state.to("meta")
-    reason = support(table.BACKENDS, ConsensusCase(state, 1, edge_hidden=True))["triton"]
+    reason = support(table.BACKENDS, ConsensusKind(state, 1, edge_hidden=True))["triton"]
     assert reason is not None
     with pytest.raises(ValueError, match="backend 'triton' cannot run this case"):
         ga.consensus_update(

@@ -77,14 +77,16 @@ def test_uneven_weights_and_wide_graphs_are_left_to_others():
     assert 0 < ga.spectral.fiedler_value(path, edge_weight) < 1e-12
     star = ga.from_edge_index(torch.tensor([[0] * 9999, list(range(1, 10_000))]), 10_000)
     L, adjacency, _ = parts(star)
-    assert banded.Bands(L).stored > banded.STORED or banded.slowest_mode(L, adjacency) is None
+    assert (
+        banded.BandedMatrix(L).stored > banded.STORED or banded.slowest_mode(L, adjacency) is None
+    )
     assert 2 * ga.spectral.fiedler_value(star) == pytest.approx(1, rel=1e-11)
 
 
 def test_a_shifted_solver_says_when_the_matrix_is_not_positive_definite():
     L, _, _ = parts(ga.window_path_graph(300, 2))
     largest = np.linalg.eigvalsh(L.toarray())[-1]
-    bands = banded.Bands(scipy.sparse.csr_array(-L))
+    bands = banded.BandedMatrix(scipy.sparse.csr_array(-L))
     assert bands.solver(0.999 * largest) is None
     u = np.random.default_rng(0).standard_normal(300)
     solved = bands.solver(1.001 * largest)(u)

@@ -8,7 +8,7 @@ import torch
 from rich.console import Console
 
 from graphattn.cli.bench import record, tables
-from graphattn.cli.bench.case import Case
+from graphattn.cli.bench.case import BenchmarkCase
 from graphattn.cli.bench.cases import CASES
 from graphattn.cli.bench.edge_cases import OVER_EDGES
 from graphattn.cli.bench.mixer_cases import LENGTHS
@@ -65,7 +65,7 @@ def run_bench(
         console.print(str(plot), highlight=False, markup=False, soft_wrap=True)
 
 
-def measure_all(cases: list[Case], runner: Runner, json: Path | None) -> None:
+def measure_all(cases: list[BenchmarkCase], runner: Runner, json: Path | None) -> None:
     """One case after the other; what is found is written after each, and kept when interrupted."""
     found, device = runner.record, runner.device.type
     for case in cases:
@@ -89,7 +89,7 @@ def measure_all(cases: list[Case], runner: Runner, json: Path | None) -> None:
         runner.console.print(table)
 
 
-def chosen(names: list[str]) -> list[Case]:
+def chosen(names: list[str]) -> list[BenchmarkCase]:
     """The cases of these names, all for none.
 
     "irregular", "models", "mixers" (or those of one length, "mixers-2048"), "transformers",

@@ -11,7 +11,7 @@ import graphattn as ga
 from graphattn.cli.bench import blocks, flex, gathered, listed, ours, slices, work
 from graphattn.cli.bench import contenders as other
 from graphattn.cli.bench import fused_attention as fused
-from graphattn.cli.bench.case import BOTH, FORWARD, TWICE, Case
+from graphattn.cli.bench.case import BOTH, FORWARD, TWICE, BenchmarkCase
 from graphattn.cli.bench.inputs import AttentionInputs, attention_inputs
 from graphattn.cli.bench.record import OURS
 from graphattn.cli.bench.targets import Target
@@ -149,7 +149,7 @@ def most_of_the_bound() -> tuple[Target, ...]:
 
 
 ATTENTION = [
-    Case(
+    BenchmarkCase(
         "complete",
         "RBF attention, complete graph",
         {
@@ -172,7 +172,7 @@ ATTENTION = [
         work=work.attention(all_pairs),
         cuda={"paper": {"batch": 4, "tokens": 4096, "heads": 16, "features": 64}},
     ),
-    Case(
+    BenchmarkCase(
         "gka",
         "Gaussian kernel attention: query, key and value are one tensor, complete graph",
         {
@@ -196,7 +196,7 @@ ATTENTION = [
             "long": {"batch": 4, "tokens": 16384, "heads": 16, "features": 64},
         },
     ),
-    Case(
+    BenchmarkCase(
         "causal-window",
         "Attention, causal window",
         {
@@ -228,7 +228,7 @@ ATTENTION = [
         work=work.attention(in_window),
         cuda={"paper": {"tokens": 65536, "window": 256, **HEADS}},
     ),
-    Case(
+    BenchmarkCase(
         "window",
         "Attention, 8 tokens on each side",
         {
@@ -262,7 +262,7 @@ ATTENTION = [
         ),
         work=work.attention(in_window),
     ),
-    Case(
+    BenchmarkCase(
         "krause",
         "Krause attention: causal window, top-k",
         {
@@ -291,7 +291,7 @@ ATTENTION = [
         # Twice as many tokens: masked dense would take 100 GB.
         cuda={"paper": {"tokens": 16384, "window": 256, "top_k": 192, **HEADS}},
     ),
-    Case(
+    BenchmarkCase(
         "krause-dense",
         "Krause attention of fewer tokens, beside all pairs",
         {
@@ -305,7 +305,7 @@ ATTENTION = [
         work=work.attention(in_window),
         devices=("cpu",),
     ),
-    Case(
+    BenchmarkCase(
         "million",
         "RBF attention, causal window, a million tokens",
         {
@@ -318,7 +318,7 @@ ATTENTION = [
         targets=(Target("memory", at_most=3e9, passes=BOTH),),
         work=work.attention(in_window),
     ),
-    Case(
+    BenchmarkCase(
         "scaling-window",
         "RBF attention, causal window, by length",
         {

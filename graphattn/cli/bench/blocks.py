@@ -24,7 +24,7 @@ from graphattn.graphs.structure import Band
 BLOCK = 64
 
 
-class Blocks(NamedTuple):
+class WindowBlocks(NamedTuple):
     """A sequence cut into blocks, and what each looks at; made once."""
 
     band: Band
@@ -44,17 +44,17 @@ def of_band(x: AttentionInputs) -> Band:
     return band
 
 
-def blocks_of(x: AttentionInputs) -> Blocks:
+def blocks_of(x: AttentionInputs) -> WindowBlocks:
     """Blocks and their masks, from the graph alone."""
     if "blocks" not in x.prepared:
         x.prepared["blocks"] = cut(of_band(x), x)
-    found: Blocks = x.prepared["blocks"]
+    found: WindowBlocks = x.prepared["blocks"]
     return found
 
 
 def cut(
     band: Band, x: AttentionInputs, size: int = BLOCK, left_out: Tensor | None = None
-) -> Blocks:
+) -> WindowBlocks:
     """The window of every token, without the sources `left_out`, whose own rows have no meaning."""
     N = x.graph.num_targets
     count = -(-N // size)
@@ -69,23 +69,23 @@ def cut(
     is_edge |= target >= N  # block does: a row of nothing is NaN
     outside = ~is_edge[:, None]
     additive = torch.zeros(outside.shape, dtype=x.query.dtype)
-    return Blocks(band, count, size, outside, additive.masked_fill_(outside, -torch.inf))
+    return WindowBlocks(band, count, size, outside, additive.masked_fill_(outside, -torch.inf))
 
 
-def operands(query: Tensor, key: Tensor, value: Tensor, blocks: Blocks) -> tuple[Tensor, ...]:
+def operands(query: Tensor, key: Tensor, value: Tensor, blocks: WindowBlocks) -> tuple[Tensor, ...]:
     """Queries [blocks, H, B, D]; keys and values [blocks, H, B + W, D]."""
     keys, values = (looked_at(t, blocks).mT for t in (key, value))
     return in_blocks(query, blocks), keys, values
 
 
-def in_blocks(x: Tensor, blocks: Blocks) -> Tensor:
+def in_blocks(x: Tensor, blocks: WindowBlocks) -> Tensor:
     """[blocks, H, B, *] of [N, H, *], zeros beyond the end."""
     filling = blocks.number * blocks.size - len(x)
     filled = functional.pad(x, (0, 0) * (x.dim() - 1) + (0, filling)) if filling else x
     return filled.unflatten(0, (blocks.number, blocks.size)).transpose(1, 2)
 
 
-def looked_at(of_keys: Tensor, blocks: Blocks) -> Tensor:
+def looked_at(of_keys: Tensor, blocks: WindowBlocks) -> Tensor:
     """What belongs to the keys of every block, [blocks, *, B + W] of [N, *], as a view."""
     before, after = blocks.band.before, blocks.band.after
     last = blocks.number * blocks.size - len(of_keys)

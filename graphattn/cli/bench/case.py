@@ -28,7 +28,7 @@ class Entry(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Case:
+class BenchmarkCase:
     """One workload; every contender computes the same from the same inputs.
 
     With `lengths`, a number of tokens takes a contender's place: graphattn alone, at every length.

@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend
 from graphattn.cli.bench import contenders as other
 from graphattn.cli.bench import ours, work
 from graphattn.cli.bench.attention_cases import ATTENTION
-from graphattn.cli.bench.case import BOTH, FORWARD, Case
+from graphattn.cli.bench.case import BOTH, FORWARD, BenchmarkCase
 from graphattn.cli.bench.consensus_cases import CONSENSUS, SCALING_CONSENSUS
 from graphattn.cli.bench.edge_cases import OVER_EDGES
 from graphattn.cli.bench.generation import (
@@ -92,10 +92,10 @@ def of_a_token(device: str) -> tuple[Target, ...]:
     )
 
 
-def vision_case(name: str, title: str, dim: int, heads: int, images: int) -> Case:
+def vision_case(name: str, title: str, dim: int, heads: int, images: int) -> BenchmarkCase:
     """A vision transformer of that width: inference, and a step of training."""
     model = {"dim": dim, "heads": heads}
-    return Case(
+    return BenchmarkCase(
         name,
         f"{title}: inference, and a step of training in place of the backward pass",
         {
@@ -128,11 +128,11 @@ def vision_case(name: str, title: str, dim: int, heads: int, images: int) -> Cas
     )
 
 
-def language_case(tokens: int) -> Case:
+def language_case(tokens: int) -> BenchmarkCase:
     """A language model of so many tokens, all of whose layers attend in a window."""
     small = {"window": 16, "top_k": 4, "dim": 48, "heads": 4, "kv_heads": 2, "layers": 2}
     paper = {"window": 256, "top_k": 64, "dim": 768, "heads": 12, "kv_heads": 4, "layers": 6}
-    return Case(
+    return BenchmarkCase(
         f"llama-{tokens}",
         "A language model of transformers, in a window",
         {
@@ -160,7 +160,7 @@ CASES = [
     *WHOLE_MODELS,
     *CONSENSUS,
     *SMALL,
-    Case(
+    BenchmarkCase(
         "knn",
         "Nearest neighbours",
         {
@@ -180,7 +180,7 @@ CASES = [
         work=work.neighbors,
         cuda={"paper": ON_GPU},
     ),
-    Case(
+    BenchmarkCase(
         "edges",
         "The edges of a window-path graph",
         {
@@ -199,7 +199,7 @@ CASES = [
         work=work.edges,
         devices=("cpu",),
     ),
-    Case(
+    BenchmarkCase(
         "fiedler",
         "Fiedler value, random weights",
         {
@@ -213,7 +213,7 @@ CASES = [
         backward=False,
         devices=("cpu",),
     ),
-    Case(
+    BenchmarkCase(
         "streaming",
         "One token of dot-product attention, late in a stream",
         {
@@ -226,7 +226,7 @@ CASES = [
         targets=(*of_a_token("cpu"), *of_a_token("cuda")),
         cuda={"paper": {"window": 256, "dim": 512, "heads": 8, "early": 1_000, "late": 5_000}},
     ),
-    Case(
+    BenchmarkCase(
         "streaming-krause",
         "One token of Krause attention, late in a stream",
         {
@@ -244,7 +244,7 @@ CASES = [
                       "late": 5_000},
         },
     ),
-    Case(
+    BenchmarkCase(
         "generation",
         "Texts written token by token by a language model",
         {

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn.functional import pad
 
-from graphattn.cli.bench.blocks import Blocks, by_token, cut, in_blocks, operands
+from graphattn.cli.bench.blocks import WindowBlocks, by_token, cut, in_blocks, operands
 from graphattn.cli.bench.contenders import only_on_a_cpu
 from graphattn.cli.bench.inputs import AttentionInputs, MissingError
 from graphattn.graphs.composites import Union
@@ -31,7 +31,7 @@ d_attend = aten._scaled_dot_product_flash_attention_for_cpu_backward
 class Chunks(NamedTuple):
     """A window cut into blocks that leave out the global tokens, and these; made once."""
 
-    blocks: Blocks
+    blocks: WindowBlocks
     tokens: Tensor  # [G]
 
 
@@ -120,7 +120,7 @@ class Chunked(Function):
         return d_query, d_key.add_(d_keys), d_value.add_(d_values), None, None
 
 
-def added_up(parts: Tensor, blocks: Blocks, tokens: int) -> Tensor:
+def added_up(parts: Tensor, blocks: WindowBlocks, tokens: int) -> Tensor:
     """[N, H, D] of what every block has for its keys, [blocks, H, B + W, D]."""
     C, H, _, D = parts.shape
     places = parts.split(blocks.size, dim=2)

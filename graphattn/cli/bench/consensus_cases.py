@@ -5,7 +5,7 @@ from __future__ import annotations
 from graphattn.cli.bench import consensus_contenders as other
 from graphattn.cli.bench import ours, work
 from graphattn.cli.bench.attention_cases import THOUSANDS
-from graphattn.cli.bench.case import BOTH, FORWARD, Case
+from graphattn.cli.bench.case import BOTH, FORWARD, BenchmarkCase
 from graphattn.cli.bench.edge_cases import times_as_fast_and_small
 from graphattn.cli.bench.inputs import consensus_inputs, consensus_layer_inputs
 from graphattn.cli.bench.record import OURS
@@ -26,7 +26,7 @@ ON_GPU = {
 }  # fmt: skip
 
 CONSENSUS = [
-    Case(
+    BenchmarkCase(
         "consensus",
         "Consensus step, window-path graph",
         SIZES,
@@ -49,7 +49,7 @@ CONSENSUS = [
         work=work.consensus,
         cuda=ON_GPU,
     ),
-    Case(
+    BenchmarkCase(
         "consensus-layer",
         "Consensus layer with its projections, window-path graph",
         SIZES,
@@ -68,7 +68,7 @@ CONSENSUS = [
         cuda=ON_GPU,
     ),
 ]
-SCALING_CONSENSUS = Case(
+SCALING_CONSENSUS = BenchmarkCase(
     "scaling-consensus",
     "Consensus step, window-path graph, by length",
     {

@@ -11,15 +11,15 @@ from torch.nn import functional
 
 import graphattn as ga
 from graphattn.cli.bench.contenders import afford_edge_networks
-from graphattn.cli.bench.inputs import ConsensusInputs, ConsensusLayerInputs, MissingError
+from graphattn.cli.bench.inputs import ConsensusLayerInputs, ConsensusTensors, MissingError
 
 
-def gather_scatter_consensus(x: ConsensusInputs) -> Tensor:
+def gather_scatter_consensus(x: ConsensusTensors) -> Tensor:
     """The energy step with everything per edge, as message passing is written by hand."""
     return _consensus_of(x, _consensus_step)
 
 
-def compiled_consensus(x: ConsensusInputs) -> Tensor:
+def compiled_consensus(x: ConsensusTensors) -> Tensor:
     """The same, compiled."""
     return _consensus_of(x, _compiled_on_gpu(_consensus_step, x.state))
 
@@ -45,7 +45,7 @@ def _compiled_on_gpu(function: Callable[..., Tensor], like: Tensor) -> Callable[
     return _compiled(function)
 
 
-def _consensus_of(x: ConsensusInputs, step: Callable[..., Tensor]) -> Tensor:
+def _consensus_of(x: ConsensusTensors, step: Callable[..., Tensor]) -> Tensor:
     afford_edge_networks(x)
     hidden = x.target_hidden, x.source_hidden
     return step(x.state, *hidden, x.network, x.graph.edge_index, x.step_size)
@@ -112,6 +112,6 @@ def _consensus_step(
     return state - step_size * gradient.index_add(-3, source, message, alpha=-1)
 
 
-def dominant_product(x: ConsensusInputs) -> Tensor:
+def dominant_product(x: ConsensusTensors) -> Tensor:
     """One product per edge, hidden to Lambda, and nothing else: what no implementation avoids."""
     return x.hidden_of_edges @ x.network.shear.flatten(1, 2).mT

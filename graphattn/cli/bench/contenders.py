@@ -18,8 +18,8 @@ from torch import Tensor
 
 from graphattn.cli.bench.inputs import (
     AttentionInputs,
-    ConsensusInputs,
     ConsensusLayerInputs,
+    ConsensusTensors,
     MissingError,
     NeighborInputs,
     SpectralInputs,
@@ -56,7 +56,7 @@ def afford_edges(x: AttentionInputs) -> None:
     afford(numbers, "its messages", x.query)
 
 
-def afford_edge_networks(x: ConsensusInputs | ConsensusLayerInputs) -> None:
+def afford_edge_networks(x: ConsensusTensors | ConsensusLayerInputs) -> None:
     """Refuse to hold the matrices Lambda of too many edges."""
     edges = float(x.num_sequences * x.graph.num_edges)
     afford(edges * x.network.shear_bias.numel(), "its edge networks", x.network.shear)

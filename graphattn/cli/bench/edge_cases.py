@@ -27,7 +27,7 @@ from graphattn.cli.bench.attention_cases import (
     in_both_passes,
     share_on_a_cpu,
 )
-from graphattn.cli.bench.case import BOTH, FORWARD, Case
+from graphattn.cli.bench.case import BOTH, FORWARD, BenchmarkCase
 from graphattn.cli.bench.inputs import AttentionInputs, attention_inputs
 from graphattn.cli.bench.record import OURS
 from graphattn.cli.bench.targets import Target
@@ -119,7 +119,7 @@ def times_as_fast_and_small(
 
 
 OVER_EDGES = [
-    Case(
+    BenchmarkCase(
         "knn-graph",
         "RBF attention over the nearest neighbours of points in space",
         {
@@ -139,7 +139,7 @@ OVER_EDGES = [
         work=work.attention(knn_edges, listed=True),
         cuda={"paper": {"tokens": 65536, "k": 16, **HEADS}},
     ),
-    Case(
+    BenchmarkCase(
         "knn-graph-reordered",
         "The same with tokens in reverse Cuthill-McKee order",
         {
@@ -157,7 +157,7 @@ OVER_EDGES = [
         work=work.attention(knn_edges, listed=True),
         devices=("cpu",),
     ),
-    Case(
+    BenchmarkCase(
         "radius-graph",
         "RBF attention over points within a radius of each other",
         {
@@ -173,7 +173,7 @@ OVER_EDGES = [
         ),
         devices=("cpu",),
     ),
-    Case(
+    BenchmarkCase(
         "bipartite",
         "RBF cross-attention over random edges from other tokens",
         {
@@ -193,7 +193,7 @@ OVER_EDGES = [
         work=work.attention(num_random_edges, listed=True),
         cuda={"paper": {"tokens": 32768, "sources": 16384, "degree": 32, **HEADS}},
     ),
-    Case(
+    BenchmarkCase(
         "grid",
         "Attention in windows on an image, with a class token",
         {
@@ -214,7 +214,7 @@ OVER_EDGES = [
         work=work.attention(lambda size: image(size).num_edges),
         cuda={"paper": {"tokens": 1 + 128**2, "radius": 2, **HEADS}},
     ),
-    Case(
+    BenchmarkCase(
         "longformer",
         "Attention in a window with global tokens",
         {
@@ -237,7 +237,7 @@ OVER_EDGES = [
         work=work.attention(lambda size: longformer(size).num_edges),
         cuda={"paper": {"tokens": 65536, "window": 256, "global_tokens": 4, **HEADS}},
     ),
-    Case(
+    BenchmarkCase(
         "crossover",
         "Dot-product attention over a list of random edges, by edges per target",
         {

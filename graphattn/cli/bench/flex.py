@@ -17,7 +17,7 @@ from graphattn.cli.bench.contenders import needs_compiler
 from graphattn.cli.bench.fused_attention import by_head, by_token, dense_mask
 from graphattn.cli.bench.inputs import AttentionInputs, ForwardOnlyError, MissingError
 from graphattn.graphs.composites import Union
-from graphattn.graphs.structure import Band, GlobalTokens, Structure
+from graphattn.graphs.structure import Band, GlobalTokens, GraphStructure
 
 Contains = Callable[..., Tensor]  # whether (target, source) are edges, or of (batch, head) too
 ROWS = 256  # of targets whose windows of keys are gathered at a time: 134 MB for 8 heads of 64
@@ -219,7 +219,7 @@ def looked_up(mask: Tensor) -> Contains:
     return lambda i, j: mask[i, j]
 
 
-def elementwise(structure: Structure) -> Contains:
+def elementwise(structure: GraphStructure) -> Contains:
     """`structure.contains` in arithmetic that FlexAttention compiles, which searches no lists."""
     match structure:
         case Union(parts=parts):

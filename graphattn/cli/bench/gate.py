@@ -20,7 +20,7 @@ from graphattn.cli.bench.contenders import Run, smallest_eigenpairs
 from graphattn.cli.bench.generation import GenerationInputs, GenerationTruth
 from graphattn.cli.bench.inputs import (
     AttentionInputs,
-    ConsensusInputs,
+    ConsensusTensors,
     LayerInputs,
     NeighborInputs,
     SpectralInputs,
@@ -93,7 +93,7 @@ class OperationTruth:
 
     def __init__(
         self,
-        inputs: AttentionInputs | ConsensusInputs,
+        inputs: AttentionInputs | ConsensusTensors,
         *,
         backward: bool,
         dot_product: bool = False,
@@ -114,7 +114,7 @@ class OperationTruth:
 
     def edges_at_rows(self) -> ga.TokenGraph:
         """The edges that the outputs at the sampled rows depend on."""
-        is_energy = isinstance(self.inputs, ConsensusInputs)
+        is_energy = isinstance(self.inputs, ConsensusTensors)
         return edges_at(self.rows, self.inputs.graph, both_ends=is_energy)
 
     def errors_of(self, run: Run) -> tuple[float, float]:

@@ -44,7 +44,7 @@ class AttentionInputs:
 
 
 @dataclass(frozen=True)
-class ConsensusInputs:
+class ConsensusTensors:
     """A consensus step of update "energy": state [B, N, H, D], hidden [B, N, H, xi]."""
 
     state: Tensor
@@ -70,10 +70,10 @@ class ConsensusInputs:
         edges = self.state.shape[:-3].numel() * self.graph.num_edges
         return torch.randn(H, edges, xi).to(self.state).requires_grad_()
 
-    def like(self, learned: list[Tensor], graph: ga.TokenGraph) -> ConsensusInputs:
+    def like(self, learned: list[Tensor], graph: ga.TokenGraph) -> ConsensusTensors:
         """The same with other tensors and edges."""
         state, target_hidden, source_hidden, *network = learned
-        return ConsensusInputs(
+        return ConsensusTensors(
             state,
             target_hidden,
             source_hidden,
@@ -200,7 +200,7 @@ def attention_inputs(
 
 def consensus_inputs(
     size: dict[str, int], device: torch.device, dtype: torch.dtype
-) -> ConsensusInputs:
+) -> ConsensusTensors:
     """Normal random states and hidden vectors; an edge network at the scale layers start with."""
     graph = ga.window_path_graph(size["tokens"], size["window"])
     generator = torch.Generator().manual_seed(0)
@@ -220,7 +220,7 @@ def consensus_inputs(
         random(H, r, D, xi, scale=small),
         random(H, r, D, scale=small),
     )
-    return ConsensusInputs(
+    return ConsensusTensors(
         random(B, N, H, D),
         random(B, N, H, xi),
         random(B, N, H, xi),

@@ -19,7 +19,7 @@ from graphattn.cli.bench.contenders import afford, installed, only_on_a_cpu
 from graphattn.cli.bench.inputs import AttentionInputs
 
 
-class Rows(NamedTuple):
+class SparseRows(NamedTuple):
     """Edges by target and by source, all of int32; made once."""
 
     rowptr: Tensor  # [N + 1]
@@ -36,7 +36,7 @@ class Rows(NamedTuple):
         return len(self.rowptr) - 1, len(self.of_sources) - 1
 
 
-def rows_of(x: AttentionInputs) -> Rows:
+def rows_of(x: AttentionInputs) -> SparseRows:
     """From the graph alone."""
     if "rows" not in x.prepared:
         rowptr, source = x.graph.csr()
@@ -46,10 +46,10 @@ def rows_of(x: AttentionInputs) -> Rows:
         count = torch.bincount(source, minlength=x.graph.num_sources)
         of_sources = torch.nn.functional.pad(count.cumsum(0), (1, 0))
         equal = int(degree[0]) if bool((degree == degree[:1]).all()) else None
-        x.prepared["rows"] = Rows(
+        x.prepared["rows"] = SparseRows(
             rowptr.int(), source.int(), degree, equal, of_sources.int(), target[edge].int(), edge
         )
-    found: Rows = x.prepared["rows"]
+    found: SparseRows = x.prepared["rows"]
     return found
 
 
@@ -71,7 +71,7 @@ class Sparse(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, sigma: float, rows: Rows
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, sigma: float, rows: SparseRows
     ) -> Tensor:
         """[N, H, D]."""
         q, k, v = (t.transpose(0, 1).contiguous() for t in (query, key, value))
@@ -105,21 +105,21 @@ class Sparse(Function):
         return *(t.transpose(0, 1) for t in (d_query, d_key, d_value)), None, None
 
 
-def matrix(values: Tensor, rows: Rows) -> Tensor:
+def matrix(values: Tensor, rows: SparseRows) -> Tensor:
     """[N, M], its values by target."""
     return torch.sparse_csr_tensor(
         rows.rowptr, rows.source, values, rows.shape, check_invariants=False
     )
 
 
-def matrix_t(values: Tensor, rows: Rows) -> Tensor:
+def matrix_t(values: Tensor, rows: SparseRows) -> Tensor:
     """[M, N], its values by source."""
     return torch.sparse_csr_tensor(
         rows.of_sources, rows.target, values, rows.shape[::-1], check_invariants=False
     )
 
 
-def at_edges(of_targets: Tensor, of_sources: Tensor, rows: Rows) -> Tensor:
+def at_edges(of_targets: Tensor, of_sources: Tensor, rows: SparseRows) -> Tensor:
     """Inner products [H, E] of the two ends of every edge."""
     pattern = matrix(of_targets.new_zeros(len(rows.source)), rows)
     found = [
@@ -129,7 +129,7 @@ def at_edges(of_targets: Tensor, of_sources: Tensor, rows: Rows) -> Tensor:
     return torch.stack(found)
 
 
-def softmax_of_rows(logits: Tensor, rows: Rows) -> Tensor:
+def softmax_of_rows(logits: Tensor, rows: SparseRows) -> Tensor:
     """Of [H, E], over the edges of every target."""
     if rows.equal:
         return logits.unflatten(1, (-1, rows.equal)).softmax(-1).flatten(1)
@@ -138,12 +138,12 @@ def softmax_of_rows(logits: Tensor, rows: Rows) -> Tensor:
     return weight.div_(of_targets(segments(weight, "sum", rows), rows))
 
 
-def segments(values: Tensor, reduce: str, rows: Rows) -> Tensor:
+def segments(values: Tensor, reduce: str, rows: SparseRows) -> Tensor:
     """[H, N] of [H, E]."""
     return torch.segment_reduce(values.T.contiguous(), reduce, lengths=rows.degree, axis=0).T
 
 
-def of_targets(values: Tensor, rows: Rows) -> Tensor:
+def of_targets(values: Tensor, rows: SparseRows) -> Tensor:
     """[H, E] of [H, N]."""
     return values.repeat_interleave(rows.degree if rows.equal is None else rows.equal, 1)
 
@@ -179,7 +179,7 @@ class Looped(Function):
         key: Tensor,
         value: Tensor,
         sigma: float,
-        rows: Rows,
+        rows: SparseRows,
         forward: Any,
         backward: Any,
     ) -> Tensor:

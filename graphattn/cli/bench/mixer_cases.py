@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from graphattn.cli.bench.attention_cases import STRUCTURED
-from graphattn.cli.bench.case import BOTH, FORWARD, Case
+from graphattn.cli.bench.case import BOTH, FORWARD, BenchmarkCase
 from graphattn.cli.bench.contenders import Run
 from graphattn.cli.bench.mixers import (
     DOT,
@@ -26,7 +26,7 @@ NOT_COMPILED = ("linear",)
 HEADER = ("ms per block", "in operations", "structured", "in operations", "SDPA", "parts")
 
 
-def mixer_case(mixer: str, tokens: int) -> Case:
+def mixer_case(mixer: str, tokens: int) -> BenchmarkCase:
     """A model of that mixer over so many tokens: whole, in parts, and as it was before."""
     contenders: dict[str, Run] = {OURS: WholeRun()}
     yardsticks: dict[str, Run] = {OPERATIONS: OperationsRun()}
@@ -48,7 +48,7 @@ def mixer_case(mixer: str, tokens: int) -> Case:
     if mixer == "krause":
         small |= {"top_k": 12}
         paper |= {"top_k": 192}
-    return Case(
+    return BenchmarkCase(
         f"mixer-{mixer}-{tokens}",
         f"A model of the mixer {mixer}",
         {

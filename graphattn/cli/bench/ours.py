@@ -14,7 +14,7 @@ from graphattn.cli.bench.contenders import (
 )
 from graphattn.cli.bench.inputs import (
     AttentionInputs,
-    ConsensusInputs,
+    ConsensusTensors,
     LayerInputs,
     NeighborInputs,
     SpectralInputs,
@@ -48,7 +48,7 @@ def rbf_without_top_k(x: AttentionInputs) -> Tensor:
     return rbf(replace(x, top_k=None))
 
 
-def consensus(x: ConsensusInputs) -> Tensor:
+def consensus(x: ConsensusTensors) -> Tensor:
     """A consensus step on the backend that "auto" takes."""
     if ga.backends("consensus_update", x.graph, x.state)["structured"] is not None:
         afford_edge_networks(x)  # on the reference backend

@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 from rich.status import Status
 
-from graphattn.cli.bench.case import BOTH, FORWARD, Case, Entry
+from graphattn.cli.bench.case import BOTH, FORWARD, BenchmarkCase, Entry
 from graphattn.cli.bench.contenders import Run
 from graphattn.cli.bench.gate import ALLOWED, OperationTruth, Truth, truth_of
 from graphattn.cli.bench.host_clock import HostClock, Watch
@@ -54,7 +54,7 @@ class Runner:
         self.watch = Watch() if on_cpu else None
         self.status: Status | None = None
 
-    def measure(self, case: Case) -> list[Row]:
+    def measure(self, case: BenchmarkCase) -> list[Row]:
         """The rows of one case, which are added to the record together with their verdicts."""
         first = len(self.record.rows)
         torch.compiler.reset()  # of one function, no more than 8 variants are compiled
@@ -93,7 +93,7 @@ class Runner:
             self.release()
         return self.record.rows[first:]
 
-    def is_long(self, case: Case) -> bool:
+    def is_long(self, case: BenchmarkCase) -> bool:
         """Whether a pass takes so long that three will do."""
         return case.long_passes and self.size != "small"
 
@@ -103,7 +103,9 @@ class Runner:
             gc.collect()
             torch.cuda.empty_cache()
 
-    def check(self, case: Case, entries: Mapping[str, Entry]) -> tuple[dict[str, Any], Errors]:
+    def check(
+        self, case: BenchmarkCase, entries: Mapping[str, Entry]
+    ) -> tuple[dict[str, Any], Errors]:
         """Inputs, and the errors of those that run and are right; the others are noted as missing.
 
         Inputs are made and the truth is computed once per size, and every contender is checked
@@ -154,7 +156,7 @@ class Runner:
 
     def warm(
         self,
-        case: Case,
+        case: BenchmarkCase,
         passes: str,
         entries: Mapping[str, Entry],
         inputs: Mapping[str, Any],
@@ -208,7 +210,7 @@ class Runner:
 
     def row(
         self,
-        case: Case,
+        case: BenchmarkCase,
         passes: str,
         name: str,
         entry: Entry,

@@ -42,12 +42,12 @@ def compiled_windows(form: Form) -> Callable[[AttentionInputs], Tensor]:
             raise MissingError(f"for windows of {WIDEST} tokens at most")
         needs_compiler(x.query.device)
         afford(float(x.query.shape[:-1].numel()) * width, "its weights", x.query)
-        return Windows.apply(x.query, x.key, x.value, x.sigma, band.before, band.after, form)
+        return SlicedWindows.apply(x.query, x.key, x.value, x.sigma, band.before, band.after, form)
 
     return run
 
 
-class Windows(Function):
+class SlicedWindows(Function):
     """Weights [N, H, W + 1] are kept."""
 
     @staticmethod

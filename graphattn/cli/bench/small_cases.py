@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import graphattn as ga
 from graphattn.cli.bench import ours
-from graphattn.cli.bench.case import BOTH, Case
+from graphattn.cli.bench.case import BOTH, BenchmarkCase
 from graphattn.cli.bench.inputs import LayerInputs
 from graphattn.cli.bench.record import OURS
 from graphattn.cli.bench.targets import Target
@@ -82,9 +82,9 @@ LAYERS: dict[str, SmallLayer] = {
 }
 
 
-def _case(name: str, inputs: SmallLayer) -> Case:
+def _case(name: str, inputs: SmallLayer) -> BenchmarkCase:
     seconds = CONSENSUS_SECONDS if name == "consensus" else ATTENTION_SECONDS
-    return Case(
+    return BenchmarkCase(
         f"small-{name}",
         f"A layer of {SIZES['paper']['tokens']} tokens: {name}",
         SIZES,

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from rich.table import Table
 
-from graphattn.cli.bench.case import FORWARD, Case, degree_label
+from graphattn.cli.bench.case import FORWARD, BenchmarkCase, degree_label
 from graphattn.cli.bench.mixer_cases import parts_notes
 from graphattn.cli.bench.record import Quantity, Record, Row, Slope, Verdict
 from graphattn.cli.tables import plain_table, short
@@ -19,7 +19,7 @@ TARGET_HEADER = ("measured", "spread", "target", "")
 
 
 def case_table(
-    case: Case, rows: list[Row], slopes: list[Slope], size_name: str, device: str
+    case: BenchmarkCase, rows: list[Row], slopes: list[Slope], size_name: str, device: str
 ) -> Table:
     """Every contender, one pass after the other."""
     size = ", ".join(f"{name} {value:,}" for name, value in case.size(size_name, device).items())

@@ -102,7 +102,7 @@ def vision_model(mixer: str, dim: int, heads: int, depth: int, pixels: int = 224
     return ga.models.VisionTransformer(pixels, PATCH, CLASSES, dim, depth, heads, mixer="gka")
 
 
-class Trained(NamedTuple):
+class VisionTraining(NamedTuple):
     """A model and what steps it."""
 
     model: nn.Module
@@ -115,7 +115,7 @@ class VisionInputs:
 
     images: Tensor
     labels: Tensor
-    trained: dict[str, Trained]
+    trained: dict[str, VisionTraining]
 
 
 def vision_inputs(size: dict[str, int], device: torch.device, dtype: torch.dtype) -> VisionInputs:
@@ -125,7 +125,7 @@ def vision_inputs(size: dict[str, int], device: torch.device, dtype: torch.dtype
     images = torch.randn(size["images"], 3, pixels, pixels, generator=generator)
     labels = torch.randint(CLASSES, (size["images"],), generator=generator)
 
-    def trained(mixer: str) -> Trained:
+    def trained(mixer: str) -> VisionTraining:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             model = vision_model(mixer, size["dim"], size["heads"], size["depth"], pixels)
@@ -133,7 +133,7 @@ def vision_inputs(size: dict[str, int], device: torch.device, dtype: torch.dtype
         # capturable: its step count lives on the GPU, and nothing waits for it.
         capturable = device.type == "cuda"
         parameters = model.parameters()
-        return Trained(
+        return VisionTraining(
             model,
             torch.optim.AdamW(parameters, lr=LEARNING_RATE, fused=True, capturable=capturable),
         )

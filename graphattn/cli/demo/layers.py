@@ -33,7 +33,7 @@ class Measurement(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Run:
+class LayerRun:
     """One layer on one graph, and what measures how far the tokens came together."""
 
     name: str
@@ -44,7 +44,7 @@ class Run:
     context: Tensor | None = None
 
 
-def layer_runs(sample: Sample) -> list[Run]:
+def layer_runs(sample: Sample) -> list[LayerRun]:
     """Every mechanism of the papers on a graph it is meant for."""
     N = len(sample.tokens)
     path = ga.window_path_graph(N, 2)
@@ -57,26 +57,26 @@ def layer_runs(sample: Sample) -> list[Run]:
     consensus: dict[str, Any] = {"edge_hidden": EDGE_HIDDEN, "step_size": "auto"}
     nn_ = ga.nn
     return [
-        Run("SelfConsensus", "path, window 2",
+        LayerRun("SelfConsensus", "path, window 2",
             nn_.SelfConsensus(DIM, HEADS, **consensus), path, _energy),
-        Run("SelfConsensus, target", "causal window 32",
+        LayerRun("SelfConsensus, target", "causal window 32",
             nn_.SelfConsensus(DIM, HEADS, update="target", **consensus), causal, _spread),
-        Run("CrossConsensus", "another track, window 2",
+        LayerRun("CrossConsensus", "another track, window 2",
             nn_.CrossConsensus(DIM, HEADS, **consensus),
             ga.bipartite_window_graph(N, 2), _energy, track),
-        Run("GaussianKernelAttention", "complete", nn_.GaussianKernelAttention(DIM, HEADS),
+        LayerRun("GaussianKernelAttention", "complete", nn_.GaussianKernelAttention(DIM, HEADS),
             ga.complete_graph(N), _spread),
-        Run("KrauseAttention, top 8", near_name, nn_.KrauseAttention(DIM, HEADS, top_k=8),
+        LayerRun("KrauseAttention, top 8", near_name, nn_.KrauseAttention(DIM, HEADS, top_k=8),
             near, _spread),
-        Run("DotProductAttention", "complete", nn_.DotProductAttention(DIM, HEADS, rope=True),
+        LayerRun("DotProductAttention", "complete", nn_.DotProductAttention(DIM, HEADS, rope=True),
             ga.complete_graph(N), _spread),
-        Run("DotProductAttention", "path, window 2, with self",
+        LayerRun("DotProductAttention", "path, window 2, with self",
             nn_.DotProductAttention(DIM, HEADS, rope=True),
             ga.window_path_graph(N, 2, self_loops=True), _spread),
-        Run("DotProductAttention value-less", "causal",
+        LayerRun("DotProductAttention value-less", "causal",
             nn_.DotProductAttention(DIM, HEADS, value_projection=False),
             ga.causal_graph(N), _spread),
-        Run("DotProductAttention, cross", "another track, all of it",
+        LayerRun("DotProductAttention, cross", "another track, all of it",
             nn_.DotProductAttention(DIM, HEADS), ga.bipartite_complete_graph(N, N),
             _spread, track),
     ]  # fmt: skip

@@ -20,7 +20,7 @@ MOST_MASKINGS = 16  # of one piece in an evaluation
 
 
 @dataclass(frozen=True)
-class Piece:
+class DemoPiece:
     """A part of a sequence, or of a structure."""
 
     tokens: Tensor  # [L]
@@ -55,13 +55,13 @@ class MaskedBatch:
 
 def cut(
     sequences: Sequence[Tensor], structures: Sequence[Structure] | None = None
-) -> list[list[Piece]]:
+) -> list[list[DemoPiece]]:
     """The pieces of every sequence, of about equal length."""
     if structures is None:
         longest = max(1, min(LONGEST_PIECE, sum(map(len, sequences)) // 8))
     else:
         longest = LONGEST_PART
-    found: list[list[Piece]] = []
+    found: list[list[DemoPiece]] = []
     first = 0
     for n, sequence in enumerate(sequences):
         parts = -(-len(sequence) // longest)
@@ -73,13 +73,13 @@ def cut(
             if own is not None and parts > 1:
                 chains = own.chain_index[begin:end]
                 own = residues_of(own, torch.arange(begin, end), chains, own.chain_ids)
-            found[-1].append(Piece(tokens, first + begin, own))
+            found[-1].append(DemoPiece(tokens, first + begin, own))
             begin = end
         first += len(sequence)
     return found
 
 
-def batch_of(pieces: Sequence[Piece]) -> Batch:
+def batch_of(pieces: Sequence[DemoPiece]) -> Batch:
     """One batch of all of them."""
     tokens = [piece.tokens for piece in pieces]
     valid = [torch.ones(len(own), dtype=torch.bool) for own in tokens]
@@ -95,15 +95,15 @@ def batch_of(pieces: Sequence[Piece]) -> Batch:
     return Batch(joined(tokens), joined(valid), joined(place), joined(first), structures)
 
 
-def drawn(pieces: Sequence[Piece], generator: torch.Generator) -> Batch:
+def drawn(pieces: Sequence[DemoPiece], generator: torch.Generator) -> Batch:
     """Some pieces at random, to learn from: 16, or a few structures."""
     index = torch.randint(len(pieces), (BATCH,), generator=generator).tolist()
     return next(batches([pieces[n] for n in index]))
 
 
-def batches(pieces: Sequence[Piece]) -> Iterator[Batch]:
+def batches(pieces: Sequence[DemoPiece]) -> Iterator[Batch]:
     """All of them, in batches of limited size."""
-    some: list[Piece] = []
+    some: list[DemoPiece] = []
     for piece in pieces:
         room = BATCH_TOKENS if piece.structure is None else BATCH_RESIDUES
         too_much = sum(len(own.tokens) for own in (*some, piece)) > room
@@ -123,7 +123,7 @@ def hide(batch: Batch, mask_token: int, generator: torch.Generator) -> MaskedBat
     return MaskedBatch(batch, inputs, masked)
 
 
-def evaluation(pieces: Sequence[Piece], mask_token: int, tokens: int) -> list[MaskedBatch]:
+def evaluation(pieces: Sequence[DemoPiece], mask_token: int, tokens: int) -> list[MaskedBatch]:
     """What every model is measured on: pieces spread over all, few several times, masks differing.
 
     About so many `tokens` in all, a share of them hidden.

@@ -19,7 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor, nn
 
 import graphattn as ga
-from graphattn.cli.demo.pieces import NEAREST, MaskedBatch, Piece, cut, drawn, evaluation, hide
+from graphattn.cli.demo.pieces import NEAREST, DemoPiece, MaskedBatch, cut, drawn, evaluation, hide
 from graphattn.cli.demo.sample import Sample
 from graphattn.cli.demo.split import SHARE, split
 from graphattn.data.families import families
@@ -42,15 +42,15 @@ FEWEST_PIECES = 10  # from which on their number says how sure a mean is
 class Material:
     """Pieces to learn from, to choose the weights by, and to judge by."""
 
-    training: list[Piece]
-    choosing: list[Piece]  # empty: the last weights are kept
-    judging: list[Piece]
+    training: list[DemoPiece]
+    choosing: list[DemoPiece]  # empty: the last weights are kept
+    judging: list[DemoPiece]
     is_held_out: bool  # False: what is judged was learnt from
     how: str  # in words
 
 
 @dataclass(frozen=True)
-class Trained:
+class DemoTraining:
     """A model, its loss on the way, and what it loses on the tokens that it is judged on."""
 
     name: str
@@ -68,7 +68,7 @@ class Trained:
 class Training:
     """Both models, and the loss of guessing by frequency alone."""
 
-    runs: list[Trained]
+    runs: list[DemoTraining]
     frequency_loss: float  # on the tokens that models are judged on
     choosing_frequency_loss: float  # on those that choose the weights
     num_training: int  # tokens to learn from
@@ -169,7 +169,7 @@ def material_of(sample: Sample, seed: int) -> Material | None:
     return Material(whole[: -2 * tenth], whole[-2 * tenth : -tenth], whole[-tenth:], True, how)
 
 
-def log_frequency(pieces: Sequence[Piece], vocab_size: int) -> Tensor:
+def log_frequency(pieces: Sequence[DemoPiece], vocab_size: int) -> Tensor:
     """The guess by frequency: logarithms of the tokens' shares, one added to every count."""
     tokens = torch.cat([piece.tokens for piece in pieces])
     counts = torch.bincount(tokens, minlength=vocab_size) + 1
@@ -275,7 +275,7 @@ def _train(
     steps: int,
     seed: int,
     report: Callable[[int, float], None],
-) -> Trained:
+) -> DemoTraining:
     """AdamW, a rate that rises and falls along a cosine, gradients clipped to norm 1.
 
     Stops once the loss on the choosing tokens has risen, and goes back to where it was lowest.
@@ -312,7 +312,7 @@ def _train(
         schedule.step()
     model.load_state_dict(kept)
     gain, error = gain_of(model, judging, log_share)
-    return Trained(
+    return DemoTraining(
         name,
         model,
         losses,

@@ -7,7 +7,7 @@ import math
 from rich.table import Table
 
 from graphattn.cli.demo.pieces import MASK_RATIO, NEAREST
-from graphattn.cli.demo.training import BESIDE, Trained, Training
+from graphattn.cli.demo.training import BESIDE, DemoTraining, Training
 from graphattn.cli.tables import plain_table
 
 CERTAIN = 2.0  # standard errors from 0
@@ -49,7 +49,7 @@ def verdict(training: Training) -> str:
     )
 
 
-def _judgement(run: Trained) -> str:
+def _judgement(run: DemoTraining) -> str:
     numbers = f"by {abs(run.gain):.3f} ± {run.error:.3f}"
     if math.isnan(run.error):
         return "cannot be told from it on a single position"

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from graphattn.cli.graph.facts import MOST_EDGES, Fact, facts_of
+from graphattn.cli.graph.facts import MOST_EDGES, GraphFact, facts_of
 from graphattn.cli.graph.kinds import KINDS, build, option, sizes_of
 from graphattn.cli.outputs import check_figures_can_be_drawn, check_output, write_json
 from graphattn.cli.tables import cells_of, plain_table
@@ -84,7 +84,7 @@ def sizes_text(sizes: Mapping[str, Any]) -> str:
     return " ".join(words)
 
 
-def facts_table(facts: list[Fact]) -> Table:
+def facts_table(facts: list[GraphFact]) -> Table:
     """A fact per line."""
     table = plain_table("What is known of it")
     table.add_column("fact", no_wrap=True)

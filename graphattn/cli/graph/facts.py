@@ -19,7 +19,7 @@ EXACT_DIAMETER = 1024  # tokens up to which all pairs are measured
 TOLERANCE = 1e-3  # of consensus: the share of a disagreement that may be left
 
 
-class Fact(NamedTuple):
+class GraphFact(NamedTuple):
     """A line of the table; `key` and `value` are what the JSON file says."""
 
     key: str
@@ -29,19 +29,21 @@ class Fact(NamedTuple):
     note: str = ""
 
 
-def facts_of(graph: ga.TokenGraph, theory: Theory | None, step_size: float | None) -> list[Fact]:
+def facts_of(
+    graph: ga.TokenGraph, theory: Theory | None, step_size: float | None
+) -> list[GraphFact]:
     """Sizes, reach, spectrum and memory; of a graph with too many edges, what needs none."""
     facts = sizes_and_degrees(graph)
     if graph.num_edges > MOST_EDGES:
         why = f"reach and spectrum: not computed beyond {MOST_EDGES:,} edges"
-        facts.append(Fact("left_out", "left out", why, "", why))
+        facts.append(GraphFact("left_out", "left out", why, "", why))
     elif graph.num_tokens:
         facts += reach(graph)
         facts += spectrum(graph, theory, step_size)
     return facts + memory(graph)
 
 
-def sizes_and_degrees(graph: ga.TokenGraph) -> list[Fact]:
+def sizes_and_degrees(graph: ga.TokenGraph) -> list[GraphFact]:
     """Counts: of a structured graph without listing an edge."""
     N, E = graph.num_tokens, graph.num_edges
     degree = graph.in_degree()
@@ -49,13 +51,15 @@ def sizes_and_degrees(graph: ga.TokenGraph) -> list[Fact]:
     mean = E / N if N else 0.0
     density = E / N**2 if N else 0.0
     return [
-        Fact("tokens", "tokens", N, f"{N:,}"),
-        Fact("edges", "edges", E, f"{E:,}"),
-        Fact("least_degree", "smallest degree", least, f"{least:,}", "sources that a token sees"),
-        Fact("mean_degree", "mean degree", mean, f"{mean:,.4g}"),
-        Fact("most_degree", "largest degree", most, f"{most:,}"),
-        Fact("density", "density", density, f"{density:.3g}", "edges / tokens²"),
-        Fact(
+        GraphFact("tokens", "tokens", N, f"{N:,}"),
+        GraphFact("edges", "edges", E, f"{E:,}"),
+        GraphFact(
+            "least_degree", "smallest degree", least, f"{least:,}", "sources that a token sees"
+        ),
+        GraphFact("mean_degree", "mean degree", mean, f"{mean:,.4g}"),
+        GraphFact("most_degree", "largest degree", most, f"{most:,}"),
+        GraphFact("density", "density", density, f"{density:.3g}", "edges / tokens²"),
+        GraphFact(
             "is_causal",
             "causal",
             graph.is_causal,
@@ -65,7 +69,7 @@ def sizes_and_degrees(graph: ga.TokenGraph) -> list[Fact]:
     ]
 
 
-def reach(graph: ga.TokenGraph) -> list[Fact]:
+def reach(graph: ga.TokenGraph) -> list[GraphFact]:
     """Components and diameter, edges taken in either direction."""
     edges = graph.to_scipy()
     both = scipy.sparse.csr_array(edges + edges.T)
@@ -74,8 +78,8 @@ def reach(graph: ga.TokenGraph) -> list[Fact]:
     text = f"{lower:,}" if lower == upper else f"{lower:,} to {upper:,}"
     note = "most hops between two tokens, either way" + (" (of one component)" * (count > 1))
     return [
-        Fact("components", "components", int(count), f"{count:,}", "edges taken either way"),
-        Fact("diameter", "diameter", [lower, upper], text, note),
+        GraphFact("components", "components", int(count), f"{count:,}", "edges taken either way"),
+        GraphFact("diameter", "diameter", [lower, upper], text, note),
     ]
 
 
@@ -107,19 +111,23 @@ def farthest_path(adjacency: scipy.sparse.csr_array, start: int) -> list[int]:
     return path[::-1]
 
 
-def spectrum(graph: ga.TokenGraph, theory: Theory | None, step_size: float | None) -> list[Fact]:
+def spectrum(
+    graph: ga.TokenGraph, theory: Theory | None, step_size: float | None
+) -> list[GraphFact]:
     """Both ends of the Laplacian's spectrum, and what follows for consensus with R = I."""
     fiedler = fiedler_value(graph)
     largest = ga.spectral.max_eigenvalue(graph)
     limit = 1 / (2 * largest) if largest > 0 else math.inf
     facts = [
-        Fact("fiedler_value", "Fiedler value λ₁", fiedler, f"{fiedler:.6g}", "how fast it mixes")
+        GraphFact(
+            "fiedler_value", "Fiedler value λ₁", fiedler, f"{fiedler:.6g}", "how fast it mixes"
+        )
     ]
     if theory is not None:
         facts.append(theory_fact(theory, fiedler))
     facts += [
-        Fact("max_eigenvalue", "largest eigenvalue", largest, f"{largest:.6g}"),
-        Fact(
+        GraphFact("max_eigenvalue", "largest eigenvalue", largest, f"{largest:.6g}"),
+        GraphFact(
             "max_step_size",
             "largest step",
             limit,
@@ -130,7 +138,7 @@ def spectrum(graph: ga.TokenGraph, theory: Theory | None, step_size: float | Non
     eta = step_size if step_size is not None else limit
     if math.isfinite(eta):
         own = "the largest" if step_size is None else ""
-        facts.append(Fact("step_size", "step η", eta, f"{eta:.6g}", own))
+        facts.append(GraphFact("step_size", "step η", eta, f"{eta:.6g}", own))
         facts += smoothing(graph, fiedler, largest, eta)
     return facts
 
@@ -158,7 +166,7 @@ def fiedler_value(graph: ga.TokenGraph) -> float:
     return g + ga.spectral.fiedler_value(rest)
 
 
-def smoothing(graph: ga.TokenGraph, fiedler: float, largest: float, eta: float) -> list[Fact]:
+def smoothing(graph: ga.TokenGraph, fiedler: float, largest: float, eta: float) -> list[GraphFact]:
     """What a step leaves of the most persistent mode, and how many steps that makes.
 
     :func:`graphattn.spectral.smoothing_rate` and ``steps_until_consensus`` from both ends of the
@@ -176,8 +184,8 @@ def smoothing(graph: ga.TokenGraph, fiedler: float, largest: float, eta: float) 
         steps = math.ceil(math.log(TOLERANCE) / math.log1p(-taken)) if taken < 1 else 1
         why = f"until {TOLERANCE:g} of every disagreement is left"
     return [
-        Fact("smoothing_rate", "smoothing rate", 1 - taken, text, "left of the slowest mode"),
-        Fact(
+        GraphFact("smoothing_rate", "smoothing rate", 1 - taken, text, "left of the slowest mode"),
+        GraphFact(
             "steps_until_consensus",
             "steps to consensus",
             steps,
@@ -187,7 +195,7 @@ def smoothing(graph: ga.TokenGraph, fiedler: float, largest: float, eta: float) 
     ]
 
 
-def theory_fact(theory: Theory, fiedler: float) -> Fact:
+def theory_fact(theory: Theory, fiedler: float) -> GraphFact:
     """What the theorem says; a value outside would be a bug, and is marked as one."""
     lower, upper = theory.lower, theory.upper
     rounding = 1e-9 * max(upper, 1e-300)
@@ -195,16 +203,16 @@ def theory_fact(theory: Theory, fiedler: float) -> Fact:
     text = f"{lower:.6g}" if lower == upper else f"{lower:.6g} to {upper:.6g}"
     note = theory.source + ("" if holds else ": VIOLATED")
     value = {"lower": lower, "upper": upper, "source": theory.source, "holds": holds}
-    return Fact("fiedler_theory", "  by theory", value, text, note)
+    return GraphFact("fiedler_theory", "  by theory", value, text, note)
 
 
-def memory(graph: ga.TokenGraph) -> list[Fact]:
+def memory(graph: ga.TokenGraph) -> list[GraphFact]:
     """What a dense mask of bytes takes, and the edges as two int64 each."""
     mask, edges = graph.num_tokens**2, 16 * graph.num_edges
     note = "structured layers list no edge" if graph.structure is not None else ""
     return [
-        Fact("mask_bytes", "dense mask", mask, as_bytes(mask), "bool [N, N]"),
-        Fact("edge_index_bytes", "edge list", edges, as_bytes(edges), note),
+        GraphFact("mask_bytes", "dense mask", mask, as_bytes(mask), "bool [N, N]"),
+        GraphFact("edge_index_bytes", "edge list", edges, as_bytes(edges), note),
     ]
 
 

@@ -19,7 +19,7 @@ class Theory(NamedTuple):
     source: str
 
 
-class Kind(NamedTuple):
+class GraphKind(NamedTuple):
     """A builder, its options with their defaults, and what is known of its Fiedler value."""
 
     build: Callable[..., ga.TokenGraph]
@@ -142,31 +142,37 @@ GRID = {
 }
 TOKENS, WINDOW, HUBS = {"num_tokens": 64}, {"window": 2}, {"global_tokens": 1}
 
-KINDS: dict[str, Kind] = {
-    "window-path": Kind(ga.window_path_graph, {**TOKENS, **WINDOW, "self_loops": False}, _path),
-    "window-cycle": Kind(ga.window_cycle_graph, {**TOKENS, **WINDOW}, _cycle),
-    "causal-window": Kind(ga.causal_window_graph, {**TOKENS, "window": 8}, _causal_window),
-    "causal": Kind(ga.causal_graph, TOKENS, _causal),
-    "complete": Kind(ga.complete_graph, {**TOKENS, "self_loops": True}, _complete),
-    "block-window": Kind(ga.block_window_graph, {**TOKENS, "block_size": 16, "shift": 0}, _blocks),
-    "dilated-window": Kind(
+KINDS: dict[str, GraphKind] = {
+    "window-path": GraphKind(
+        ga.window_path_graph, {**TOKENS, **WINDOW, "self_loops": False}, _path
+    ),
+    "window-cycle": GraphKind(ga.window_cycle_graph, {**TOKENS, **WINDOW}, _cycle),
+    "causal-window": GraphKind(ga.causal_window_graph, {**TOKENS, "window": 8}, _causal_window),
+    "causal": GraphKind(ga.causal_graph, TOKENS, _causal),
+    "complete": GraphKind(ga.complete_graph, {**TOKENS, "self_loops": True}, _complete),
+    "block-window": GraphKind(
+        ga.block_window_graph, {**TOKENS, "block_size": 16, "shift": 0}, _blocks
+    ),
+    "dilated-window": GraphKind(
         ga.dilated_window_graph, {**TOKENS, **WINDOW, "dilation": 3, "self_loops": True}, _dilated
     ),
-    "longformer": Kind(ga.longformer_graph, {**TOKENS, "window": 4, **HUBS, "dilation": 1}, _hubs),
-    "bigbird": Kind(
+    "longformer": GraphKind(
+        ga.longformer_graph, {**TOKENS, "window": 4, **HUBS, "dilation": 1}, _hubs
+    ),
+    "bigbird": GraphKind(
         ga.bigbird_graph, {**TOKENS, "window": 3, "num_random": 3, **HUBS, "seed": 0}, _hubs
     ),
-    "grid-window": Kind(
+    "grid-window": GraphKind(
         ga.grid_window_graph,
         {"height": 8, "width": 8, **GRID},
         _grid,
     ),
-    "grid-block": Kind(
+    "grid-block": GraphKind(
         ga.grid_block_graph,
         {"height": 8, "width": 8, "block_size": 4, "shift": 0},
         _grid_blocks,
     ),
-    "volume-window": Kind(
+    "volume-window": GraphKind(
         ga.volume_window_graph,
         {"depth": 4, "height": 4, "width": 4, **GRID},
         _volume,

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from graphattn.cli.outputs import check_figures_can_be_drawn, check_output
-from graphattn.cli.report import Section, write_report
+from graphattn.cli.report import ReportSection, write_report
 from graphattn.cli.runs_report import figures, run_sections, sweep_sections, tables
 from graphattn.cli.runs_report.reading import FoundRun, FoundSweep, read_folders
 from graphattn.cli.tables import counted
@@ -45,24 +45,26 @@ def run_report(
 
 def _page(
     runs: list[FoundRun], sweeps: list[FoundSweep], certify: bool
-) -> tuple[str, list[Section]]:
+) -> tuple[str, list[ReportSection]]:
     """What stands above, and the parts: those of the one folder, or a part for each."""
     of_runs = [run_sections.sections_of(run, certify=certify) for run in runs]
     of_sweeps = [sweep_sections.sections_of(sweep) for sweep in sweeps]
     if len(runs) == 1 and not sweeps:
-        missing = [Section("What is missing", run_sections.notes(runs[0]))]
+        missing = [ReportSection("What is missing", run_sections.notes(runs[0]))]
         return run_sections.opening(runs[0]), [*missing * bool(runs[0].missing), *of_runs[0]]
     if len(sweeps) == 1 and not runs:
-        return sweep_sections.opening(sweeps[0]), [Section("Results", of_sweeps[0])]
+        return sweep_sections.opening(sweeps[0]), [ReportSection("Results", of_sweeps[0])]
     sections = []
     if len(runs) > 1:
         compared: list[Any] = [tables.comparison(runs), *figures.comparison(runs)]
-        sections.append(Section("Comparison", compared))
+        sections.append(ReportSection("Comparison", compared))
     for run, own in zip(runs, of_runs, strict=True):
         parts: list[Any] = [run_sections.opening(run), *run_sections.notes(run), *own]
-        sections.append(Section(f"Run {run.name}", parts))
+        sections.append(ReportSection(f"Run {run.name}", parts))
     for sweep, others in zip(sweeps, of_sweeps, strict=True):
-        sections.append(Section(f"Sweep {sweep.name}", [sweep_sections.opening(sweep), *others]))
+        sections.append(
+            ReportSection(f"Sweep {sweep.name}", [sweep_sections.opening(sweep), *others])
+        )
     counts = [counted(len(runs), "run")] * bool(runs)
     counts += [counted(len(sweeps), "sweep")] * bool(sweeps)
     return f"{' and '.join(counts)}.", sections

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import graphattn as ga
-from graphattn.cli.report import Notes, Section
+from graphattn.cli.report import Notes, ReportSection
 from graphattn.cli.runs_report.reading import MODEL, FoundRun
 from graphattn.cli.runs_report.words import number
 from graphattn.cli.tables import Cells, counted
@@ -24,7 +24,7 @@ NUMBERS = {  # the number by which a fact is told in a cell
 }
 
 
-def certificates_of(found: FoundRun) -> Section | None:
+def certificates_of(found: FoundRun) -> ReportSection | None:
     """The certificates of the layers of a run's model; None where it has left no model."""
     folder = found.run.path / MODEL
     if not folder.exists():
@@ -33,19 +33,19 @@ def certificates_of(found: FoundRun) -> Section | None:
     try:
         model = ga.load(folder)
     except (ValueError, OSError) as error:
-        return Section(title, [Notes([f"The model cannot be made from its folder: {error}"])])
+        return ReportSection(title, [Notes([f"The model cannot be made from its folder: {error}"])])
     parameters = sum(parameter.numel() for parameter in model.parameters())
     if parameters > MOST_PARAMETERS:
         said = (
             f"Left out for a model of {parameters / 1e6:.0f} million parameters, for which they "
             "take long; ga.spectral.certify(model, tokens) makes them."
         )
-        return Section(title, [said])
+        return ReportSection(title, [said])
     try:
         probe, what = _probe(model, found)
         certificate = ga.spectral.certify(model, probe)
     except (ValueError, TypeError, RuntimeError) as error:
-        return Section(title, [Notes([f"There are none for this model: {_line(error)}"])])
+        return ReportSection(title, [Notes([f"There are none for this model: {_line(error)}"])])
     parts = dict(certificate.parts) or {type(model).__name__: certificate}
     sound = (
         "Nothing is violated."
@@ -57,8 +57,8 @@ def certificates_of(found: FoundRun) -> Section | None:
         f"{counted(parameters, 'parameter')}) on {what}. {sound}"
     )
     says = Cells("", "", ["fact", "state", "what it says"], _statements(certificate), [False] * 3)
-    return Section(
-        title, [intro, _by_layer(parts), Section("What these facts say", [says], folded=True)]
+    return ReportSection(
+        title, [intro, _by_layer(parts), ReportSection("What these facts say", [says], folded=True)]
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from graphattn.cli.report import Notes, Sample, Section
+from graphattn.cli.report import Notes, ReportSample, ReportSection
 from graphattn.cli.runs_report import figures, tables
 from graphattn.cli.runs_report.certificates import certificates_of
 from graphattn.cli.runs_report.reading import FoundRun
@@ -15,13 +15,13 @@ from graphattn.train.records import Row
 MOST_SAMPLES, LONGEST = 12, 4000  # of a page; all are in the folder
 
 
-def sections_of(found: FoundRun, *, certify: bool) -> list[Section]:
+def sections_of(found: FoundRun, *, certify: bool) -> list[ReportSection]:
     """What a run was, its curves and numbers, its samples, and the state of its layers."""
     evaluations = tables.evaluations_of(found)
     drawn = figures.curves_of(found, tables.guesses_on_own_data(found, evaluations))
     parts = [
         _what_was_trained(found),
-        Section("Curves", drawn) if drawn else None,
+        ReportSection("Curves", drawn) if drawn else None,
         _results(found, evaluations),
         _samples(found.samples),
         certificates_of(found) if certify else None,
@@ -62,7 +62,7 @@ def notes(found: FoundRun) -> list[Notes]:
     return [Notes(found.missing)] if found.missing else []
 
 
-def _what_was_trained(found: FoundRun) -> Section | None:
+def _what_was_trained(found: FoundRun) -> ReportSection | None:
     made = tables.config_tables(found)
     if made is None:
         return None
@@ -71,19 +71,19 @@ def _what_was_trained(found: FoundRun) -> Section | None:
     parts.append(changed)
     if same.rows:
         parts.append(
-            Section(f"{len(same.rows)} options that are as by default", [same], folded=True)
+            ReportSection(f"{len(same.rows)} options that are as by default", [same], folded=True)
         )
-    return Section("What was trained", parts)
+    return ReportSection("What was trained", parts)
 
 
-def _results(found: FoundRun, evaluations: list[tables.Evaluation]) -> Section | None:
+def _results(found: FoundRun, evaluations: list[tables.Evaluation]) -> ReportSection | None:
     table = tables.results(found, evaluations)
     parts: list[Any] = [] if table is None else [table]
     parts += [figures.reliability(own.name, own.bins, own.error) for own in evaluations if own.bins]
-    return Section("Results", parts) if parts else None
+    return ReportSection("Results", parts) if parts else None
 
 
-def _samples(samples: list[Row]) -> Section | None:
+def _samples(samples: list[Row]) -> ReportSection | None:
     if not samples:
         return None
     parts: list[Any] = []
@@ -101,11 +101,11 @@ def _samples(samples: list[Row]) -> Section | None:
             and (is_number(own) or isinstance(own, str))
         )
         said = f"Prompt: {prompt}\n" if isinstance(prompt, str) and prompt else ""
-        parts.append(Sample(f"Sample {place}", shown[:LONGEST], f"{said}{told}{cut}".strip()))
-    return Section("Samples", parts)
+        parts.append(ReportSample(f"Sample {place}", shown[:LONGEST], f"{said}{told}{cut}".strip()))
+    return ReportSection("Samples", parts)
 
 
-def _layers(found: FoundRun) -> Section | None:
+def _layers(found: FoundRun) -> ReportSection | None:
     drawn = figures.layers_of(found)
     if not drawn:
         return None
@@ -113,9 +113,9 @@ def _layers(found: FoundRun) -> Section | None:
         "Of every layer while it was trained, on the same few examples; darker lines are nearer "
         "to the input."
     )
-    return Section("Layers over time", [intro, *drawn])
+    return ReportSection("Layers over time", [intro, *drawn])
 
 
-def _origin(found: FoundRun) -> Section | None:
+def _origin(found: FoundRun) -> ReportSection | None:
     table = tables.origin(found)
-    return None if table is None else Section("What made it", [table])
+    return None if table is None else ReportSection("What made it", [table])

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 import graphattn as ga
-from graphattn.cli.report import Notes, Section
+from graphattn.cli.report import Notes, ReportSection
 from graphattn.cli.runs_report.figures import drawn
 from graphattn.cli.runs_report.reading import FoundSweep
 from graphattn.cli.runs_report.words import duration, is_number, number, value
@@ -30,7 +30,7 @@ def sections_of(found: FoundSweep) -> list[Any]:
             if name not in ("mixer", "lr", "seed", "out") and usual.get(name) != own
         ]
         shared = Cells("", "", ["option", "value"], rows, [False, False])
-        parts.append(Section("What the trials share", [shared]))
+        parts.append(ReportSection("What the trials share", [shared]))
     return parts
 
 
@@ -121,7 +121,7 @@ def _cell(rows: list[Row]) -> str:
     return ", ".join(told)
 
 
-def _trials(rows: list[Row]) -> Section:
+def _trials(rows: list[Row]) -> ReportSection:
     has_errors = any(row.get("error") for row in rows)
     header = ["mixer", "rate", "seed", "ended", "loss", "lowest", "steps", "time", "folder"]
     cells = []
@@ -144,6 +144,6 @@ def _trials(rows: list[Row]) -> Section:
         name in ("rate", "seed", "loss", "lowest", "steps", "time") for name in header
     ]
     table = Cells("", "", header, cells, is_number_column)
-    return Section(
+    return ReportSection(
         f"All {len(rows):,} trials" if len(rows) > 1 else "The trial", [table], folded=True
     )

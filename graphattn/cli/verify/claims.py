@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 CLEAR = 1e-3  # a violation that no rounding explains
 ROUNDING = 1e-9
 
-Check = Callable[["Size"], Iterable["Case"]]
+Check = Callable[["Size"], Iterable["ClaimCase"]]
 
 
 class Size(NamedTuple):
@@ -42,7 +42,7 @@ SIZES = {
 }
 
 
-class Case(NamedTuple):
+class ClaimCase(NamedTuple):
     """One instance of a claim: it holds where margin >= -slack.
 
     Of an inequality, the margin is the room left, relative to the quantity, and the slack what
@@ -87,12 +87,12 @@ class Outcome:
     """All cases of a claim."""
 
     claim: Claim
-    cases: list[Case] = field(default_factory=list)
+    cases: list[ClaimCase] = field(default_factory=list)
     error: str = ""
     seconds: float = 0.0
 
     @property
-    def failures(self) -> list[Case]:
+    def failures(self) -> list[ClaimCase]:
         """Cases that violate the claim."""
         return [case for case in self.cases if not case.holds]
 
@@ -102,7 +102,7 @@ class Outcome:
         return bool(self.cases) and not self.failures and not self.error
 
     @property
-    def tightest(self) -> Case | None:
+    def tightest(self) -> ClaimCase | None:
         """The worst violation, or the case nearest to one."""
         if self.claim.kind == "equation":
             return min(self.failures or self.cases, key=lambda c: c.margin + c.slack, default=None)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import graphattn as ga
-from graphattn.cli.verify.claims import Case, Claim, Size
+from graphattn.cli.verify.claims import Claim, ClaimCase, Size
 from graphattn.cli.verify.graphs import generator
 
 FEATURES = 3
@@ -43,21 +43,21 @@ def draws(size: Size) -> Iterator[tuple[str, ga.TokenGraph, int, Tensor]]:
             yield f"draw {seed}, {kept}", graph, count, weights_of(graph, seed, top_k)
 
 
-def at_least_the_groups(size: Size) -> Iterator[Case]:
+def at_least_the_groups(size: Size) -> Iterator[ClaimCase]:
     """The eigenvalue 1 of the attention matrix is at least as many as the groups."""
     for name, graph, count, weight in draws(size):
-        yield Case(name, float(multiplicity(graph, weight) - count))
+        yield ClaimCase(name, float(multiplicity(graph, weight) - count))
 
 
-def exactly_the_closed_classes(size: Size) -> Iterator[Case]:
+def exactly_the_closed_classes(size: Size) -> Iterator[ClaimCase]:
     """It is as many as the closed classes, which the library counts without eigenvalues."""
     for name, graph, _, weight in draws(size):
         found = multiplicity(graph, weight)
         counted = ga.spectral.eigenvalue_one_multiplicity(graph, weight)
-        yield Case(name, -abs(found - counted))
+        yield ClaimCase(name, -abs(found - counted))
 
 
-def closed_classes_as_networkx(size: Size) -> Iterator[Case]:
+def closed_classes_as_networkx(size: Size) -> Iterator[ClaimCase]:
     """The classes themselves: strongly connected, and nobody in them looks outside."""
     for name, graph, _, weight in draws(size):
         looks = networkx.DiGraph()
@@ -67,7 +67,7 @@ def closed_classes_as_networkx(size: Size) -> Iterator[Case]:
         expected = {frozenset(group) for group in networkx.attracting_components(looks)}
         classes = ga.spectral.closed_classes(graph, weight)
         found = {frozenset(tokens.tolist()) for tokens in classes}
-        yield Case(name, -float(len(found ^ expected)))
+        yield ClaimCase(name, -float(len(found ^ expected)))
 
 
 def more_than_groups(size: Size) -> tuple[int, int]:

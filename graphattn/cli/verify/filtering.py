@@ -12,7 +12,7 @@ from torch import Tensor
 
 import graphattn as ga
 from graphattn.cli.tables import counted
-from graphattn.cli.verify.claims import Case, Claim, Size
+from graphattn.cli.verify.claims import Claim, ClaimCase, Size
 from graphattn.cli.verify.graphs import generator, weighted_graphs
 
 Array = NDArray[np.float64]
@@ -49,51 +49,51 @@ def signals(num_tokens: int, seed: int) -> Tensor:
     return torch.randn(num_tokens, SIGNALS, dtype=torch.float64, generator=generator(seed))
 
 
-def energy_is_quadratic_form(size: Size) -> Iterator[Case]:
+def energy_is_quadratic_form(size: Size) -> Iterator[ClaimCase]:
     """E(u) = u^T L u with the Laplacian of the symmetrised weights, on digraphs too."""
     for n, (name, graph, weight) in enumerate(weighted_graphs(size.draws)):
         L = torch.from_numpy(ga.spectral.laplacian(graph, weight).toarray())
         u = signals(graph.num_tokens, n)
         expected = energies(graph, u, weight)
         error = ((u * (L @ u)).sum(0) - expected).abs() / expected
-        yield Case(name, -float(error.max()), 1e-11)
+        yield ClaimCase(name, -float(error.max()), 1e-11)
 
 
-def step_is_filter(size: Size) -> Iterator[Case]:
+def step_is_filter(size: Size) -> Iterator[ClaimCase]:
     """The gradient step is the matrix I - 2 eta L (Eq. 6, 7)."""
     for name, graph, weight in weighted_graphs(size.draws):
         eta = ga.spectral.max_step_size(graph, weight)
         L = ga.spectral.laplacian(graph, weight).toarray()
         H = filter_matrix(graph, eta, weight)
-        yield Case(name, -float(np.abs(H - (np.eye(len(L)) - 2 * eta * L)).max()), 1e-12)
+        yield ClaimCase(name, -float(np.abs(H - (np.eye(len(L)) - 2 * eta * L)).max()), 1e-12)
 
 
-def laplacian_is_semidefinite(size: Size) -> Iterator[Case]:
+def laplacian_is_semidefinite(size: Size) -> Iterator[ClaimCase]:
     """No eigenvalue below 0, relative to the largest."""
     for name, graph, weight in weighted_graphs(size.draws):
         values, _ = modes(graph, weight)
-        yield Case(name, float(values[0] / values[-1]), 1e-13)
+        yield ClaimCase(name, float(values[0] / values[-1]), 1e-13)
 
 
-def modes_keep_their_sign(size: Size) -> Iterator[Case]:
+def modes_keep_their_sign(size: Size) -> Iterator[ClaimCase]:
     """Just below 1 / (2 lambda_max): what is left of every mode is >= 0."""
     for name, graph, weight in weighted_graphs(size.draws):
         _, v = modes(graph, weight)
         eta = (1 - NEAR) * ga.spectral.max_step_size(graph, weight)
         left = (v * gradient_step(graph, v, eta, weight)).sum(0)
-        yield Case(name, float(left.min()), 1e-12)
+        yield ClaimCase(name, float(left.min()), 1e-12)
 
 
-def top_mode_flips(size: Size) -> Iterator[Case]:
+def top_mode_flips(size: Size) -> Iterator[ClaimCase]:
     """Just above it: the top mode changes sign, so the limit cannot be raised."""
     for name, graph, weight in weighted_graphs(size.draws):
         _, v = modes(graph, weight)
         eta = (1 + NEAR) * ga.spectral.max_step_size(graph, weight)
         left = (v * gradient_step(graph, v, eta, weight)).sum(0)
-        yield Case(name, -float(left[-1]))
+        yield ClaimCase(name, -float(left[-1]))
 
 
-def energy_falls(size: Size) -> Iterator[Case]:
+def energy_falls(size: Size) -> Iterator[ClaimCase]:
     """Just below 1 / lambda_max, twice that limit: the energy of every signal still falls."""
     for n, (name, graph, weight) in enumerate(weighted_graphs(size.draws)):
         _, v = modes(graph, weight)
@@ -101,20 +101,20 @@ def energy_falls(size: Size) -> Iterator[Case]:
         eta = (1 - NEAR) * 2 * ga.spectral.max_step_size(graph, weight)
         before = energies(graph, u, weight)
         after = energies(graph, gradient_step(graph, u, eta, weight), weight)
-        yield Case(name, float(((before - after) / before).min()))
+        yield ClaimCase(name, float(((before - after) / before).min()))
 
 
-def energy_rises_beyond(size: Size) -> Iterator[Case]:
+def energy_rises_beyond(size: Size) -> Iterator[ClaimCase]:
     """Just above 1 / lambda_max: the energy of the top mode rises."""
     for name, graph, weight in weighted_graphs(size.draws):
         _, v = modes(graph, weight)
         eta = (1 + NEAR) * 2 * ga.spectral.max_step_size(graph, weight)
         before = energies(graph, v[:, -1:], weight)
         after = energies(graph, gradient_step(graph, v[:, -1:], eta, weight), weight)
-        yield Case(name, float(((after - before) / before)[0]))
+        yield ClaimCase(name, float(((after - before) / before)[0]))
 
 
-def convergence_rate(size: Size) -> Iterator[Case]:
+def convergence_rate(size: Size) -> Iterator[ClaimCase]:
     """Steps are counted and deviations measured: their logarithm falls by log(omega_1) a step.
 
     Comparing omega_1 itself would be too easy where it is near 1.
@@ -132,19 +132,19 @@ def convergence_rate(size: Size) -> Iterator[Case]:
             u = u / np.linalg.norm(u)  # all is linear: this keeps it away from rounding
             u = many @ u
         measured = math.log(np.linalg.norm(u - u.mean(0))) / steps
-        yield Case(name, -abs(measured / math.log(omega) - 1), 0.01)
+        yield ClaimCase(name, -abs(measured / math.log(omega) - 1), 0.01)
 
 
-def smoothing_rate_is_omega(size: Size) -> Iterator[Case]:
+def smoothing_rate_is_omega(size: Size) -> Iterator[ClaimCase]:
     """What the library calls the smoothing rate is the largest factor but that of constants."""
     for name, graph, weight in weighted_graphs(size.draws):
         eta = ga.spectral.max_step_size(graph, weight)
         factors = np.sort(np.linalg.eigvalsh(filter_matrix(graph, eta, weight)))
         found = ga.spectral.smoothing_rate(graph, eta, weight)
-        yield Case(name, -abs(found - factors[-2]), 1e-11)
+        yield ClaimCase(name, -abs(found - factors[-2]), 1e-11)
 
 
-def deviation_is_bounded(size: Size) -> Iterator[Case]:
+def deviation_is_bounded(size: Size) -> Iterator[ClaimCase]:
     """||H^n u - mean|| <= omega_1^n ||u|| for n = 1, 10, 100 (Eq. 13)."""
     for n, (name, graph, weight) in enumerate(weighted_graphs(size.draws)):
         eta = ga.spectral.max_step_size(graph, weight)
@@ -155,20 +155,20 @@ def deviation_is_bounded(size: Size) -> Iterator[Case]:
             moved = np.linalg.matrix_power(H, steps) @ u - u.mean(0)
             bound = omega**steps * np.linalg.norm(u, axis=0)
             room = (bound - np.linalg.norm(moved, axis=0)) / np.linalg.norm(u, axis=0)
-            yield Case(f"{name}, {counted(steps, 'step')}", float(room.min()), 1e-12)
+            yield ClaimCase(f"{name}, {counted(steps, 'step')}", float(room.min()), 1e-12)
 
 
-def limit_is_mean(size: Size) -> Iterator[Case]:
+def limit_is_mean(size: Size) -> Iterator[ClaimCase]:
     """After as many steps as it takes for rounding to be all that is left."""
     for n, (name, graph, weight) in enumerate(weighted_graphs(size.draws)):
         eta = ga.spectral.max_step_size(graph, weight)
         steps = ga.spectral.steps_until_consensus(graph, eta, tolerance=1e-14, edge_weight=weight)
         u = signals(graph.num_tokens, n).numpy()
         moved = np.linalg.matrix_power(filter_matrix(graph, eta, weight), int(steps)) @ u
-        yield Case(name, -float(np.abs(moved - u.mean(0)).max()), 1e-10)
+        yield ClaimCase(name, -float(np.abs(moved - u.mean(0)).max()), 1e-10)
 
 
-def steps_are_enough(size: Size) -> Iterator[Case]:
+def steps_are_enough(size: Size) -> Iterator[ClaimCase]:
     """After the promised number of steps the slowest mode is below the tolerance, not before."""
     tolerance = 1e-3
     for name, graph, weight in weighted_graphs(size.draws):
@@ -183,7 +183,7 @@ def steps_are_enough(size: Size) -> Iterator[Case]:
             for n in (int(steps), int(steps) - 1)
         )
         early = float(before - tolerance) if steps > 0 else math.inf
-        yield Case(name, min(float(tolerance - left), early) / tolerance, 1e-9)
+        yield ClaimCase(name, min(float(tolerance - left), early) / tolerance, 1e-9)
 
 
 CLAIMS = [

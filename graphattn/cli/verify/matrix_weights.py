@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 import graphattn as ga
-from graphattn.cli.verify.claims import Case, Claim, Size
+from graphattn.cli.verify.claims import Claim, ClaimCase, Size
 from graphattn.cli.verify.graphs import generator, random_digraph
 
 Array = NDArray[np.float64]
@@ -54,23 +54,23 @@ def random_cases(size: Size) -> Iterator[tuple[str, ga.TokenGraph, Tensor]]:
         yield f"digraph {seed}", graph, random_matrices(graph, seed)
 
 
-def sandwich(size: Size) -> Iterator[Case]:
+def sandwich(size: Size) -> Iterator[ClaimCase]:
     """The Fiedler value with R lies between the extremes of R times the one without."""
     for name, graph, R in random_cases(size):
         value = float(np.linalg.eigvalsh(block_laplacian(graph, R))[R.shape[-1]])
         lower, upper = ga.spectral.matrix_fiedler_bounds(graph, R)
-        yield Case(name, min(value - lower, upper - value) / value, 1e-9)
+        yield ClaimCase(name, min(value - lower, upper - value) / value, 1e-9)
 
 
-def fiedler_value_with_matrices(size: Size) -> Iterator[Case]:
+def fiedler_value_with_matrices(size: Size) -> Iterator[ClaimCase]:
     """The library's value beside the (C + 1)-th eigenvalue of the matrix built edge by edge."""
     for name, graph, R in random_cases(size):
         expected = float(np.linalg.eigvalsh(block_laplacian(graph, R))[R.shape[-1]])
         found = ga.spectral.matrix_fiedler_value(graph, R)
-        yield Case(name, -abs(found - expected) / expected, 1e-9)
+        yield ClaimCase(name, -abs(found - expected) / expected, 1e-9)
 
 
-def zero_eigenvalues(size: Size) -> Iterator[Case]:
+def zero_eigenvalues(size: Size) -> Iterator[ClaimCase]:
     """C of them for every connected part, no more: the error is the difference in number."""
     for name, graph, R in random_cases(size):
         for parts in (1, 2):
@@ -79,7 +79,7 @@ def zero_eigenvalues(size: Size) -> Iterator[Case]:
                 together, blocks = ga.batch([graph, graph]), torch.cat([R, R])
             values = np.linalg.eigvalsh(block_laplacian(together, blocks))
             zeros = int((np.abs(values) < ZERO * values[-1]).sum())
-            yield Case(f"{name}, {parts} parts", -abs(zeros - parts * R.shape[-1]))
+            yield ClaimCase(f"{name}, {parts} parts", -abs(zeros - parts * R.shape[-1]))
 
 
 # The layer, with its learned matrices.
@@ -132,26 +132,26 @@ def step_matrices(layer: ga.nn.SelfConsensus, x: Tensor, graph: ga.TokenGraph) -
     return H_sym
 
 
-def automatic_step_never_oscillates(size: Size) -> Iterator[Case]:
+def automatic_step_never_oscillates(size: Size) -> Iterator[ClaimCase]:
     """No eigenvalue of the step is below 0, whatever the weights."""
     for seed in range(size.draws):
         layer, graph, x = random_layer(seed)
         values = torch.linalg.eigvalsh(step_matrices(layer, x, graph))
-        yield Case(f"layer {seed}", float(values.min()), 1e-12)
+        yield ClaimCase(f"layer {seed}", float(values.min()), 1e-12)
 
 
-def automatic_step_is_low_pass(size: Size) -> Iterator[Case]:
+def automatic_step_is_low_pass(size: Size) -> Iterator[ClaimCase]:
     """A symmetric matrix with largest eigenvalue 1: agreement stays, nothing grows."""
     for seed in range(size.draws):
         layer, graph, x = random_layer(seed)
         H = step_matrices(layer, x, graph)
         largest = torch.linalg.eigvalsh(H)[:, -1]
         error = max(float((H - H.mT).abs().max()), float((largest - 1).abs().max()))
-        yield Case(f"layer {seed}", -error, 1e-12)
+        yield ClaimCase(f"layer {seed}", -error, 1e-12)
 
 
 @torch.no_grad()
-def automatic_step_descends(size: Size) -> Iterator[Case]:
+def automatic_step_descends(size: Size) -> Iterator[ClaimCase]:
     """The energy of every head falls, for the token features and for random states."""
     for seed in range(size.draws):
         layer, graph, x = random_layer(seed)
@@ -165,7 +165,7 @@ def automatic_step_descends(size: Size) -> Iterator[Case]:
             moved = steps @ before.transpose(0, 1).reshape(H, N * D, 1)
             after = moved.view(H, N, D).transpose(0, 1)
             energy = [_energy(graph, R, state) for state in (before, after)]
-            yield Case(f"layer {seed}", float(((energy[0] - energy[1]) / energy[0]).min()))
+            yield ClaimCase(f"layer {seed}", float(((energy[0] - energy[1]) / energy[0]).min()))
 
 
 def _energy(graph: ga.TokenGraph, R: Tensor, u: Tensor) -> Tensor:

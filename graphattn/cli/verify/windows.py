@@ -11,13 +11,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 import graphattn as ga
-from graphattn.cli.verify.claims import Case, Claim, Size
+from graphattn.cli.verify.claims import Claim, ClaimCase, Size
 
 Array = NDArray[np.float64]
 EPS = float(np.finfo(np.float64).eps)
 
 
-def cycle_closed_form(size: Size) -> Iterator[Case]:
+def cycle_closed_form(size: Size) -> Iterator[ClaimCase]:
     """4 sum sin^2(pi j / N) beside the spectrum of the Laplacian, for every cycle.
 
     The Laplacian is circulant (checked), so its eigenvalues are the Fourier transform of a row.
@@ -26,18 +26,18 @@ def cycle_closed_form(size: Size) -> Iterator[Case]:
         spectra = circulant_spectrum(laplacians(ga.window_cycle_graph, N))
         for w, values in enumerate(spectra, start=1):
             closed = ga.spectral.cycle_fiedler_value(N, w)
-            yield Case(f"N {N}, w {w}", -relative(values[1], closed), rounding(values, closed))
+            yield ClaimCase(f"N {N}, w {w}", -relative(values[1], closed), rounding(values, closed))
 
 
-def cycle_monotone(size: Size) -> Iterator[Case]:
+def cycle_monotone(size: Size) -> Iterator[ClaimCase]:
     """A wider window mixes faster."""
     for N in range(3, size.every + 1):
         values = [ga.spectral.cycle_fiedler_value(N, w) for w in windows(N)]
         for w, (narrow, wide) in enumerate(pairwise(values), start=1):
-            yield Case(f"N {N}, w {w} to {w + 1}", (wide - narrow) / narrow)
+            yield ClaimCase(f"N {N}, w {w} to {w + 1}", (wide - narrow) / narrow)
 
 
-def path_bounds(size: Size) -> Iterator[Case]:
+def path_bounds(size: Size) -> Iterator[ClaimCase]:
     """2 S <= lambda_1 <= 4 S for every path, with all eigenvalues of the Laplacian.
 
     At w = 1 the upper bound is an equation, so rounding may seem to break it: an eigenvalue is
@@ -49,7 +49,7 @@ def path_bounds(size: Size) -> Iterator[Case]:
             yield between(N, w, values[1], rounding(values, values[1]))
 
 
-def long_path_bounds(size: Size) -> Iterator[Case]:
+def long_path_bounds(size: Size) -> Iterator[ClaimCase]:
     """The same up to 100,000 tokens, where the residual says how well lambda_1 is known.
 
     A Rayleigh quotient is off by at most residual^2 / gap (Temple); the gap to the next
@@ -60,7 +60,7 @@ def long_path_bounds(size: Size) -> Iterator[Case]:
         yield between(N, w, value, (residual / value) ** 2 + 64 * EPS)
 
 
-def cubic_growth(size: Size) -> Iterator[Case]:
+def cubic_growth(size: Size) -> Iterator[ClaimCase]:
     """lambda_1 = Theta(w^3 / N^2), with constants: 2/3 <= lambda_1 N^2 / w^3 <= pi^2.
 
     From Remark 4.2: sin x >= 2 x / pi gives S >= w^3 / (3 N^2), and sin x <= x gives
@@ -69,16 +69,16 @@ def cubic_growth(size: Size) -> Iterator[Case]:
     for N, w in size.paths:
         constant = ga.spectral.fiedler_value(ga.window_path_graph(N, w)) * N**2 / w**3
         lower, upper = 2 / 3, math.pi**2
-        yield Case(f"N {N:,}, w {w}", min(constant - lower, upper - constant) / constant)
+        yield ClaimCase(f"N {N:,}, w {w}", min(constant - lower, upper - constant) / constant)
 
 
-def complete_and_separate(size: Size) -> Iterator[Case]:
+def complete_and_separate(size: Size) -> Iterator[ClaimCase]:
     """lambda_1(K_N) = N; without edges between two groups it is 0 exactly."""
     for N in range(2, size.every + 1, max(1, size.every // 25)):
         found = ga.spectral.fiedler_value(ga.complete_graph(N))
-        yield Case(f"complete graph, N {N}", -relative(found, N), 1e-12)
+        yield ClaimCase(f"complete graph, N {N}", -relative(found, N), 1e-12)
         apart = ga.spectral.fiedler_value(ga.block_window_graph(2 * N, block_size=N))
-        yield Case(f"two groups of {N}", -apart, 0.0)
+        yield ClaimCase(f"two groups of {N}", -apart, 0.0)
 
 
 CLAIMS = [
@@ -144,10 +144,10 @@ def laplacians(build: Callable[[int, int], ga.TokenGraph], N: int) -> Array:
     return blocks
 
 
-def between(N: int, w: int, value: float, slack: float) -> Case:
+def between(N: int, w: int, value: float, slack: float) -> ClaimCase:
     """How far lambda_1 is from the nearer bound of Remark 4.2."""
     lower, upper = ga.spectral.path_fiedler_bounds(N, w)
-    return Case(f"N {N:,}, w {w}", min(value - lower, upper - value) / value, slack)
+    return ClaimCase(f"N {N:,}, w {w}", min(value - lower, upper - value) / value, slack)
 
 
 def relative(found: float, expected: float) -> float:

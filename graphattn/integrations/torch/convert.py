@@ -19,7 +19,7 @@ from graphattn.integrations.torch.multihead import (
     ConvertedAttention,
     GraphMultiheadAttention,
     LayerAttention,
-    Options,
+    MultiheadOptions,
 )
 
 MIXERS = ("dot", "rbf", "krause", "gka", "vlt", "consensus")
@@ -163,7 +163,9 @@ def attention_modules(module: nn.Module) -> list[tuple[str, nn.Module]]:
     return [(name, child) for name, child in module.named_modules() if isinstance(child, kinds)]
 
 
-def checked_options(mixer: Any, graph: Any, window: Any, top_k: Any, sigma: Any) -> Options:
+def checked_options(
+    mixer: Any, graph: Any, window: Any, top_k: Any, sigma: Any
+) -> MultiheadOptions:
     """Return the options, or say what is wrong with them."""
     as_choice("mixer", mixer, MIXERS)
     if graph is not None and not isinstance(graph, TokenGraph) and not callable(graph):
@@ -191,7 +193,7 @@ def checked_options(mixer: Any, graph: Any, window: Any, top_k: Any, sigma: Any)
         sigma = as_float("sigma", sigma, positive=True)
     if mixer == "consensus" and graph is None and window is None:
         window = CONSENSUS_WINDOW
-    return Options(mixer, graph, window, top_k, sigma)
+    return MultiheadOptions(mixer, graph, window, top_k, sigma)
 
 
 def chosen(layers: Any, count: int) -> list[int]:
@@ -221,7 +223,9 @@ def is_adapted(root: nn.Module, module: nn.Module) -> bool:
     return any(parent._modules.get("base_layer") is module for parent in root.modules())
 
 
-def check_module(module: Any, cross: bool, adapted: bool, options: Options, where: str) -> None:
+def check_module(
+    module: Any, cross: bool, adapted: bool, options: MultiheadOptions, where: str
+) -> None:
     """Refuse what would not be served exactly."""
     if isinstance(module, LayerAttention):
         raise ValueError(
@@ -259,7 +263,7 @@ def check_module(module: Any, cross: bool, adapted: bool, options: Options, wher
         )
 
 
-def replacement(old: Any, options: Options) -> ConvertedAttention:
+def replacement(old: Any, options: MultiheadOptions) -> ConvertedAttention:
     """The module that takes the place of another, with its weights and hooks."""
     new: ConvertedAttention
     if options.mixer in OF_TOKENS:
@@ -270,7 +274,7 @@ def replacement(old: Any, options: Options) -> ConvertedAttention:
     return new
 
 
-def _layer(old: Any, options: Options) -> nn.Module:
+def _layer(old: Any, options: MultiheadOptions) -> nn.Module:
     E, H, bias = old.embed_dim, old.num_heads, old.in_proj_bias is not None
     weights, given = old.in_proj_weight.chunk(3), old.in_proj_bias
     biases = (None,) * 3 if given is None else given.chunk(3)

@@ -18,7 +18,7 @@ from graphattn.graphs import (
     from_mask,
     window_path_graph,
 )
-from graphattn.graphs.recognize import Rows, structure_of_rows
+from graphattn.graphs.recognize import ListedRows, structure_of_rows
 from graphattn.graphs.token_graph import TokenGraph
 
 GraphOf = Callable[[int, int], TokenGraph]
@@ -72,7 +72,7 @@ def _checked(graph: TokenGraph | GraphOf, num_targets: int, num_sources: int) ->
     return graph
 
 
-class Seen(NamedTuple):
+class SeenMask(NamedTuple):
     """What the targets of a batch see.
 
     Attributes:
@@ -137,14 +137,14 @@ def seen_everywhere(
     causal: bool = False,
     valid: Tensor | None = None,
     key_bias: Tensor | None = None,
-) -> Seen:
+) -> SeenMask:
     """What is seen without a mask of pairs; nothing is read from a tensor."""
     if not causal:
-        return Seen(places.of(num_targets, num_sources, device), valid, key_bias=key_bias)
+        return SeenMask(places.of(num_targets, num_sources, device), valid, key_bias=key_bias)
     n, window = num_targets, places.window
     if places.graph is None and num_targets == num_sources:
         graph = causal_graph(n) if window is None else causal_window_graph(n, min(window + 1, n))
-        return Seen(graph.to(device), valid, key_bias=key_bias)
+        return SeenMask(graph.to(device), valid, key_bias=key_bias)
     mask = torch.ones(num_targets, num_sources, dtype=torch.bool, device=device).tril()
     [seen] = seen_in_mask(places, mask[None, None])
     return seen._replace(valid=valid, key_bias=key_bias)
@@ -157,7 +157,7 @@ def seen_in_mask(
     *,
     valid: Tensor | None = None,
     key_bias: Tensor | None = None,
-) -> list[Seen]:
+) -> list[SeenMask]:
     """What a mask of pairs lets through: one for all heads, or one for each.
 
     Args:
@@ -184,12 +184,12 @@ def seen_in_mask(
         of_head = bias if bias is None or allowed.shape[1] == 1 else bias[:, head : head + 1]
         if len(one) == 1:
             graph = _once(places, base, one[0])
-            found.append(Seen(graph, valid, bias=of_head, key_bias=key_bias))
+            found.append(SeenMask(graph, valid, bias=of_head, key_bias=key_bias))
         else:
             if valid is not None:
                 one = one & valid[:, None]
             graph = _packed(base, one, everywhere=places.everywhere)
-            found.append(Seen(graph, packed=True, bias=of_head, key_bias=key_bias))
+            found.append(SeenMask(graph, packed=True, bias=of_head, key_bias=key_bias))
     return found
 
 
@@ -206,7 +206,7 @@ def _within(base: TokenGraph, allowed: Tensor, *, everywhere: bool) -> TokenGrap
     count, last = allowed.sum(-1), M - 1 - allowed.flip(-1).to(torch.uint8).argmax(-1)
     first = allowed.to(torch.uint8).argmax(-1)
     if N == M > 1 and bool(((count > 0) & (last - first + 1 == count)).all()):
-        structure = structure_of_rows(Rows(first, last, step=1, loops=True, num_sources=M))
+        structure = structure_of_rows(ListedRows(first, last, step=1, loops=True, num_sources=M))
         if structure is not None:
             return TokenGraph(structure=structure, num_targets=N, num_sources=M).to(allowed.device)
     return from_mask(allowed)
@@ -231,7 +231,7 @@ MOST_PAIRS = 2**27  # and how many pairs they may have together, beside the newe
 _kept = threading.local()
 
 
-class _Entry(NamedTuple):
+class _MaskEntry(NamedTuple):
     places: Places
     base: TokenGraph
     allowed: Tensor
@@ -250,13 +250,13 @@ class _Entry(NamedTuple):
 
 def _once(places: Places, base: TokenGraph, allowed: Tensor) -> TokenGraph:
     """`_within`, remembered by what the mask holds, so that no later change can go unseen."""
-    entries: list[_Entry] = _kept.__dict__.setdefault("entries", [])
+    entries: list[_MaskEntry] = _kept.__dict__.setdefault("entries", [])
     for entry in entries:
         if entry.is_of(places, base, allowed):
             return entry.graph
     graph = _within(base, allowed, everywhere=places.everywhere)
     inference = torch.is_inference_mode_enabled()
-    entries.insert(0, _Entry(places, base, allowed.clone(), graph, inference))
+    entries.insert(0, _MaskEntry(places, base, allowed.clone(), graph, inference))
     del entries[MOST_MASKS:]
     while len(entries) > 1 and sum(entry.allowed.numel() for entry in entries) > MOST_PAIRS:
         entries.pop()

@@ -11,12 +11,18 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from graphattn.graphs.token_graph import TokenGraph
-from graphattn.integrations.torch.masks import GraphOf, Places, Seen, seen_everywhere, seen_in_mask
+from graphattn.integrations.torch.masks import (
+    GraphOf,
+    Places,
+    SeenMask,
+    seen_everywhere,
+    seen_in_mask,
+)
 from graphattn.ops import attention_weights, dot_product_attention, rbf_attention
 
 
 @dataclass(frozen=True)
-class Options:
+class MultiheadOptions:
     """How a converted module mixes."""
 
     mixer: str = "dot"
@@ -44,7 +50,7 @@ class ConvertedAttention(nn.Module):
     _qkv_same_embed_dim: ClassVar[bool] = False
     in_proj_bias: Tensor | None
 
-    def __init__(self, replaced: nn.MultiheadAttention, options: Options) -> None:
+    def __init__(self, replaced: nn.MultiheadAttention, options: MultiheadOptions) -> None:
         super().__init__()
         self.options = options
         self.embed_dim = replaced.embed_dim
@@ -62,7 +68,7 @@ class ConvertedAttention(nn.Module):
             device = next(self.parameters()).device
             if device.type != "meta" and graph.device != device:
                 moved = {**vars(self.options), "graph": graph.to(device)}
-                self.options = Options(**moved)
+                self.options = MultiheadOptions(**moved)
         return self
 
     @property
@@ -112,7 +118,7 @@ class ConvertedAttention(nn.Module):
         return out if self.batch_first else out.transpose(0, 1), weights
 
     def mix(
-        self, query: Tensor, key: Tensor, value: Tensor, seen: list[Seen], need_weights: bool
+        self, query: Tensor, key: Tensor, value: Tensor, seen: list[SeenMask], need_weights: bool
     ) -> tuple[Tensor, Tensor | None]:
         """The output [B, L, E] and, where they are asked for, the weights [B, H, L, S]."""
         raise NotImplementedError
@@ -145,7 +151,7 @@ class ConvertedAttention(nn.Module):
         attn_mask: Tensor | None,
         is_causal: bool,
         like: Tensor,
-    ) -> list[Seen]:
+    ) -> list[SeenMask]:
         if is_causal and attn_mask is None:
             raise ValueError(
                 "is_causal=True is a hint about attn_mask, which must be given, got "
@@ -197,7 +203,7 @@ class GraphMultiheadAttention(ConvertedAttention):
     v_proj_weight: nn.Parameter
     log_sigma: nn.Parameter | None
 
-    def __init__(self, replaced: Any, options: Options) -> None:
+    def __init__(self, replaced: Any, options: MultiheadOptions) -> None:
         super().__init__(replaced, options)
         for name in ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight"):
             self.register_parameter(name, getattr(replaced, name))
@@ -214,7 +220,7 @@ class GraphMultiheadAttention(ConvertedAttention):
             self.log_sigma = new if learned is None else learned
 
     def mix(
-        self, query: Tensor, key: Tensor, value: Tensor, seen: list[Seen], need_weights: bool
+        self, query: Tensor, key: Tensor, value: Tensor, seen: list[SeenMask], need_weights: bool
     ) -> tuple[Tensor, Tensor | None]:
         q, k, v = (
             x.unflatten(-1, (self.num_heads, self.head_dim))
@@ -249,7 +255,9 @@ class LayerAttention(ConvertedAttention):
 
     in_proj_bias = None
 
-    def __init__(self, replaced: nn.MultiheadAttention, options: Options, layer: nn.Module) -> None:
+    def __init__(
+        self, replaced: nn.MultiheadAttention, options: MultiheadOptions, layer: nn.Module
+    ) -> None:
         super().__init__(replaced, options)
         self.layer = layer
         if options.mixer == "consensus":
@@ -257,7 +265,7 @@ class LayerAttention(ConvertedAttention):
         self.train(replaced.training)
 
     def mix(
-        self, query: Tensor, key: Tensor, value: Tensor, seen: list[Seen], need_weights: bool
+        self, query: Tensor, key: Tensor, value: Tensor, seen: list[SeenMask], need_weights: bool
     ) -> tuple[Tensor, Tensor | None]:
         mixer = self.options.mixer
         if query is not key or key is not value:
@@ -303,7 +311,7 @@ def attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    seen: list[Seen],
+    seen: list[SeenMask],
     sigma: float | Tensor | None,
     top_k: int | None,
     dropout: float,
@@ -328,7 +336,7 @@ def _attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    seen: Seen,
+    seen: SeenMask,
     sigma: float | Tensor | None,
     top_k: int | None,
     dropout: float,

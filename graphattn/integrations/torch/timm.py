@@ -13,8 +13,8 @@ from graphattn.graphs import from_mask, grid_window_graph
 from graphattn.graphs.arguments import as_choice, as_int
 from graphattn.graphs.token_graph import TokenGraph
 from graphattn.integrations.torch.convert import checked_options
-from graphattn.integrations.torch.masks import Places, Seen, seen_everywhere, seen_in_mask
-from graphattn.integrations.torch.multihead import Options, attend, new_bandwidths
+from graphattn.integrations.torch.masks import Places, SeenMask, seen_everywhere, seen_in_mask
+from graphattn.integrations.torch.multihead import MultiheadOptions, attend, new_bandwidths
 
 MIXERS = ("dot", "rbf", "krause")
 
@@ -92,7 +92,7 @@ class TimmAttention(nn.Module):
         - **output**: [B, N, dim_out]
     """
 
-    options: ClassVar[Options] = Options()
+    options: ClassVar[MultiheadOptions] = MultiheadOptions()
     log_sigma: nn.Parameter | None
 
     def __init__(
@@ -199,7 +199,7 @@ class TimmAttention(nn.Module):
 
     def _seen(
         self, B: int, N: int, attn_mask: Tensor | None, is_causal: bool, device: torch.device
-    ) -> list[Seen]:
+    ) -> list[SeenMask]:
         places = Places(self.options.graph)
         graph = self.options.graph
         if isinstance(graph, TokenGraph) and graph.num_targets != N:
@@ -235,11 +235,11 @@ class TimmAttention(nn.Module):
 
 
 @functools.cache
-def _class_of(options: Options) -> type[TimmAttention]:
+def _class_of(options: MultiheadOptions) -> type[TimmAttention]:
     return type("GraphAttention", (TimmAttention,), {"options": options, "__module__": __name__})
 
 
-def _empty(options: Options) -> TimmAttention:
+def _empty(options: MultiheadOptions) -> TimmAttention:
     cls = _class_of(options)
     return cls.__new__(cls)
 

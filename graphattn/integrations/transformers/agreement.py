@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 from graphattn.graphs.arguments import as_choice, as_float, as_int
 from graphattn.graphs.token_graph import TokenGraph
-from graphattn.integrations.transformers.edges import Seen
+from graphattn.integrations.transformers.edges import SeenEdges
 from graphattn.integrations.transformers.families import Family, value_projection
 from graphattn.integrations.transformers.masks import is_sketch
-from graphattn.integrations.transformers.replacement import Call, Replacement, heads_of
+from graphattn.integrations.transformers.replacement import ReplacedCall, Replacement, heads_of
 from graphattn.nn.edge_network import EdgeNetwork
 from graphattn.ops import consensus_update
 from graphattn.ops.inputs import ValidPair
@@ -84,7 +84,7 @@ class Consensus(Replacement):
             trunk=as_choice("trunk", trunk, ("shared", "separate")),
         ).to(projection.weight)
 
-    def mix(self, hidden: Tensor, call: Call) -> Tensor:
+    def mix(self, hidden: Tensor, call: ReplacedCall) -> Tensor:
         if call.cache is not None and self.update == "energy":
             raise ValueError(
                 "past_key_values cannot be used with update='energy', which also moves the tokens "
@@ -121,19 +121,21 @@ class Consensus(Replacement):
         moved = moved.reshape(state.shape)
         return self.turned_back(moved, call) if self.isometric else moved
 
-    def turned(self, state: Tensor, call: Call) -> Tensor:
+    def turned(self, state: Tensor, call: ReplacedCall) -> Tensor:
         """[B, Q, H, D] turned by position."""
         (found,) = self.rotate(call, state.transpose(1, 2))
         return found.transpose(1, 2).to(state.dtype)
 
-    def turned_back(self, state: Tensor, call: Call) -> Tensor:
+    def turned_back(self, state: Tensor, call: ReplacedCall) -> Tensor:
         """The inverse, which for models that also scale by position (YaRN) is no transpose."""
         assert call.rotation is not None
         cos, sin = call.rotation
         size = cos.square() + sin.square()
         return self.turned(state, call._replace(rotation=(cos / size, -sin / size)))
 
-    def edges(self, seen: Seen, call: Call, hidden: Tensor) -> tuple[TokenGraph, ValidPair]:
+    def edges(
+        self, seen: SeenEdges, call: ReplacedCall, hidden: Tensor
+    ) -> tuple[TokenGraph, ValidPair]:
         """The graph, and who is valid: of a gradient step at both ends of an edge."""
         graph, valid = seen.graph, seen.valid
         if self.update == "target":

@@ -10,7 +10,7 @@ from transformers.utils.output_capturing import _active_collector
 
 from graphattn.integrations.transformers.edges import (
     DENSE,
-    Seen,
+    SeenEdges,
     limit_of,
     plain_band,
     seen_in_mask,
@@ -109,7 +109,7 @@ def graph_attention(
             f"attention_mask must have at most {key.shape[2]} keys, as many as there are, "
             f"got shape {list(attention_mask.shape)}"
         )
-    logits = Logits(options, scaling, s_aux, softcap, dropout)
+    logits = CallLogits(options, scaling, s_aux, softcap, dropout)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     wants_weights = _asks_for_weights(kwargs)
     mask = attention_mask
@@ -124,7 +124,7 @@ def graph_attention(
     return _by_head(query, key, value, mask, position_bias, causal, logits, wants_weights)
 
 
-class Logits(NamedTuple):
+class CallLogits(NamedTuple):
     """How the logits of one call are made, and what becomes of the weights."""
 
     options: Options
@@ -133,7 +133,7 @@ class Logits(NamedTuple):
     softcap: float | None
     dropout: float
 
-    def of_head(self, head: int) -> Logits:
+    def of_head(self, head: int) -> CallLogits:
         return self if self.sink is None else self._replace(sink=self.sink[head : head + 1])
 
     def arguments(self, features: int) -> dict[str, Any]:
@@ -184,7 +184,7 @@ def _attend(
     mask: Tensor | None,
     position_bias: Tensor | None,
     causal: bool,
-    logits: Logits,
+    logits: CallLogits,
     wants_weights: bool,
 ) -> tuple[Tensor, Tensor | None]:
     if not query.dtype == key.dtype == value.dtype:  # as under autocast
@@ -211,7 +211,7 @@ def _seen_or_pairs(
     position_bias: Tensor | None,
     causal: bool,
     options: Options,
-) -> Seen | Pairs:
+) -> SeenEdges | Pairs:
     """A graph where that is faster, or needed; else all pairs, some of them hidden."""
     (B, _, Q, _), K, device = query.shape, key.shape[2], query.device
     window, graph_of = options.window, options.graph
@@ -238,7 +238,7 @@ def _over_pairs(
     value: Tensor,
     seen: Pairs,
     position_bias: Tensor | None,
-    logits: Logits,
+    logits: CallLogits,
     wants_weights: bool,
 ) -> tuple[Tensor, Tensor | None]:
     keys = slice(seen.keys.start, seen.keys.stop)
@@ -262,9 +262,9 @@ def _over_edges(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    seen: Seen,
+    seen: SeenEdges,
     position_bias: Tensor | None,
-    logits: Logits,
+    logits: CallLogits,
     wants_weights: bool,
 ) -> tuple[Tensor, Tensor | None]:
     (B, H, Q, D), K = query.shape, key.shape[2]
@@ -297,7 +297,7 @@ def _by_head(
     mask: Tensor,
     position_bias: Tensor | None,
     causal: bool,
-    logits: Logits,
+    logits: CallLogits,
     wants_weights: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """A mask for every head is a graph for every head."""
@@ -317,7 +317,7 @@ def _by_head(
     return torch.cat(outs, dim=2), torch.cat([w for w in weights if w is not None], dim=1)
 
 
-def _per_edge(bias: Tensor, seen: Seen, B: int, H: int, Q: int) -> Tensor:
+def _per_edge(bias: Tensor, seen: SeenEdges, B: int, H: int, Q: int) -> Tensor:
     """[B or 1, H or 1, Q, n] -> [B or 1, E, H], or [E, H] of a packed batch."""
     source, target = seen.graph.edge_index
     if seen.packed:
@@ -328,7 +328,7 @@ def _per_edge(bias: Tensor, seen: Seen, B: int, H: int, Q: int) -> Tensor:
     return bias[:, :, target, source].transpose(1, 2).expand(-1, -1, H)
 
 
-def _dense_weights(weights: Tensor, seen: Seen, shape: tuple[int, int, int, int]) -> Tensor:
+def _dense_weights(weights: Tensor, seen: SeenEdges, shape: tuple[int, int, int, int]) -> Tensor:
     """[*, E, H] -> [B, H, Q, K]."""
     B, H, Q, K = shape
     source, target = seen.graph.edge_index

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 FAR = 1 << 62  # more than any offset
 
 
-class Band(NamedTuple):
+class MaskBand(NamedTuple):
     """Targets i see the sources j with -before <= j - i <= after.
 
     Example:
@@ -27,17 +27,17 @@ class Band(NamedTuple):
     before: int
     after: int
 
-    def __and__(self, other: Any) -> Band:
-        if not isinstance(other, Band):
+    def __and__(self, other: Any) -> MaskBand:
+        if not isinstance(other, MaskBand):
             return NotImplemented
-        return Band(min(self.before, other.before), min(self.after, other.after))
+        return MaskBand(min(self.before, other.before), min(self.after, other.after))
 
     def __bool__(self) -> bool:  # as of a tensor: `and`, `not`, `if` and `a < b < c` ask for it
         raise NoBandError
 
     # What mask functions call on the tensors they think they have.
 
-    def to(self, *_: Any, **__: Any) -> Band:
+    def to(self, *_: Any, **__: Any) -> MaskBand:
         return self
 
     @property
@@ -45,7 +45,7 @@ class Band(NamedTuple):
         return None
 
 
-EVERYTHING = Band(FAR, FAR)
+EVERYTHING = MaskBand(FAR, FAR)
 
 
 class NoBandError(Exception):
@@ -89,39 +89,39 @@ class Index(Symbol):
     def __rsub__(self, other: Any) -> Index:
         return -self + other
 
-    def __abs__(self) -> Size:
-        return Size(self)
+    def __abs__(self) -> MaskSize:
+        return MaskSize(self)
 
-    def __ge__(self, other: Any) -> Band:
+    def __ge__(self, other: Any) -> MaskBand:
         return _where_positive(self - other)
 
-    def __le__(self, other: Any) -> Band:
+    def __le__(self, other: Any) -> MaskBand:
         return _where_positive(_index(other) - self)
 
-    def __gt__(self, other: Any) -> Band:
+    def __gt__(self, other: Any) -> MaskBand:
         return _where_positive(self - other - 1)
 
-    def __lt__(self, other: Any) -> Band:
+    def __lt__(self, other: Any) -> MaskBand:
         return _where_positive(_index(other) - self - 1)
 
-    def new_ones(self, *_: Any, **__: Any) -> Band:
+    def new_ones(self, *_: Any, **__: Any) -> MaskBand:
         return EVERYTHING
 
 
-class Size(Symbol):
+class MaskSize(Symbol):
     """The absolute value of an index."""
 
     def __init__(self, of: Index) -> None:
         self.of = of
 
-    def __le__(self, other: Any) -> Band:
+    def __le__(self, other: Any) -> MaskBand:
         return (self.of <= other) & (self.of >= -_index(other))
 
-    def __lt__(self, other: Any) -> Band:
+    def __lt__(self, other: Any) -> MaskBand:
         return self <= _index(other) - 1
 
 
-def band_of(mask_function: Callable[..., Any]) -> Band | None:
+def band_of(mask_function: Callable[..., Any]) -> MaskBand | None:
     """Return the offsets that a mask function lets through, or None if it is no band.
 
     A function that asks for its batch or head, compares with a tensor, or does anything but add,
@@ -141,7 +141,7 @@ def band_of(mask_function: Callable[..., Any]) -> Band | None:
         band = mask_function(Symbol(), Symbol(), Index(1, 0), Index(0, 1))
     except Exception:  # whatever symbols cannot do: tensors may well do it
         return None
-    return band if isinstance(band, Band) and min(band) >= 0 else None
+    return band if isinstance(band, MaskBand) and min(band) >= 0 else None
 
 
 def _index(x: Any) -> Index:
@@ -152,12 +152,12 @@ def _index(x: Any) -> Index:
     raise NoBandError
 
 
-def _where_positive(x: Index) -> Band:
+def _where_positive(x: Index) -> MaskBand:
     """The offsets j - i at which x >= 0."""
     if (x.targets, x.sources) == (-1, 1):
-        return Band(x.shift, FAR)
+        return MaskBand(x.shift, FAR)
     if (x.targets, x.sources) == (1, -1):
-        return Band(FAR, x.shift)
+        return MaskBand(FAR, x.shift)
     if x.targets >= 0 and x.sources >= 0 and x.shift >= 0:  # places count from 0
         return EVERYTHING
     raise NoBandError

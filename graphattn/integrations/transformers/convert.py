@@ -19,7 +19,7 @@ from graphattn.integrations.transformers.families import (
     missing_parts,
 )
 from graphattn.integrations.transformers.marks import mark
-from graphattn.integrations.transformers.mixers import GaussianKernel, Krause, ValueLess
+from graphattn.integrations.transformers.mixers import Krause, ReplacedByGaussianKernel, ValueLess
 from graphattn.integrations.transformers.modules import (
     attention_modules,
     is_cross_attention,
@@ -37,7 +37,7 @@ from graphattn.integrations.transformers.replacement import (
 )
 
 MIXERS: dict[str, type[Replacement]] = {
-    mixer.mixer: mixer for mixer in (GaussianKernel, ValueLess, Consensus, Krause)
+    mixer.mixer: mixer for mixer in (ReplacedByGaussianKernel, ValueLess, Consensus, Krause)
 }
 
 

@@ -16,9 +16,9 @@ from graphattn.graphs import (
     from_edge_index,
     window_path_graph,
 )
-from graphattn.graphs.recognize import Rows, structure_of_rows
+from graphattn.graphs.recognize import ListedRows, structure_of_rows
 from graphattn.graphs.token_graph import TokenGraph
-from graphattn.integrations.transformers.bands import EVERYTHING, FAR, Band
+from graphattn.integrations.transformers.bands import EVERYTHING, FAR, MaskBand
 from graphattn.integrations.transformers.masks import is_sketch, read_sketch
 from graphattn.integrations.transformers.once import once
 from graphattn.integrations.transformers.options import GraphOf
@@ -28,7 +28,7 @@ from graphattn.integrations.transformers.options import GraphOf
 DENSE = 1 / 64
 
 
-class Seen(NamedTuple):
+class SeenEdges(NamedTuple):
     """What Q queries see of a batch: a graph that all share, or one over the packed batch.
 
     Attributes:
@@ -56,7 +56,7 @@ def seen_through(
     window: int | None = None,
     graph_of: GraphOf | None = None,
     device: Any,
-) -> Seen:
+) -> SeenEdges:
     """What queries see through whatever mask a model hands to its attention.
 
     Args:
@@ -79,11 +79,11 @@ def seen_through(
 
 def plain_band(
     mask: Tensor | None, num_targets: int, num_keys: int, causal: bool, window: int | None
-) -> tuple[Band, Tensor | None, int]:
+) -> tuple[MaskBand, Tensor | None, int]:
     """The offsets, real keys and number of keys of no mask, or of a sketch, within a window."""
     valid = None
     if mask is None:
-        band = Band(FAR, 0) if causal and num_targets > 1 else EVERYTHING
+        band = MaskBand(FAR, 0) if causal and num_targets > 1 else EVERYTHING
         cut = causal and 1 < num_targets < num_keys  # as torch reads it: the first keys
         n = num_targets if cut else num_keys
     else:
@@ -94,18 +94,18 @@ def plain_band(
     return band, valid, n
 
 
-def limit_of(window: int | None, causal: bool) -> Band | None:
+def limit_of(window: int | None, causal: bool) -> MaskBand | None:
     """The offsets that a window leaves of a dense mask, which knows by itself what is later."""
     return None if window is None else _window(window, causal, FAR)
 
 
-def _window(window: int, causal: bool, after: int) -> Band:
-    return Band(window - 1, after) if causal else Band(window, window)
+def _window(window: int, causal: bool, after: int) -> MaskBand:
+    return MaskBand(window - 1, after) if causal else MaskBand(window, window)
 
 
 def seen_in_band(
-    band: Band, num_targets: int, num_sources: int, valid: Tensor | None, device: Any
-) -> Seen:
+    band: MaskBand, num_targets: int, num_sources: int, valid: Tensor | None, device: Any
+) -> SeenEdges:
     """The targets are the last tokens of the sources, and see a band of offsets around them."""
     if torch.compiler.is_compiling():
         graph, keys = _band_graph(band, num_targets, num_sources, device)
@@ -113,11 +113,11 @@ def seen_in_band(
         graph, keys = _kept_band_graph(band, num_targets, num_sources, device)
     if valid is not None and len(keys) < num_sources:
         valid = valid[:, keys.start : keys.stop]
-    return Seen(graph, keys, valid)
+    return SeenEdges(graph, keys, valid)
 
 
 def _band_graph(
-    band: Band, num_targets: int, num_sources: int, device: Any
+    band: MaskBand, num_targets: int, num_sources: int, device: Any
 ) -> tuple[TokenGraph, range]:
     before, after = (min(reach, num_sources) for reach in band)
     everywhere = num_sources - 1
@@ -149,14 +149,14 @@ def _band(before: int, after: int, num_tokens: int) -> TokenGraph:
         return window_path_graph(num_tokens, before, self_loops=True)
     i = torch.arange(num_tokens)
     last = (i + after).clamp(max=num_tokens - 1)
-    rows = Rows((i - before).clamp(min=0), last, step=1, loops=True, num_sources=num_tokens)
+    rows = ListedRows((i - before).clamp(min=0), last, step=1, loops=True, num_sources=num_tokens)
     structure = structure_of_rows(rows)
     return TokenGraph(structure=structure, num_targets=num_tokens, num_sources=num_tokens)
 
 
 def seen_in_mask(
-    mask: Tensor, batch: int, num_targets: int, band: Band | None, graph_of: GraphOf | None
-) -> Seen:
+    mask: Tensor, batch: int, num_targets: int, band: MaskBand | None, graph_of: GraphOf | None
+) -> SeenEdges:
     """What a dense mask lets through, within a band and a graph; once per mask, not per layer.
 
     Args:
@@ -174,8 +174,8 @@ def seen_in_mask(
 
 
 def seen_where_sparse(
-    mask: Tensor, batch: int, num_targets: int, band: Band | None, graph_of: GraphOf | None
-) -> Seen | None:
+    mask: Tensor, batch: int, num_targets: int, band: MaskBand | None, graph_of: GraphOf | None
+) -> SeenEdges | None:
     """:func:`seen_in_mask` of masks of a known structure or with few edges; None for others."""
     check_mask(mask, batch, num_targets)
     return _kept_seen(mask, batch, num_targets, band, graph_of, DENSE)
@@ -186,7 +186,7 @@ def _kept_seen(
     mask: Tensor,
     batch: int,
     num_targets: int,
-    band: Band | None,
+    band: MaskBand | None,
     graph_of: GraphOf | None,
     most: float,
 ) -> Any:
@@ -216,13 +216,13 @@ def check_mask(mask: Tensor, batch: int, num_targets: int) -> None:
         )
 
 
-def _seen_by_one(mask: Tensor, batch: int, band: Band | None) -> Seen:
+def _seen_by_one(mask: Tensor, batch: int, band: MaskBand | None) -> SeenEdges:
     """One new token beside a cache: every key is there, and some are not real."""
     n = mask.shape[-1]
     if band is not None:
         mask = mask & in_band(band, own_places(mask[:, None]), n)[:, 0]
     graph = bipartite_complete_graph(1, n).to(mask.device)
-    return Seen(graph, range(n), mask.expand(batch, n))
+    return SeenEdges(graph, range(n), mask.expand(batch, n))
 
 
 def read_mask(mask: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -250,7 +250,7 @@ def without_room(
 
 
 def _seen_in_mask(
-    mask: Tensor, num_targets: int, band: Band | None, graph: TokenGraph | None, most: float
+    mask: Tensor, num_targets: int, band: MaskBand | None, graph: TokenGraph | None, most: float
 ) -> Any:
     mask, bias = read_mask(mask)
     if bias is not None and not bool(bias.any()):
@@ -269,13 +269,13 @@ def _seen_in_mask(
     if structure is not None:
         sizes = ((Q, n),) * B if packed else None
         graph = TokenGraph(structure=structure, num_targets=B * Q, num_sources=B * n, sizes=sizes)
-        return Seen(graph.to(mask.device), range(n), packed=packed, bias=bias)
+        return SeenEdges(graph.to(mask.device), range(n), packed=packed, bias=bias)
     if int(mask.sum()) > most * mask.numel():
         return None
     sample, target, source = mask.nonzero().T
     edges = torch.stack([sample * n + source, sample * Q + target])
     graph = from_edge_index(edges, num_targets=B * Q, num_sources=B * n)
-    return Seen(graph, range(n), packed=packed, bias=bias)
+    return SeenEdges(graph, range(n), packed=packed, bias=bias)
 
 
 def _structure(flat: Tensor, B: int, Q: int, n: int) -> Any:
@@ -286,7 +286,7 @@ def _structure(flat: Tensor, B: int, Q: int, n: int) -> Any:
     if bool((count == 0).any()) or bool((last - first + 1 != count).any()):
         return None
     shift = torch.arange(B, device=flat.device).repeat_interleave(Q) * n
-    rows = Rows(first + shift, last + shift, step=1, loops=True, num_sources=B * n)
+    rows = ListedRows(first + shift, last + shift, step=1, loops=True, num_sources=B * n)
     return structure_of_rows(rows)
 
 
@@ -309,7 +309,7 @@ def own_places(mask: Tensor) -> Tensor:
     return (first + i)[None]
 
 
-def in_band(band: Band, own: Tensor, num_sources: int) -> Tensor:
+def in_band(band: MaskBand, own: Tensor, num_sources: int) -> Tensor:
     offset = torch.arange(num_sources, device=own.device) - own[..., None]
     return (offset >= -band.before) & (offset <= band.after)
 
@@ -343,12 +343,12 @@ def _last_rows(graph: TokenGraph, count: int) -> TokenGraph:
 
 def seen_in_graph(
     graph_of: GraphOf,
-    band: Band,
+    band: MaskBand,
     num_targets: int,
     num_sources: int,
     valid: Tensor | None,
     device: Any,
-) -> Seen:
+) -> SeenEdges:
     """A configured graph within a band; structured where the band takes nothing away."""
     graph = configured_graph(graph_of, num_targets, num_sources)
     shift = num_sources - num_targets
@@ -358,7 +358,7 @@ def seen_in_graph(
         offset = source - target - shift
         kept = (offset >= -band.before) & (offset <= band.after)
         graph = from_edge_index(graph.edge_index[:, kept], num_targets, num_sources)
-    return Seen(graph.to(device), range(num_sources), valid)
+    return SeenEdges(graph.to(device), range(num_sources), valid)
 
 
 def dense(graph: TokenGraph, device: Any) -> Tensor:

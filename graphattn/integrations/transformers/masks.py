@@ -30,10 +30,10 @@ import torch
 from torch import Tensor
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
-from graphattn.integrations.transformers.bands import EVERYTHING, FAR, Band, band_of
+from graphattn.integrations.transformers.bands import EVERYTHING, FAR, MaskBand, band_of
 from graphattn.integrations.transformers.options import has_places
 
-CAUSAL = Band(FAR, 0)
+CAUSAL = MaskBand(FAR, 0)
 
 
 def graph_mask(
@@ -107,11 +107,11 @@ def graph_mask(
 
 
 def _placed(
-    band: Band, num_keys: int | None, q_length: int, kv_length: int, config: Any
-) -> Band | None:
+    band: MaskBand, num_keys: int | None, q_length: int, kv_length: int, config: Any
+) -> MaskBand | None:
     """The band as a sketch says it, None if it cannot: of queries that are the last of the keys."""
     if num_keys is not None and q_length <= num_keys <= kv_length:
-        short = Band(*(FAR if reach >= num_keys - 1 else reach for reach in band))
+        short = MaskBand(*(FAR if reach >= num_keys - 1 else reach for reach in band))
         if num_keys == kv_length:
             return short if short.after in (0, short.before) else None
         if band.after == 0:
@@ -133,7 +133,7 @@ def _padding(
 
 
 def _sketch(
-    band: Band,
+    band: MaskBand,
     padding: Tensor | None,
     batch_size: int,
     q_length: int,
@@ -155,7 +155,9 @@ def is_sketch(mask: Tensor | None) -> bool:
     return mask is not None and mask.dtype == torch.int8
 
 
-def read_sketch(sketch: Tensor, num_targets: int | None = None) -> tuple[Band, Tensor | None, int]:
+def read_sketch(
+    sketch: Tensor, num_targets: int | None = None
+) -> tuple[MaskBand, Tensor | None, int]:
     """Return the band, the real keys (bool [B, n], or None for all), and n.
 
     Args:
@@ -174,5 +176,5 @@ def read_sketch(sketch: Tensor, num_targets: int | None = None) -> tuple[Band, T
         )
     before = FAR if shape[1] == 1 else shape[1] - 2
     kind = shape[2] // 2
-    band = Band(before, 0 if kind <= 2 else before)
+    band = MaskBand(before, 0 if kind <= 2 else before)
     return band, (sketch[:, 0, 0].bool() if kind in (2, 4) else None), shape[3]

@@ -11,7 +11,7 @@ from graphattn.graphs.arguments import as_float, as_int
 from graphattn.integrations.transformers.families import Family, without_values
 from graphattn.integrations.transformers.replacement import (
     Bandwidth,
-    Call,
+    ReplacedCall,
     Replacement,
     a_weight,
     key_heads_of,
@@ -19,11 +19,11 @@ from graphattn.integrations.transformers.replacement import (
 from graphattn.ops import dot_product_attention, rbf_attention
 
 
-class Attention(Replacement):
+class ReplacedAttention(Replacement):
     """Weighted averages over what a token sees; `operation` says by which weights."""
 
     def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, hidden: Tensor, call: Call
+        self, query: Tensor, key: Tensor, value: Tensor, hidden: Tensor, call: ReplacedCall
     ) -> Tensor:
         """Average values [B, Hk, K, D] by queries [B, H, Q, D] and keys: [B, Q, H, D]."""
         seen = self.seen(call, hidden, key.shape[2])
@@ -77,7 +77,7 @@ class Attention(Replacement):
         return x if norm is None else norm(x)
 
 
-class GaussianKernel(Attention):
+class ReplacedByGaussianKernel(ReplacedAttention):
     """Gaussian kernel attention: queries, keys and values are slices of the hidden states."""
 
     mixer = "gka"
@@ -102,7 +102,7 @@ class GaussianKernel(Attention):
         self.choose_rotation(rope)
         self.bandwidth = Bandwidth(self.heads, sigma, a_weight(replaced))
 
-    def mix(self, hidden: Tensor, call: Call) -> Tensor:
+    def mix(self, hidden: Tensor, call: ReplacedCall) -> Tensor:
         (features,) = self.rotate(call, self.slices(hidden))
         features = features.to(hidden.dtype)
         if self.normalize:
@@ -118,7 +118,7 @@ class GaussianKernel(Attention):
         return rbf_attention(query, key, value, graph, sigma, eps=self.eps, **kw)
 
 
-class ValueLess(Attention):
+class ValueLess(ReplacedAttention):
     """Softmax attention whose values are slices of the hidden states."""
 
     mixer = "vlt"
@@ -140,7 +140,7 @@ class ValueLess(Attention):
             fused = without_values(getattr(replaced, family.query), family, self.head_dim)
             setattr(self, family.query, fused)
 
-    def mix(self, hidden: Tensor, call: Call) -> Tensor:
+    def mix(self, hidden: Tensor, call: ReplacedCall) -> Tensor:
         query, key = self.projected(hidden, 2)
         query, key = self.rotate(call, query, key)
         value = self.slices(hidden)
@@ -153,7 +153,7 @@ class ValueLess(Attention):
         )
 
 
-class Krause(Attention):
+class Krause(ReplacedAttention):
     """Krause attention: the model's own projections, weights by distance, the nearest alone."""
 
     mixer = "krause"
@@ -177,7 +177,7 @@ class Krause(Attention):
         self.bandwidth = Bandwidth(self.heads if sigma_per_head else 1, sigma, a_weight(replaced))
         self.key_heads = key_heads_of(replaced, family)
 
-    def mix(self, hidden: Tensor, call: Call) -> Tensor:
+    def mix(self, hidden: Tensor, call: ReplacedCall) -> Tensor:
         query, key, value = self.projected(hidden, 3)
         query, key = self.rotate(call, query, key)
         key, value = self.remember(call, key.to(value.dtype), value)

@@ -23,7 +23,7 @@ Found = TypeVar("Found")
 _kept = threading.local()
 
 
-class _Entry(NamedTuple):
+class _OnceEntry(NamedTuple):
     storage: StorageWeakRef
     copy: Tensor
     graph: TokenGraph | None
@@ -42,7 +42,7 @@ def once(
         make: is called without arguments; nothing that it returns may need a gradient.
         graph: a graph on which the result depends too.
     """
-    entries: OrderedDict[Any, _Entry] = _kept.__dict__.setdefault("entries", OrderedDict())
+    entries: OrderedDict[Any, _OnceEntry] = _kept.__dict__.setdefault("entries", OrderedDict())
     for key in [key for key, entry in list(entries.items()) if entry.storage.expired()]:
         entries.pop(key, None)
     key = (mask.data_ptr(), mask.shape, mask.stride(), mask.dtype, mask.device, options)
@@ -52,7 +52,7 @@ def once(
         return entry.found
     found = make()
     storage = mask.untyped_storage()
-    entries[key] = _Entry(StorageWeakRef(storage), mask.detach().clone(), graph, found)
+    entries[key] = _OnceEntry(StorageWeakRef(storage), mask.detach().clone(), graph, found)
     weakref.finalize(storage, entries.pop, key, None).atexit = False
     while len(entries) > MOST_MASKS:
         entries.popitem(last=False)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from graphattn.graphs.token_graph import TokenGraph
-from graphattn.integrations.transformers.bands import Band
+from graphattn.integrations.transformers.bands import MaskBand
 from graphattn.integrations.transformers.edges import (
     check_mask,
     configured_graph,
@@ -37,7 +37,7 @@ class Pairs(NamedTuple):
 
 
 def pairs_in_mask(
-    mask: Tensor, batch: int, num_targets: int, band: Band | None, graph_of: GraphOf | None
+    mask: Tensor, batch: int, num_targets: int, band: MaskBand | None, graph_of: GraphOf | None
 ) -> Pairs:
     """The pairs of a dense mask [B or 1, 1 or H, Q or 1, n] within a band and a graph."""
     check_mask(mask, batch, num_targets)
@@ -61,7 +61,7 @@ def pairs_in_mask(
 
 @torch.compiler.disable(reason="a graph is laid out by what the mask holds")
 def _kept_pairs(
-    mask: Tensor, num_targets: int, band: Band | None, graph_of: GraphOf | None
+    mask: Tensor, num_targets: int, band: MaskBand | None, graph_of: GraphOf | None
 ) -> Pairs:
     """:func:`_pairs` once per mask, with what a float mask adds, whose gradient is live."""
     fixed, graph = without_room(mask, num_targets, graph_of)
@@ -72,7 +72,9 @@ def _kept_pairs(
     return pairs._replace(bias=read_mask(mask[..., : fixed.shape[-1]])[1])
 
 
-def _pairs(mask: Tensor, num_targets: int, band: Band | None, graph: TokenGraph | None) -> Pairs:
+def _pairs(
+    mask: Tensor, num_targets: int, band: MaskBand | None, graph: TokenGraph | None
+) -> Pairs:
     allowed, bias = read_mask(mask)
     if bias is not None and not torch.compiler.is_compiling() and not bool(bias.any()):
         bias = None
@@ -95,7 +97,7 @@ def _span(allowed: Tensor) -> tuple[range, bool]:
 
 
 def pairs_in_band(
-    band: Band, num_targets: int, num_sources: int, valid: Tensor | None, device: Any
+    band: MaskBand, num_targets: int, num_sources: int, valid: Tensor | None, device: Any
 ) -> Pairs:
     """The targets are the last tokens of the sources, and see a band of offsets around them."""
     keys = range(num_sources)
@@ -114,7 +116,7 @@ def pairs_in_band(
 
 def pairs_in_graph(
     graph_of: GraphOf,
-    band: Band,
+    band: MaskBand,
     num_targets: int,
     num_sources: int,
     valid: Tensor | None,

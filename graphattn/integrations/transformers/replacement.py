@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from graphattn.integrations.transformers.attention import HARMLESS
-from graphattn.integrations.transformers.edges import Seen, seen_through
+from graphattn.integrations.transformers.edges import SeenEdges, seen_through
 from graphattn.integrations.transformers.families import (
     Family,
     argument_names,
@@ -23,7 +23,7 @@ from graphattn.integrations.transformers.masks import is_sketch
 IMPLEMENTATIONS = ("graphattn", "sdpa", "eager")  # whose masks say who sees whom
 
 
-class Call(NamedTuple):
+class ReplacedCall(NamedTuple):
     """What one call of an attention module brings beside the hidden states."""
 
     mask: Tensor | None
@@ -77,11 +77,11 @@ class Replacement(nn.Module):
                 mixed = getattr(self, name)(mixed)
         return mixed, None
 
-    def mix(self, hidden: Tensor, call: Call) -> Tensor:
+    def mix(self, hidden: Tensor, call: ReplacedCall) -> Tensor:
         """What tokens hand to the output projection, [B, Q, H, D]."""
         raise NotImplementedError
 
-    def read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Call]:
+    def read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, ReplacedCall]:
         """The hidden states, and what else the call means; what is not understood is refused."""
         given = dict(zip(self.argument_names, args, strict=False)) | kwargs
         self.check_implementation()
@@ -94,7 +94,7 @@ class Replacement(nn.Module):
         cache = given.pop("past_key_values", cache)
         causal = given.get("is_causal")
         hidden: Tensor = given.pop("hidden_states")
-        call = Call(
+        call = ReplacedCall(
             given.pop("attention_mask", None),
             given.pop("position_embeddings", None),
             getattr(cache, "self_attention_cache", cache),  # of an encoder-decoder cache
@@ -117,7 +117,7 @@ class Replacement(nn.Module):
                 f"layers, got {name!r}: model.set_attn_implementation('sdpa')"
             )
 
-    def rotate(self, call: Call, *states: Tensor) -> tuple[Tensor, ...]:
+    def rotate(self, call: ReplacedCall, *states: Tensor) -> tuple[Tensor, ...]:
         """States [B, H, Q, D] turned by their positions, as the model turns queries and keys."""
         if self.rotation is None:
             return states
@@ -143,14 +143,14 @@ class Replacement(nn.Module):
         if not rope:
             self.rotation = None
 
-    def remember(self, call: Call, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    def remember(self, call: ReplacedCall, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of all tokens so far, where the model keeps a cache."""
         if call.cache is None:
             return key, value
         key, value = call.cache.update(key, value, self.layer_idx)
         return key, value
 
-    def seen(self, call: Call, hidden: Tensor, num_keys: int) -> Seen:
+    def seen(self, call: ReplacedCall, hidden: Tensor, num_keys: int) -> SeenEdges:
         """Who sees whom."""
         mask, window, Q = call.mask, self.window, hidden.shape[1]
         if mask is not None and not is_sketch(mask):

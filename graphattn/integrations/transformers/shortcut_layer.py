@@ -11,12 +11,18 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from graphattn.graphs.windows import causal_window_graph
-from graphattn.integrations.transformers.shortcut_masks import Call, Reach, dense, is_sketch, reach
+from graphattn.integrations.transformers.shortcut_masks import (
+    Reach,
+    ShortcutCall,
+    dense,
+    is_sketch,
+    reach,
+)
 from graphattn.ops.attention.api import rbf_attention
 from graphattn.ops.attention.step.decode import decode_attention
 
 
-class Bandwidth(nn.Module):
+class ShortcutBandwidth(nn.Module):
     """One bandwidth sigma per head, learned as its logarithm.
 
     A module of its own, since adapter libraries can keep modules trainable, but no single
@@ -89,7 +95,7 @@ class KrauseShortcut(nn.Module):
         self.k_norm = _copy(attention.k_norm) if own_norms else None
         weight = attention.o_proj.weight
         place = weight.device, torch.promote_types(weight.dtype, torch.float32)
-        self.bandwidth = Bandwidth(self.heads, init_sigma, *place)
+        self.bandwidth = ShortcutBandwidth(self.heads, init_sigma, *place)
         self.gate = Gate(config.hidden_size, *place)
 
     def project(self, x: Tensor, rotations: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
@@ -129,7 +135,7 @@ class KrauseShortcut(nn.Module):
         if isinstance(past, Tensor):
             out = self._attend_in_place(query, key, value, mask, past, dropout)
         else:
-            call = Call(B, Q, K, past, self.window)
+            call = ShortcutCall(B, Q, K, past, self.window)
             if Q == 1 and mask is None and dropout == 0:
                 out = self._attend_newest(query, key, value, call)
             elif mask is None or is_sketch(mask):
@@ -156,7 +162,9 @@ class KrauseShortcut(nn.Module):
             dropout=dropout,
         )
 
-    def _attend_newest(self, query: Tensor, key: Tensor, value: Tensor, call: Call) -> Tensor:
+    def _attend_newest(
+        self, query: Tensor, key: Tensor, value: Tensor, call: ShortcutCall
+    ) -> Tensor:
         """One token per text that sees all of its window: a quarter of the time of a graph."""
         start, stop = call.start, call.stop
         return decode_attention(
@@ -169,7 +177,13 @@ class KrauseShortcut(nn.Module):
         )
 
     def _attend_row(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Any, call: Call, dropout: float
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Any,
+        call: ShortcutCall,
+        dropout: float,
     ) -> Tensor:
         """One token per text, whose row of the mask is all there is: it need not be looked at."""
         start, stop = call.start, call.stop
@@ -180,7 +194,13 @@ class KrauseShortcut(nn.Module):
 
     @torch.compiler.disable
     def _attend_masked(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Any, call: Call, dropout: float
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Any,
+        call: ShortcutCall,
+        dropout: float,
     ) -> Tensor:
         """Many tokens and a mask, which is looked at: nothing that can be traced."""
         return self._attend_over(reach(mask, call), query, key, value, dropout)
@@ -210,7 +230,7 @@ class KrauseShortcut(nn.Module):
         seen = (slots >= 0).expand(B, W)
         slots = slots.clamp(min=0)
         if mask is not None:
-            row = dense(mask, Call(B, 1, K, 0, W))[:, 0]
+            row = dense(mask, ShortcutCall(B, 1, K, 0, W))[:, 0]
             seen = seen & row.index_select(1, slots)
         key, value = key.index_select(1, slots), value.index_select(1, slots)
         graph = causal_window_graph(1, W, past=W - 1)

@@ -37,7 +37,7 @@ class Reach(NamedTuple):
     packed: bool = False
 
 
-class Call(NamedTuple):
+class ShortcutCall(NamedTuple):
     """Sizes of one call: B texts, Q queries of each, the first in slot `past` of K."""
 
     batch: int
@@ -57,7 +57,7 @@ class Call(NamedTuple):
         return self.past + self.queries
 
 
-def reach(mask: Any, call: Call) -> Reach:
+def reach(mask: Any, call: ShortcutCall) -> Reach:
     """The graph of one call, whatever mask the layer was handed.
 
     Args:
@@ -85,7 +85,7 @@ def is_sketch(mask: Any) -> bool:
     return isinstance(mask, Tensor) and masks.is_sketch(mask)
 
 
-def _of_sketch(sketch: Tensor, call: Call) -> Reach:
+def _of_sketch(sketch: Tensor, call: ShortcutCall) -> Reach:
     """A sketch says what it is: nothing is looked at. It ends with the last query's slot."""
     band, valid, slots = masks.read_sketch(sketch)
     if slots != call.stop:
@@ -97,7 +97,7 @@ def _of_sketch(sketch: Tensor, call: Call) -> Reach:
     return _plain(call, valid, min(call.window, band.before + 1))
 
 
-def dense(mask: Any, call: Call) -> Tensor:
+def dense(mask: Any, call: ShortcutCall) -> Tensor:
     """Any mask but None as booleans [B, Q, K], True where a query sees a slot.
 
     Of slots beyond the last query's, as a static cache has them, a mask may be silent: then there
@@ -161,17 +161,17 @@ _LOCK = threading.Lock()
 _KNOWN_BLOCKS: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
-def _of_blocks(mask: Any, call: Call) -> Reach:
+def _of_blocks(mask: Any, call: ShortcutCall) -> Reach:
     """The graph of a `BlockMask`, once for all layers."""
     with _LOCK:
-        known: dict[Call, Reach] = _KNOWN_BLOCKS.setdefault(mask, {})
+        known: dict[ShortcutCall, Reach] = _KNOWN_BLOCKS.setdefault(mask, {})
     found = known.get(call)
     if found is None:
         found = known[call] = _recognized(dense(mask, call), call)
     return found
 
 
-def _plain(call: Call, valid: Tensor | None, window: int | None = None) -> Reach:
+def _plain(call: ShortcutCall, valid: Tensor | None, window: int | None = None) -> Reach:
     graph = causal_window_graph(
         call.queries, call.window if window is None else window, past=call.past - call.start
     )
@@ -179,7 +179,7 @@ def _plain(call: Call, valid: Tensor | None, window: int | None = None) -> Reach
     return Reach(graph, pair, call.start, call.stop)
 
 
-def _recognized(keep: Tensor, call: Call) -> Reach:
+def _recognized(keep: Tensor, call: ShortcutCall) -> Reach:
     """A window and padding, windows of texts side by side, or a list of edges."""
     B, Q, W = call.batch, call.queries, call.window
     before = call.past - call.start
@@ -200,7 +200,7 @@ def _recognized(keep: Tensor, call: Call) -> Reach:
     return _listed(band, call) if found is None else found
 
 
-def _side_by_side(band: Tensor, call: Call) -> Reach | None:
+def _side_by_side(band: Tensor, call: ShortcutCall) -> Reach | None:
     """Texts packed behind each other: a window in each, and tokens that nobody sees."""
     B, Q, W = call.batch, call.queries, call.window
     if W < 2:
@@ -224,7 +224,7 @@ def _side_by_side(band: Tensor, call: Call) -> Reach | None:
     return Reach(graph, pair, call.start, call.stop, packed=True)
 
 
-def _listed(band: Tensor, call: Call) -> Reach:
+def _listed(band: Tensor, call: ShortcutCall) -> Reach:
     """Any other mask, edge by edge."""
     B, Q, W = call.batch, call.queries, call.window
     M = call.stop - call.start

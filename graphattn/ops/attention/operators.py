@@ -74,9 +74,9 @@ def _structured(inputs: tuple[Any, ...], options: tuple[Any, ...]) -> tuple[Any,
     )
 
 
-def _triton(inputs: tuple[Any, ...], options: tuple[Any, ...]) -> triton.Call:
+def _triton(inputs: tuple[Any, ...], options: tuple[Any, ...]) -> triton.KernelCall:
     of_target, of_source, code, listed, _, score, top_k, per_offset, *_, shared = options
-    return triton.Call(
+    return triton.KernelCall(
         inputs,
         decode(code, listed, inputs[0].device),
         score,

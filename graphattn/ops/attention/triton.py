@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from graphattn.graphs.bands import band_tables, bands_and_others, bands_of, has_bands
-from graphattn.graphs.structure import Structure
+from graphattn.graphs.structure import GraphStructure
 from graphattn.graphs.token_graph import TokenGraph
 from graphattn.kernels.bands.schedule import BandSchedule
 from graphattn.kernels.edges.schedule import EdgeSchedule
@@ -47,7 +47,7 @@ def why_not(
     return why_not_heads(query, width, width if value_width is None else value_width)
 
 
-class Call:
+class KernelCall:
     """One call of the kernels: tensors, tables, options.
 
     `inputs` are query [*, N, H, D], key [*, M, Hk, D], value [*, M, Hk, Dv], scale [H] and a bias
@@ -205,7 +205,7 @@ class Call:
             d_bias = table.index_put_((self.offset_rows,), d_bias, accumulate=True)
         return *found, d_bias
 
-    def _look_for_one_tensor(self, structure: Structure) -> None:
+    def _look_for_one_tensor(self, structure: GraphStructure) -> None:
         """Whether weights need no running maximum, and gradients five products instead of seven."""
         from graphattn.kernels.bands.one_tensor import has_shared_backward, has_shared_forward
 
@@ -231,7 +231,7 @@ class Call:
         return x.reshape(self.batch.numel(), *x.shape[-3:])
 
 
-def _reads_bands(structure: Structure, bias: Tensor | None, per_offset: bool) -> bool:
+def _reads_bands(structure: GraphStructure, bias: Tensor | None, per_offset: bool) -> bool:
     """Whether band kernels take all of it: its bias, too, if that is a table with one origin."""
     if not has_bands(structure) or (bias is not None and not per_offset):
         return False
@@ -248,7 +248,7 @@ def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
 
 @lru_cache(maxsize=64)
 def _tables_of_bands_and_others(
-    structure: Structure, device: torch.device
+    structure: GraphStructure, device: torch.device
 ) -> tuple[BandSchedule, EdgeSchedule] | None:
     found = bands_and_others(structure)
     if found is None:
@@ -270,7 +270,7 @@ def _tables_of_list(graph: TokenGraph, listed: Tensor) -> EdgeSchedule:
 
 
 @lru_cache(maxsize=64)
-def _offset_rows(structure: Structure, device: torch.device) -> Tensor:
+def _offset_rows(structure: GraphStructure, device: torch.device) -> Tensor:
     """The row of a table of offsets that every edge reads, [E]."""
     source, target = structure.edges(device)
     return structure.offset_index(target, source)

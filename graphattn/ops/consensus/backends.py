@@ -11,13 +11,13 @@ from torch import Tensor
 from graphattn.ops import compiled_code
 from graphattn.ops.backends import Backend
 from graphattn.ops.consensus import compiled, native, operators, reference, triton
-from graphattn.ops.consensus.calls import ConsensusCall, ConsensusCase
+from graphattn.ops.consensus.calls import ConsensusCall, ConsensusKind
 from graphattn.ops.consensus.parameters import FirstLayer, as_dtype
 from graphattn.ops.consensus.structured import sums as structured
 from graphattn.ops.counting import is_watched, note_uncounted
 from graphattn.ops.inputs import compute_dtype, may_be_differentiated
 
-Case = ConsensusCall | ConsensusCase
+Case = ConsensusCall | ConsensusKind
 
 
 def _why_not_triton(call: Case) -> str | None:

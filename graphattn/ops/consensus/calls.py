@@ -23,7 +23,7 @@ from graphattn.ops.inputs import (
 )
 
 
-class ConsensusCase(NamedTuple):
+class ConsensusKind(NamedTuple):
     """What decides which backends can run a step: states, trunks, and what edges have."""
 
     state: Tensor

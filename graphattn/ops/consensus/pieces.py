@@ -17,7 +17,7 @@ from torch import Tensor
 
 from graphattn.graphs.composites import Parts
 from graphattn.graphs.sections import Section, section_of_band
-from graphattn.graphs.structure import Band, Structure
+from graphattn.graphs.structure import Band, GraphStructure
 from graphattn.graphs.token_graph import TokenGraph
 from graphattn.ops.consensus.parameters import EdgeNetworkParameters
 from graphattn.ops.inputs import ValidPair
@@ -29,7 +29,7 @@ SHORTEST = 512  # tokens of a sequence: one gathered list costs less than the ca
 Tokens = slice | Tensor  # a run of tokens, or their indices [n]
 
 
-class Piece(NamedTuple):
+class EdgePiece(NamedTuple):
     """n edges of a few sequences b, for a few networks k: edge e joins target[e] and source[e].
 
     `places` says where their values stand in a list of all edges; None where nobody asks.
@@ -102,19 +102,19 @@ def _without_loops(graph: TokenGraph) -> tuple[Tensor, Tensor, Tensor | None]:
     return source[apart], target[apart], apart.nonzero()[:, 0]
 
 
-def _of_piece(x: Tensor, piece: Piece) -> Tensor:
+def _of_piece(x: Tensor, piece: EdgePiece) -> Tensor:
     """The networks and sequences of a piece, of x [G, B, ...]."""
     whole = x.shape[:2] == (piece.networks.stop, piece.batch.stop)  # runs start at 0
     return x if whole and piece.is_first else x[piece.networks, piece.batch]
 
 
-def at(x: Tensor, piece: Piece, tokens: Tokens) -> Tensor:
+def at(x: Tensor, piece: EdgePiece, tokens: Tokens) -> Tensor:
     """x [G, B, N, heads, features] at one end of every edge, [k, b, n, heads, features]."""
     x = _of_piece(x, piece)
     return x[:, :, tokens] if isinstance(tokens, slice) else x.index_select(2, tokens)
 
 
-def add_at(total: Tensor, piece: Piece, tokens: Tokens, values: Tensor, sign: int = 1) -> None:
+def add_at(total: Tensor, piece: EdgePiece, tokens: Tokens, values: Tensor, sign: int = 1) -> None:
     """Adds values [k, b, n, heads, features] at the tokens of one end, in a fixed order."""
     total = _of_piece(total, piece)
     if isinstance(tokens, slice):
@@ -170,7 +170,7 @@ class Pieces:
         """How many edges of networks and sequences there are, or pairs of them on bands."""
         return self.length * self.batch * self.networks
 
-    def chunks(self, rows: int | None = None) -> Iterator[Piece]:
+    def chunks(self, rows: int | None = None) -> Iterator[EdgePiece]:
         """Pieces with k b n <= `rows`; with None, as few as there can be."""
         if self.rows == 0:
             return
@@ -185,12 +185,12 @@ class Pieces:
                     ends = self._band_edges(run) if self.bands else self._listed_edges(run)
                     for target, source, inside, places in ends:
                         counts = self._counts(batch, target, source, inside)
-                        yield Piece(networks, batch, target, source, counts, places)
+                        yield EdgePiece(networks, batch, target, source, counts, places)
 
-    def no_edges(self) -> Piece:
+    def no_edges(self) -> EdgePiece:
         """A piece that changes no sum but makes it depend on every tensor, even without edges."""
         none = slice(0, 0)
-        return Piece(slice(0, self.networks), slice(0, self.batch), none, none, None, none)
+        return EdgePiece(slice(0, self.networks), slice(0, self.batch), none, none, None, none)
 
     def _listed_edges(self, run: slice) -> Iterator[tuple[Tokens, Tokens, None, Tokens]]:
         places = run if self.listed is None else self.listed[run]
@@ -239,7 +239,7 @@ class Pieces:
         return counts
 
 
-def equal_bands(structure: Structure | None) -> tuple[Band, ...]:
+def equal_bands(structure: GraphStructure | None) -> tuple[Band, ...]:
     """The one band, or the bands of a batch that have the same offsets; () for other graphs.
 
     A section of a band counts as one: its offsets are shifted, see :func:`shift_of`.
@@ -253,7 +253,7 @@ def equal_bands(structure: Structure | None) -> tuple[Band, ...]:
     return () if len(bands) < len(parts) or len(kinds) != 1 else bands
 
 
-def shift_of(structure: Structure | None) -> int:
+def shift_of(structure: GraphStructure | None) -> int:
     """By how much targets of a section stand further on than sources of the same number."""
     return structure.shift if isinstance(structure, Section) else 0
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from graphattn.graphs.structure import Structure
+from graphattn.graphs.structure import GraphStructure
 from graphattn.graphs.token_graph import TokenGraph
 from graphattn.kernels.consensus.schedule import ConsensusSchedule
 from graphattn.kernels.shared.launch import why_not_heads
@@ -166,7 +166,7 @@ def edges_of(graph: TokenGraph, *, loops: bool) -> ConsensusSchedule:
 
 @lru_cache(maxsize=64)
 def _of_structure(
-    structure: Structure, device: torch.device, loops: bool
+    structure: GraphStructure, device: torch.device, loops: bool
 ) -> ConsensusSchedule | None:
     bands = equal_bands(structure)
     if not bands:

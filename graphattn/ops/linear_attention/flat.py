@@ -53,7 +53,7 @@ def flat_linear_attention(
     if torch.is_grad_enabled() and (
         query.requires_grad or key.requires_grad or value.requires_grad
     ):
-        out: Tensor = _Flat.apply(call, found, query, key, value)
+        out: Tensor = _FlatLinearAttention.apply(call, found, query, key, value)
         return out
     return found.flat(call)
 
@@ -99,7 +99,7 @@ class _Found(NamedTuple):
         return by_token.clone(memory_format=torch.contiguous_format).resize_(call.out)
 
 
-class _Flat(torch.autograd.Function):
+class _FlatLinearAttention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, call: FlatLinear, found: _Found, query: Tensor, key: Tensor, value: Tensor

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from graphattn.graphs.composites import Parts
 from graphattn.graphs.sections import Section, pairs_up_to
-from graphattn.graphs.structure import Band, Blocks, Complete, Structure
+from graphattn.graphs.structure import Band, Blocks, Complete, GraphStructure
 
 
 class Interval(NamedTuple):
@@ -39,17 +39,17 @@ class Interval(NamedTuple):
         return Interval(self.sources, self.targets, -self.last, -self.first)
 
 
-class Run(NamedTuple):
+class IntervalRun(NamedTuple):
     """So many parts of one kind, end to end; its intervals share no edge."""
 
     times: int
     intervals: tuple[Interval, ...]
 
-    def transpose(self) -> Run:
-        return Run(self.times, tuple(interval.transpose() for interval in self.intervals))
+    def transpose(self) -> IntervalRun:
+        return IntervalRun(self.times, tuple(interval.transpose() for interval in self.intervals))
 
 
-def runs_of(structure: Structure | None) -> tuple[Run, ...] | None:
+def runs_of(structure: GraphStructure | None) -> tuple[IntervalRun, ...] | None:
     """The runs that a graph is made of, in their order; None where it is not made of intervals."""
     found: list[tuple[Interval, ...]] = []
     for part in _parts(structure):
@@ -57,10 +57,10 @@ def runs_of(structure: Structure | None) -> tuple[Run, ...] | None:
         if intervals is None:
             return None
         found.append(intervals)
-    return tuple(Run(len([*same]), intervals) for intervals, same in groupby(found))
+    return tuple(IntervalRun(len([*same]), intervals) for intervals, same in groupby(found))
 
 
-def _parts(structure: Structure | None) -> Iterator[Structure | None]:
+def _parts(structure: GraphStructure | None) -> Iterator[GraphStructure | None]:
     match structure:
         case Parts(parts):
             for part in parts:
@@ -74,7 +74,7 @@ def _parts(structure: Structure | None) -> Iterator[Structure | None]:
             yield structure
 
 
-def _intervals(part: Structure | None) -> tuple[Interval, ...] | None:
+def _intervals(part: GraphStructure | None) -> tuple[Interval, ...] | None:
     match part:
         case Complete(targets, sources):
             return (Interval(targets, sources, -targets, sources),)

@@ -35,12 +35,12 @@ def linear_sums(a: Tensor, b: Tensor, c: Tensor, graph: TokenGraph) -> Tensor:
 
 def _eager_sums(a: Tensor, b: Tensor, c: Tensor, graph: TokenGraph, transposed: bool) -> Tensor:
     if may_be_differentiated((a, b, c)):
-        found: Tensor = _Sums.apply(graph, transposed, a, b, c)
+        found: Tensor = _LinearSums.apply(graph, transposed, a, b, c)
         return found
     return _over(a, b, c, graph, transposed)
 
 
-class _Sums(torch.autograd.Function):
+class _LinearSums(torch.autograd.Function):
     """Its gradients are three such sums, which can be differentiated again."""
 
     @staticmethod

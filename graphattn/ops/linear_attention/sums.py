@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from graphattn.graphs.token_graph import TokenGraph
 from graphattn.ops.kept import kept
-from graphattn.ops.linear_attention.intervals import Interval, Run, runs_of
+from graphattn.ops.linear_attention.intervals import Interval, IntervalRun, runs_of
 from graphattn.ops.memory import keep_freed_memory
 
 CHUNK = 64  # tokens between two matrices of a running sum: this, or about as many as features
@@ -75,7 +75,7 @@ def _sums(a: Tensor, b: Tensor, c: Tensor, graph: TokenGraph, transposed: bool) 
     return torch.cat(out, dim=1) if out else c.new_zeros(len(a), 0, c.shape[-1])
 
 
-def _over_run(a: Tensor, b: Tensor, c: Tensor, run: Run) -> Tensor:
+def _over_run(a: Tensor, b: Tensor, c: Tensor, run: IntervalRun) -> Tensor:
     """Equal parts, end to end, as one batch."""
     first, *others = run.intervals
     groups = len(a)

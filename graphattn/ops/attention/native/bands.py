@@ -14,11 +14,11 @@ from torch import Tensor
 from graphattn.graphs.bands import Bands, bands_of
 from graphattn.graphs.composites import Parts
 from graphattn.graphs.grid_blocks import GridBlocks, block_order
-from graphattn.graphs.structure import Blocks, Structure
+from graphattn.graphs.structure import Blocks, GraphStructure
 from graphattn.kernels.cpu import library
-from graphattn.ops.attention.native.rows import TokenView, _address, _featurewise, _view
+from graphattn.kernels.cpu.tensors import TokenView, address, featurewise, view
 from graphattn.ops.attention.structured.chunked import TilePlan
-from graphattn.ops.attention.structured.options import Options
+from graphattn.ops.attention.structured.options import PlanOptions
 from graphattn.ops.attention.structured.parts import ReorderedPlan
 from graphattn.ops.attention.structured.plans import tile_plan
 from graphattn.ops.attention.structured.recompute import Gradients, Inputs, Plan
@@ -61,7 +61,9 @@ class BandsGradients(ctypes.Structure):
     )
 
 
-def native_tiles(structure: Structure, options: Options, *, table: bool, pairs: bool) -> Plan:
+def native_tiles(
+    structure: GraphStructure, options: PlanOptions, *, table: bool, pairs: bool
+) -> Plan:
     """A plan of bands for the planner of `structured`, or its own where there are no bands."""
     slow = tile_plan(structure, options, table=table, pairs=pairs)
     if pairs or options.dropout is not None:
@@ -74,7 +76,7 @@ def native_tiles(structure: Structure, options: Options, *, table: bool, pairs: 
     return NativeBandPlan(bands, slow)
 
 
-def _plan_of_blocks(grid: GridBlocks, options: Options) -> Plan:
+def _plan_of_blocks(grid: GridBlocks, options: PlanOptions) -> Plan:
     """Tokens block by block, which makes every block a sequence."""
     blocks, tokens, places = block_order(grid, torch.device("cpu"))
     runs = tuple(Blocks(b.count * b.height * b.width, b.height * b.width) for b in blocks)
@@ -132,18 +134,18 @@ class NativeBandPlan:
         )
         d_scale = scale.new_zeros(scale.shape, dtype=torch.float64)
         d_table = None if table is None else table.new_zeros(table.shape, dtype=torch.float64)
-        d_out = _featurewise(d_out)
+        d_out = featurewise(d_out)
         d_lse = None if d_lse is None else d_lse.contiguous()
         wanted = BandsGradients(
-            _view(d_out),
-            _address(d_lse),
-            _view(d_query),
-            _view(d_key),
-            _view(d_value),
+            view(d_out),
+            address(d_lse),
+            view(d_query),
+            view(d_key),
+            view(d_value),
             d_scale.data_ptr(),
-            _address(d_table),
+            address(d_table),
         )
-        _run(self, inputs, _featurewise(out), None, saved.contiguous(), wanted)
+        _run(self, inputs, featurewise(out), None, saved.contiguous(), wanted)
         of_table = None if d_table is None or table is None else d_table.to(table.dtype)
         d_key, d_value = d_key.to(key.dtype), d_value.to(value.dtype)
         return d_query, d_key, d_value, d_scale.to(scale.dtype), of_table
@@ -170,7 +172,7 @@ def _run(
 ) -> None:
     """Forward, or backward to what is `wanted`."""
     query, key, value, scale, table = inputs
-    query, key, value = _featurewise(query), _featurewise(key), _featurewise(value)
+    query, key, value = featurewise(query), featurewise(key), featurewise(value)
     options = plan.slow.options
     B, N, H, D = query.shape
     scale = scale.contiguous()
@@ -189,20 +191,20 @@ def _run(
         value.shape[3],
         sequences.shape[0],
         sequences.data_ptr(),
-        _view(query),
-        _view(key),
-        _view(value),
+        view(query),
+        view(key),
+        view(value),
         options.score == "rbf",
         scale.data_ptr(),
         options.top_k or 0,
         options.softcap or 0.0,
-        _address(table),
+        address(table),
         0 if table is None else len(table),
         plan.bands.origin or 0,
-        _address(of_target),
-        _address(of_source),
-        _view(out),
-        _address(lse),
+        address(of_target),
+        address(of_source),
+        view(out),
+        address(lse),
         kept.data_ptr(),
         plan.keeps_outputs > 0,
         torch.get_num_threads(),

@@ -179,7 +179,7 @@ def flat_attention(
         or (key is not None and key.requires_grad)
         or (value is not None and value.requires_grad)
     ):
-        found: Tensor = _Flat.apply(call, query, key, value, scale)
+        found: Tensor = _FlatAttention.apply(call, query, key, value, scale)
         return found
     return _averages(call, query, key, value, scale)[0]
 
@@ -192,7 +192,7 @@ def _averages(
     return call.engine.forward(query, key, key if value is None else _contiguous(value), scale)
 
 
-class _Flat(torch.autograd.Function):
+class _FlatAttention(torch.autograd.Function):
     """Saved is what was given: rotations are cheap, and made again."""
 
     @staticmethod

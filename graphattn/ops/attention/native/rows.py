@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,8 +16,9 @@ from torch import Tensor
 from graphattn.graphs.token_graph import TokenGraph
 from graphattn.kernels.cpu import library
 from graphattn.kernels.cpu.edge_order import edges_by_source
+from graphattn.kernels.cpu.tensors import TokenView, address, featurewise, view
 from graphattn.ops.attention.structured.chunked import RowPlan
-from graphattn.ops.attention.structured.options import Options
+from graphattn.ops.attention.structured.options import PlanOptions
 from graphattn.ops.attention.structured.plans import gathered_rows
 from graphattn.ops.attention.structured.recompute import Gradients, Inputs, Plan
 from graphattn.ops.kept import kept
@@ -26,22 +26,6 @@ from graphattn.ops.kept import kept
 HASHES = 1 << 32  # of dropout: 32 bits
 CACHE = 1 << 21  # bytes: those that stay near a core from one row to the next
 LONG_ROWS = 64  # edges: such rows are worth a walk of their own
-
-
-# `FLOAT16` and `BFLOAT16` of kernels/cpu/rows.h; 0 stands for the dtype that a call computes in.
-KINDS = {torch.float16: 1, torch.bfloat16: 2}
-
-
-class TokenView(ctypes.Structure):
-    """A tensor [batch, tokens, heads, features] as ``kernels/cpu/rows.h`` has it."""
-
-    _fields_ = (
-        ("data", ctypes.c_void_p),
-        ("batch", ctypes.c_int64),
-        ("token", ctypes.c_int64),
-        ("head", ctypes.c_int64),
-        ("kind", ctypes.c_int64),
-    )
 
 
 class RowsCall(ctypes.Structure):
@@ -144,7 +128,7 @@ def _edges(graph: TokenGraph, _: Tensor) -> Edges:
     return Edges(rowptr.contiguous(), source.contiguous(), graph.num_sources)
 
 
-def native_rows(graph: TokenGraph, options: Options, index: Tensor | None) -> Plan:
+def native_rows(graph: TokenGraph, options: PlanOptions, index: Tensor | None) -> Plan:
     """A plan of rows for the planner of `structured`."""
     return NativeRowPlan(edges_of(graph), gathered_rows(graph, options, index))
 
@@ -165,7 +149,7 @@ class NativeRowPlan:
         out = query.new_empty((*query.shape[:-1], value.shape[-1]))
         lse = query.new_empty(query.shape[:-1])
         call = _Call(self, inputs)
-        call.numbers.out, call.numbers.lse = _view(out), lse.data_ptr()
+        call.numbers.out, call.numbers.lse = view(out), lse.data_ptr()
         call.run(None)
         return out, lse, lse
 
@@ -181,19 +165,19 @@ class NativeRowPlan:
         if bias is not None:
             shape = (len(self.edges.source), bias.shape[-1])
             d_bias = bias.new_zeros(shape if bias.dim() == 2 else (len(bias), *shape))
-        d_out = _featurewise(d_out)
+        d_out = featurewise(d_out)
         d_lse = None if d_lse is None else d_lse.contiguous()
         by_source = self.edges.by_source
         wanted = RowsGradients(
             *(x.data_ptr() for x in by_source),
             *call.order_of_sources,
-            _view(d_out),
-            _address(d_lse),
-            _view(d_query),
-            _view(d_key),
-            _view(d_value),
+            view(d_out),
+            address(d_lse),
+            view(d_query),
+            view(d_key),
+            view(d_value),
             d_scale.data_ptr(),
-            _address(d_bias),
+            address(d_bias),
             _per_sample(d_bias),
         )
         call.run(wanted)
@@ -213,7 +197,7 @@ class _Call:
     def __init__(self, plan: NativeRowPlan, inputs: Inputs, *, backward: bool = False) -> None:
         query, key, value, scale, bias = inputs
         options, edges = plan.slow.options, plan.edges
-        query, key, value = (_featurewise(x) for x in (query, key, value))
+        query, key, value = (featurewise(x) for x in (query, key, value))
         B, N, H, D = query.shape
         scale = scale.contiguous()
         bias = None if bias is None else bias.contiguous()
@@ -247,18 +231,18 @@ class _Call:
             source=edges.source.data_ptr(),
             order=of_targets[0],
             before=of_targets[1],
-            query=_view(query),
-            key=_view(key),
-            value=_view(value),
+            query=view(query),
+            key=view(key),
+            value=view(value),
             is_rbf=options.score == "rbf",
             scale=scale.data_ptr(),
             top_k=options.top_k or 0,
             softcap=softcap or 0.0,
-            bias=_address(bias),
+            bias=address(bias),
             bias_batch=_per_sample(bias),
-            bias_row=_address(index),
-            valid_targets=_address(valid[0]),
-            valid_sources=_address(valid[1]),
+            bias_row=address(index),
+            valid_targets=address(valid[0]),
+            valid_sources=address(valid[1]),
             threads=torch.get_num_threads(),
         )
         if dropout is not None:
@@ -282,20 +266,6 @@ def _is_large(key: Tensor, value: Tensor, edges: Edges) -> bool:
     return nbytes > CACHE and len(edges.source) <= LONG_ROWS * len(edges.rowptr)
 
 
-def _view(x: Tensor) -> TokenView:
-    return TokenView(x.data_ptr(), *x.stride()[:3], KINDS.get(x.dtype, 0))
-
-
-def _address(x: Tensor | None) -> Any:
-    return None if x is None else x.data_ptr()
-
-
 def _per_sample(bias: Tensor | None) -> int:
     """Numbers between the biases of two samples; 0 where all share one."""
     return 0 if bias is None or bias.dim() == 2 or len(bias) == 1 else bias.stride(0)
-
-
-def _featurewise(x: Tensor) -> Tensor:
-    """x with features side by side, as they are in memory; copied where they are not."""
-    x = x.resolve_neg()
-    return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from graphattn.kernels.cpu import library
-from graphattn.ops.attention.native.rows import KINDS, TokenView, _address, _view
+from graphattn.kernels.cpu.tensors import KINDS, TokenView, address, view
 from graphattn.ops.compiled_code import why_no_step
 
 # Queries and heads that share a key head from which a product of matrices is faster.
@@ -164,8 +164,8 @@ class CacheCall:
             call.scale, call.scale_step = log_sigma.data_ptr(), log_sigma.numel() > 1
         if sink is not None:
             sink = sink.to(compute).contiguous()
-        call.sink = _address(sink)
-        call.valid, call.new_valid = _address(valids), _address(valid)
+        call.sink = address(sink)
+        call.valid, call.new_valid = address(valids), address(valid)
         if angles is None:
             call.cosines = None
         else:
@@ -228,19 +228,19 @@ def decode(
         value_width=value_width,
         room=room,
         held=lengths if isinstance(lengths, int) else max(lengths, default=0),
-        lengths=_address(by_text),
+        lengths=address(by_text),
         window=window or 0,
-        query=_view(query),
-        key=_view(key),
-        value=_view(value),
+        query=view(query),
+        key=view(key),
+        value=view(value),
         is_rbf=is_rbf,
-        scale=_address(by_head),
+        scale=address(by_head),
         scale_step=1,
         same_scale=0.0 if isinstance(scale, Tensor) else scale,
         top_k=top_k or 0,
-        sink=_address(sink),
-        out=_view(out),
-        lse=_address(lse),
+        sink=address(sink),
+        out=view(out),
+        lse=address(lse),
         threads=torch.get_num_threads(),
     )
     assert _FOUND is not None

@@ -18,7 +18,7 @@ from graphattn.ops.attention.step.masked_rows import attend_masked
 from graphattn.ops.inputs import check_tensors, compute_dtype, full_precision
 
 
-class Kind(NamedTuple):
+class DecodeKind(NamedTuple):
     """What a logit is: `scale` a number, or one of every head as [Hk, g]."""
 
     score: Kernel
@@ -175,7 +175,7 @@ def _by_masks(
     key: Tensor,
     value: Tensor,
     lengths: int | list[int] | Tensor,
-    kind: Kind,
+    kind: DecodeKind,
     window: int | None,
 ) -> tuple[Tensor, Tensor | None]:
     """All texts at once, every row with a mask: nothing depends on what tensors hold."""
@@ -212,7 +212,7 @@ def _by_rows(
     key: Tensor,
     value: Tensor,
     lengths: int | list[int],
-    kind: Kind,
+    kind: DecodeKind,
     window: int | None,
     need_lse: bool,
 ) -> tuple[Tensor, Tensor | None]:
@@ -239,7 +239,7 @@ def _text(
     key: Tensor,
     value: Tensor,
     length: int,
-    kind: Kind,
+    kind: DecodeKind,
     window: int | None,
     need_lse: bool,
 ) -> tuple[Tensor, Tensor | None]:
@@ -317,25 +317,25 @@ def _kind(
     sigma: float | Tensor | None,
     scale: float | Tensor | None,
     top_k: int | None,
-) -> Kind:
+) -> DecodeKind:
     given = score_of(sigma, scale)
     top_k = None if top_k is None else as_int("top_k", top_k, 1)
     score = given.kernel
     H, D = query.shape[-2:]
     if isinstance(sigma, Tensor) or isinstance(scale, Tensor):
         by_head = given.ready(H, query).strength
-        return Kind(score, by_head.unflatten(0, (kv_heads, -1)), top_k)
+        return DecodeKind(score, by_head.unflatten(0, (kv_heads, -1)), top_k)
     if scale is None and sigma is None:
-        return Kind(score, 1 / math.sqrt(max(D, 1)), top_k)
+        return DecodeKind(score, 1 / math.sqrt(max(D, 1)), top_k)
     if sigma is None:
         if isinstance(scale, bool) or not isinstance(scale, Real) or not math.isfinite(scale):
             raise ValueError(f"scale must be a finite number or a tensor, got {scale!r}")
-        return Kind(score, float(scale), top_k)
+        return DecodeKind(score, float(scale), top_k)
     bandwidth = as_float("sigma", sigma, positive=True)
     strength = 1 / bandwidth / bandwidth
     if not 0 < strength <= torch.finfo(compute_dtype(query.dtype)).max:
         raise ValueError(f"sigma must be > 0 and finite, like 1 / sigma^2, got {sigma}")
-    return Kind(score, strength, top_k)
+    return DecodeKind(score, strength, top_k)
 
 
 def _lengths(

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from graphattn.graphs.structure import Structure
+from graphattn.graphs.structure import GraphStructure
 from graphattn.graphs.token_graph import kept_for_training
 from graphattn.ops.attention.score import Score
-from graphattn.ops.attention.structured.chunks import Attention, Chunk, put
-from graphattn.ops.attention.structured.options import Options
+from graphattn.ops.attention.structured.chunks import Chunk, ChunkAttention, put
+from graphattn.ops.attention.structured.options import PlanOptions
 from graphattn.ops.attention.structured.recompute import (
     Gradients,
     Inputs,
@@ -35,7 +35,7 @@ FEATURES = 1 << 20  # and numbers of its keys
 class _Chunked:
     """See :class:`~.recompute.Plan`."""
 
-    options: Options
+    options: PlanOptions
 
     def chunks(self, inputs: Inputs) -> Iterator[Chunk]:
         """Chunks that hold every edge once, and every target that has one, once."""
@@ -48,7 +48,7 @@ class _Chunked:
         lse = query.new_full(query.shape[:-1], -torch.inf)
         finite = all_sound(inputs)
         for chunk in self.chunks(inputs):
-            own_out, own_lse = Attention(self.options, chunk, _flat(inputs), finite).attend()
+            own_out, own_lse = ChunkAttention(self.options, chunk, _flat(inputs), finite).attend()
             put(out, chunk.targets, own_out)
             put(lse[..., None], chunk.targets, own_lse[..., None])
         return out, lse, lse
@@ -61,7 +61,7 @@ class _Chunked:
         finite = all_sound(inputs, d_out, d_lse)
         quiet = None if finite else silent(d_out, d_lse)
         for chunk in self.chunks(inputs):
-            attention = Attention(self.options, chunk, _flat(inputs), finite, quiet)
+            attention = ChunkAttention(self.options, chunk, _flat(inputs), finite, quiet)
             attention.add_gradients(_flat(sums), d_out, d_lse)
         return sums
 
@@ -87,7 +87,7 @@ class _Chunked:
         """What a chunk gives; with a score of somebody's own its pairs are computed again later."""
 
         def attend() -> tuple[Tensor, Tensor]:
-            return Attention(self.options, chunk, _flat(inputs), finite).attend()
+            return ChunkAttention(self.options, chunk, _flat(inputs), finite).attend()
 
         if not isinstance(self.options.score, Score):
             return attend()
@@ -108,7 +108,7 @@ class TilePlan(_Chunked):
     A bias is a table of offsets, or over a complete graph that of every pair, [1 or B, N, M, H].
     """
 
-    structure: Structure
+    structure: GraphStructure
 
     def chunks(self, inputs: Inputs) -> Iterator[Chunk]:
         (B, _, H, D), (_, M, _, Dv), bias = inputs[0].shape, inputs[2].shape, inputs[4]

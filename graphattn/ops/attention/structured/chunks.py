@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from graphattn.ops.attention.structured.options import Options
+from graphattn.ops.attention.structured.options import PlanOptions
 from graphattn.ops.attention.structured.pair_scores import pair_scores, turned
 from graphattn.ops.attention.structured.recompute import Gradients, Inputs
 from graphattn.ops.attention.structured.softmax import keep_best, softmax
@@ -34,7 +34,7 @@ class Chunk(NamedTuple):
     entries: Tensor | None
 
 
-class Attention:
+class ChunkAttention:
     """A chunk's tensors: query [B, H, T, n, D], key [B, H, T, m, D] and value [B, H, T, m, Dv].
 
     Unless all is `finite`, NaN and infinity must not spread: a product touches every pair, edges
@@ -43,7 +43,7 @@ class Attention:
 
     def __init__(
         self,
-        options: Options,
+        options: PlanOptions,
         chunk: Chunk,
         inputs: Inputs,
         finite: bool,

@@ -11,7 +11,7 @@ from graphattn.ops.dropout import Dropout
 from graphattn.ops.inputs import ValidPair
 
 
-class Options(NamedTuple):
+class PlanOptions(NamedTuple):
     """What a plan knows beside its graph.
 
     Attributes:
@@ -26,14 +26,14 @@ class Options(NamedTuple):
     softcap: float | None = None
     dropout: Dropout | None = None
 
-    def some(self, targets: Any, sources: Any) -> Options:
+    def some(self, targets: Any, sources: Any) -> PlanOptions:
         """For some targets and sources: slices, or tensors of their numbers."""
         of_target, of_source = self.valid
         valid = _at(of_target, targets), _at(of_source, sources)
         dropout = None if self.dropout is None else self.dropout.some(targets, sources)
         return self._replace(valid=valid, dropout=dropout)
 
-    def among(self, targets: Tensor, sources: Tensor | None) -> Options:
+    def among(self, targets: Tensor, sources: Tensor | None) -> PlanOptions:
         """The same where only the tokens of bool [B, N] and [B, M] may be valid; None: all."""
         of_target, of_source = self.valid
         return self._replace(valid=(_both(targets, of_target), _both(sources, of_source)))

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from graphattn.ops.attention.score import Score, edge_logits, pair_logits_of
 from graphattn.ops.attention.softcap import capped, slope
-from graphattn.ops.attention.structured.options import Options
+from graphattn.ops.attention.structured.options import PlanOptions
 from graphattn.ops.attention.structured.squares import (
     HalfSquares,
     cleaned,
@@ -32,7 +32,7 @@ class PairScores:
     """What the scores of a chunk have in common."""
 
     def __init__(
-        self, options: Options, query: Tensor, key: Tensor, scale: Tensor, finite: bool
+        self, options: PlanOptions, query: Tensor, key: Tensor, scale: Tensor, finite: bool
     ) -> None:
         self.score, self.softcap = options.score, options.softcap
         self.query, self.key, self.scale, self.finite = query, key, scale, finite
@@ -157,7 +157,7 @@ class WrittenPairs(PairScores):
 
 
 def pair_scores(
-    options: Options, query: Tensor, key: Tensor, scale: Tensor, finite: bool
+    options: PlanOptions, query: Tensor, key: Tensor, scale: Tensor, finite: bool
 ) -> PairScores:
     """The scores of a chunk."""
     kinds: dict[Any, type[PairScores]] = {"dot": DotPairs, "rbf": GaussianPairs}

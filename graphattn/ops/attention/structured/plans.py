@@ -13,11 +13,11 @@ from graphattn.graphs.bands import has_bands
 from graphattn.graphs.composites import Parts, Union
 from graphattn.graphs.grid_blocks import GridBlocks
 from graphattn.graphs.sections import Section
-from graphattn.graphs.structure import Complete, GlobalTokens, Structure
+from graphattn.graphs.structure import Complete, GlobalTokens, GraphStructure
 from graphattn.graphs.token_graph import TokenGraph
 from graphattn.ops.attention.score import Kernel, Score
 from graphattn.ops.attention.structured.chunked import RowPlan, TilePlan
-from graphattn.ops.attention.structured.options import Options
+from graphattn.ops.attention.structured.options import PlanOptions
 from graphattn.ops.attention.structured.parts import GlobalTokensPlan, PartsPlan
 from graphattn.ops.attention.structured.recompute import Inputs, Plan, Recomputed
 from graphattn.ops.dropout import dropout_of_call
@@ -36,7 +36,7 @@ class Kernels(NamedTuple):
             is one of all `pairs`.
     """
 
-    rows: Callable[[TokenGraph, Options, Tensor | None], Plan]
+    rows: Callable[[TokenGraph, PlanOptions, Tensor | None], Plan]
     tiles: Callable[..., Plan]
 
 
@@ -106,7 +106,7 @@ def plan_call(
     if bias is not None and bias.dim() > 2:
         bias = bias.reshape(B, *bias.shape[-2:])
     dropped = None if seed is None else dropout_of_call(dropout, seed, query, graph)
-    options = Options(score, top_k, masks, softcap, dropped)
+    options = PlanOptions(score, top_k, masks, softcap, dropped)
     if bias is not None and not per_offset and _is_dense(graph):
         samples = len(bias) if bias.dim() == 3 else 1
         bias = bias.reshape(samples, graph.num_targets, graph.num_sources, bias.shape[-1])
@@ -133,12 +133,14 @@ def _most_sources(graph: TokenGraph) -> int:
     return graph.derived("most sources", lambda: int(graph.in_degree().max()))
 
 
-def gathered_rows(graph: TokenGraph, options: Options, index: Tensor | None) -> RowPlan:
+def gathered_rows(graph: TokenGraph, options: PlanOptions, index: Tensor | None) -> RowPlan:
     """A plan that gathers the sources of a few rows at a time."""
     return RowPlan(options, *graph.compact_csr(), index)
 
 
-def tile_plan(structure: Structure, options: Options, *, table: bool, pairs: bool) -> TilePlan:
+def tile_plan(
+    structure: GraphStructure, options: PlanOptions, *, table: bool, pairs: bool
+) -> TilePlan:
     """A plan that goes over a few tiles at a time."""
     del table, pairs  # the bias itself says it
     return TilePlan(options, structure)
@@ -153,9 +155,9 @@ def _is_dense(graph: TokenGraph) -> bool:
 
 
 def _plan(
-    structure: Structure,
+    structure: GraphStructure,
     like: Tensor,
-    options: Options,
+    options: PlanOptions,
     kernels: Kernels,
     *,
     table: bool = False,
@@ -183,7 +185,7 @@ def _plan(
     return kernels.rows(graph, options, index)
 
 
-def _is_fast(structure: Structure, apart: bool) -> bool:
+def _is_fast(structure: GraphStructure, apart: bool) -> bool:
     """Whether there is something better than gathered rows."""
     if isinstance(structure, Parts):
         return any(_is_fast(part, apart) for part in structure.parts)
@@ -197,10 +199,10 @@ class _Hubs(NamedTuple):
 
     targets: tuple[int, ...]
     sources: tuple[int, ...]
-    rest: Structure
+    rest: GraphStructure
 
 
-def _global_tokens(structure: Structure) -> _Hubs | None:
+def _global_tokens(structure: GraphStructure) -> _Hubs | None:
     """The tokens that see everyone, and the tiles beside them; short sequences are not worth it."""
     if not isinstance(structure, Union) or structure.num_targets < SHORT:
         return None
@@ -218,11 +220,13 @@ def _global_tokens(structure: Structure) -> _Hubs | None:
     return None
 
 
-def _are_global(part: Structure) -> bool:
+def _are_global(part: GraphStructure) -> bool:
     return isinstance(part.whole if isinstance(part, Section) else part, GlobalTokens)
 
 
-def _plan_of_global_tokens(hubs: _Hubs, like: Tensor, options: Options, kernels: Kernels) -> Plan:
+def _plan_of_global_tokens(
+    hubs: _Hubs, like: Tensor, options: PlanOptions, kernels: Kernels
+) -> Plan:
     """Near edges are those of `rest` without the global tokens at either end."""
     targets, sources = (torch.tensor(x, dtype=torch.int64, device=like.device) for x in hubs[:2])
     N, M = hubs.rest.num_targets, hubs.rest.num_sources
@@ -244,6 +248,6 @@ def _plan_of_global_tokens(hubs: _Hubs, like: Tensor, options: Options, kernels:
 
 
 @lru_cache(maxsize=32)
-def _kept(structure: Structure, device: torch.device) -> TokenGraph:
+def _kept(structure: GraphStructure, device: torch.device) -> TokenGraph:
     """The graph of a structure without tiles: it lists its edges once and keeps them."""
     return TokenGraph(structure=structure, device=device)

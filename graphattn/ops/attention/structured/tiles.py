@@ -15,7 +15,7 @@ from torch import Tensor
 
 from graphattn.graphs.bands import bands_of
 from graphattn.graphs.grid_blocks import GridBlocks, block_order
-from graphattn.graphs.structure import Structure
+from graphattn.graphs.structure import GraphStructure
 from graphattn.graphs.token_graph import kept_for_training
 
 
@@ -36,13 +36,13 @@ class Tiles(NamedTuple):
 
 
 @lru_cache(maxsize=64)
-def tiles_of(structure: Structure, device: torch.device) -> tuple[Tiles, ...] | None:
+def tiles_of(structure: GraphStructure, device: torch.device) -> tuple[Tiles, ...] | None:
     """Tiles that hold every edge once; None where a graph has no tiles. Kept."""
     with kept_for_training():
         return _tiles_of(structure, device)
 
 
-def _tiles_of(structure: Structure, device: torch.device) -> tuple[Tiles, ...] | None:
+def _tiles_of(structure: GraphStructure, device: torch.device) -> tuple[Tiles, ...] | None:
     if isinstance(structure, GridBlocks):
         return tuple(_blocks_of_grid(structure, device))
     bands = bands_of(structure)

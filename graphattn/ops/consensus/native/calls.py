@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from graphattn.graphs.structure import Structure
+from graphattn.graphs.structure import GraphStructure
 from graphattn.graphs.token_graph import TokenGraph
 from graphattn.kernels.cpu.tensors import TokenView
 from graphattn.ops.consensus.pieces import equal_bands, moves_of, shift_of
@@ -28,7 +28,7 @@ class ConsensusNetwork(ctypes.Structure):
     )
 
 
-class ConsensusCall(ctypes.Structure):
+class ConsensusArguments(ctypes.Structure):
     """One call; the fields are those of ``kernels/cpu/consensus.h``, in their order."""
 
     _fields_ = (
@@ -68,7 +68,7 @@ class ConsensusGradients(ctypes.Structure):
     )
 
 
-class Edges(NamedTuple):
+class ConsensusEdges(NamedTuple):
     """The sources of every target: rows of a list, or moves that are the same for all targets."""
 
     rowptr: Tensor | None = None
@@ -83,7 +83,7 @@ class Edges(NamedTuple):
         return 0 if self.moves is None else targets * len(self.moves)
 
 
-def edges_of(graph: TokenGraph) -> Edges:
+def edges_of(graph: TokenGraph) -> ConsensusEdges:
     """The edges of a graph; those of bands, and of batches of equal ones, are never listed."""
     structure = graph.structure
     if structure is not None:
@@ -93,7 +93,7 @@ def edges_of(graph: TokenGraph) -> Edges:
     return kept(graph, _listed)
 
 
-def _of_bands(structure: Structure) -> Edges | None:
+def _of_bands(structure: GraphStructure) -> ConsensusEdges | None:
     bands = equal_bands(structure)
     if not bands:
         return None
@@ -101,9 +101,9 @@ def _of_bands(structure: Structure) -> Edges | None:
     counts = [band.num_tokens for band in bands]
     ends = torch.tensor(counts, dtype=torch.int64, device="cpu").cumsum(0)
     listed = torch.tensor(moves, dtype=torch.int64, device="cpu")
-    return Edges(moves=listed, borders=ends[:-1].contiguous())
+    return ConsensusEdges(moves=listed, borders=ends[:-1].contiguous())
 
 
-def _listed(graph: TokenGraph, _: Tensor) -> Edges:
+def _listed(graph: TokenGraph, _: Tensor) -> ConsensusEdges:
     rowptr, source = (x.to(torch.int64).contiguous() for x in graph.csr())
-    return Edges(rowptr, source)
+    return ConsensusEdges(rowptr, source)

@@ -83,7 +83,7 @@ def first_hidden(layer: FirstLayer) -> Tensor:
     return out
 
 
-class CacheCall:
+class ConsensusCacheCall:
     """The part of a call that stays the same while a layer's cache keeps its buffers.
 
     Args:

@@ -18,7 +18,7 @@ from graphattn.kernels.cpu import library
 from graphattn.kernels.cpu.tensors import KINDS, TokenView, address, as_it_lies, featurewise, view
 from graphattn.ops.consensus.native import calls
 from graphattn.ops.consensus.native.calls import (
-    ConsensusCall,
+    ConsensusArguments,
     ConsensusGradients,
     ConsensusNetwork,
     edges_of,
@@ -30,7 +30,7 @@ _FOUND = library.library()
 OF_TOKENS, OF_EDGES = 4, 10  # where tensors of tokens end, and those of the second layer
 
 
-class Call:
+class SumsCall:
     """A call, and the tensors that must live as long.
 
     Args:
@@ -55,7 +55,7 @@ class Call:
         masks = tuple(_mask(mask, B) for mask in valid)
         self.most_edges = B * edges.most(N)
         self.alive = target_hidden, source_hidden, u, v, network, edge, edge_weight, edges, masks
-        self.numbers = ConsensusCall(
+        self.numbers = ConsensusArguments(
             batch=B,
             targets=N,
             sources=v.shape[1],
@@ -166,7 +166,7 @@ def _mask(mask: Tensor | None, entries: int) -> Tensor | None:
     return flat.expand(entries, -1).contiguous()
 
 
-class _Sums(torch.autograd.Function):
+class _NativeSums(torch.autograd.Function):
     """What :func:`sums_over_edges` gives."""
 
     @staticmethod
@@ -181,7 +181,7 @@ class _Sums(torch.autograd.Function):
         ctx.save_for_backward(*tensors)
         ctx.options = graph, valid, {"energy": energy, "degrees": degrees}
         ctx.set_materialize_grads(False)
-        call = Call(graph, tensors, valid, energy=energy)
+        call = SumsCall(graph, tensors, valid, energy=energy)
         ctx.kept = call.keep()
         return call.forward(degrees=degrees, kept=ctx.kept)
 
@@ -223,7 +223,7 @@ def gradients_of_sums(
     d_gradient, d_degree = d_sums
     if d_gradient is None:
         d_gradient = _there(tensors, d_sums)[0]
-    call = Call(graph, tensors, valid, energy=energy)
+    call = SumsCall(graph, tensors, valid, energy=energy)
     return call.backward(tensors, needed, d_gradient, d_degree, kept)
 
 
@@ -232,6 +232,6 @@ def sums_over_edges(
 ) -> tuple[Tensor, Tensor | None]:
     """g [B, N, H, D], and the sums of alpha + beta [B, N, H] where they are wanted."""
     if not may_be_differentiated(tensors):
-        return Call(graph, tensors, valid, energy=energy).forward(degrees=degrees)
-    gradient, degree = _Sums.apply(graph, valid, energy, degrees, *tensors)
+        return SumsCall(graph, tensors, valid, energy=energy).forward(degrees=degrees)
+    gradient, degree = _NativeSums.apply(graph, valid, energy, degrees, *tensors)
     return gradient, degree

@@ -18,7 +18,7 @@ from graphattn.graphs.token_graph import TokenGraph
 from graphattn.ops.consensus.edge_hidden import EdgeHidden, as_pair
 from graphattn.ops.consensus.edge_matrix import edge_matrix
 from graphattn.ops.consensus.parameters import EdgeNetworkParameters
-from graphattn.ops.consensus.pieces import Piece, Pieces, add_at, at
+from graphattn.ops.consensus.pieces import EdgePiece, Pieces, add_at, at
 from graphattn.ops.consensus.step_size import step_of_degrees
 from graphattn.ops.consensus.structured.edge_rows import Buffers, EdgeRows, by_network
 from graphattn.ops.inputs import ValidPair, full_precision, may_be_differentiated
@@ -79,7 +79,7 @@ class _Pass:
         """x [B, N, G or H, features] as a view [G, B, N, 1 or H / G, features]."""
         return x.unflatten(2, (self.num_networks, -1)).permute(2, 0, 1, 3, 4)
 
-    def chunks(self, *, gradients: bool) -> Iterator[tuple[Piece, EdgeRows, Tensor]]:
+    def chunks(self, *, gradients: bool) -> Iterator[tuple[EdgePiece, EdgeRows, Tensor]]:
         """Every piece, R of its edges, and the differences [k, b n, h, D] that it acts on."""
         buffers = Buffers(self.states[0])
         numbers = CHUNK if self.states[0].device.type == "cpu" else CHUNK_ELSEWHERE
@@ -105,7 +105,7 @@ class _Pass:
         pieces, most = self.plan.pieces, min(KEPT, CHUNK)
         return self.plan.backward and not pieces.bands and pieces.rows * self.widest() <= most
 
-    def compare(self, piece: Piece, buffers: Buffers | None = None) -> tuple[Tensor, Tensor]:
+    def compare(self, piece: EdgePiece, buffers: Buffers | None = None) -> tuple[Tensor, Tensor]:
         """hidden_i + hidden_j and u_i - v_j of the edges of a piece, [k, b, n, heads, features]."""
         hidden_i, u_i = (at(x, piece, piece.target) for x in (self.hidden[0], self.states[0]))
         hidden_j, v_j = (at(x, piece, piece.source) for x in (self.hidden[1], self.states[1]))
@@ -116,7 +116,7 @@ class _Pass:
             hidden_sum = hidden_sum + of_edges if out is None else out.add_(of_edges)
         return piece.clear(hidden_sum), piece.clear(u_i - v_j)
 
-    def of_edges(self, piece: Piece) -> Tensor:
+    def of_edges(self, piece: EdgePiece) -> Tensor:
         """F e_ij of the edges of a piece, [k, b or 1, n, 1, xi]."""
         assert self.edge is not None
         if self.edge_weight is None:
@@ -131,7 +131,7 @@ class _Pass:
         return total, total if self.plan.energy else None
 
     def give(
-        self, totals: tuple[Tensor, Tensor | None], piece: Piece, values: Tensor, sign: int
+        self, totals: tuple[Tensor, Tensor | None], piece: EdgePiece, values: Tensor, sign: int
     ) -> None:
         """Adds values [k, b n, heads, features] at the targets, times sign at the sources."""
         values = piece.clear(values.unflatten(1, piece.shape))
@@ -139,7 +139,7 @@ class _Pass:
         if totals[1] is not None:
             add_at(self.view(totals[1]), piece, piece.source, values, sign)
 
-    def take(self, totals: tuple[Tensor, Tensor | None], piece: Piece, sign: int) -> Tensor:
+    def take(self, totals: tuple[Tensor, Tensor | None], piece: EdgePiece, sign: int) -> Tensor:
         """The gradient of what :meth:`give` was given, from those of its totals."""
         values = at(self.view(totals[0]), piece, piece.target)
         if totals[1] is not None:
@@ -148,7 +148,7 @@ class _Pass:
         return piece.clear(values).flatten(1, 2)
 
     def add_edge_gradients(
-        self, total: _Inputs, needed: Sequence[bool], piece: Piece, d_sum: Tensor
+        self, total: _Inputs, needed: Sequence[bool], piece: EdgePiece, d_sum: Tensor
     ) -> None:
         """Adds, of what edges have and its weight, those of the needed; d_sum [k, b n, xi]."""
         assert self.edge is not None
@@ -191,7 +191,7 @@ class _Sums(torch.autograd.Function):
             return None, *gradients_of_sums(tensors, needed, ctx.plan, d_sums, kept)
 
 
-Chunks = list[tuple[Piece, EdgeRows, Tensor]]
+Chunks = list[tuple[EdgePiece, EdgeRows, Tensor]]
 
 
 def _sums(inputs: _Inputs, plan: _Plan) -> tuple[Tensor, Tensor | None, Chunks | None]:
