@@ -95,7 +95,7 @@ def _of_shortcut(
     if mask is None or masks.is_sketch(mask):
         allowed = mask_of_sketch(mask)
     else:
-        call = masks.Call(*query.shape[:2], key.shape[1], int(past), 1)
+        call = masks.ShortcutCall(*query.shape[:2], key.shape[1], int(past), 1)
         allowed = masks.dense(mask, call)[:, None]
     return Operands(output, weights=weights, mask=allowed)
 
