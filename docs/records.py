@@ -9,8 +9,9 @@ from collections.abc import Iterable
 from itertools import groupby
 from pathlib import Path
 
-from graphattn.cli.bench import mixer_cases, tables
-from graphattn.cli.bench.record import Record, Row, read
+from graphattn.bench.cases import mixers as mixer_cases
+from graphattn.bench.reporting import tables
+from graphattn.bench.reporting.record import Record, Row, read
 
 FOLDER = Path(__file__).resolve().parent / "benchmarks"
 

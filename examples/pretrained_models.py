@@ -41,7 +41,7 @@ from torch import Tensor
 from torch.nn import functional
 
 import graphattn as ga
-from graphattn.cli.bench.record import provenance
+from graphattn.bench.reporting.record import provenance
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -131,6 +131,9 @@ ARROWS = {
               "version"},
     "plot": {"models", "integrations", "nn", "ops", "graphs", "spectral", "dynamics",
              "diagnostics", "data", "train"},
+    "bench": {"models", "integrations", "train", "nn", "ops", "graphs", "data", "diagnostics",
+              "plot", "kernels", "plain_tables", "graphattn itself"},
+    "plain_tables": set(),
     "kernels": set(),
     "version": set(),
 }  # fmt: skip

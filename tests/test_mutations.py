@@ -85,7 +85,7 @@ EDGE_VALUES = "tests/graphs/test_graphs_edge_values.py"
 SAVING = "tests/graphs/test_graphs_saving.py"
 READERS = "tests/data/test_data_files.py"
 DEMO = "tests/cli/test_cli_demo_training.py"
-BENCH = "tests/cli/test_cli_bench"
+BENCH = "tests/bench/test_bench"
 TARGETS = "tests/graphs/test_graphs_targets.py"
 SECTIONS = "tests/ops/test_ops_sections.py"
 SINK = "tests/ops/test_ops_sink.py"
@@ -1213,63 +1213,63 @@ MUTATIONS = [
     ),
     Mutation(
         "the benchmark reduces KeOps' symbolic tensor along a batch",
-        "graphattn/cli/bench/contenders.py",
+        "graphattn/bench/contenders/peers.py",
         "axis=of_sources)",
         "axis=logits.ndim - 1)",
         (f"{BENCH}_keops.py::test_the_call_is_one_that_keops_takes",),
     ),
     Mutation(
         "the benchmark times a contender right after another one",
-        "graphattn/cli/bench/host_clock.py",
+        "graphattn/bench/measuring/host_clock.py",
         "            self._pass()\n        return self._mean()",
         "            pass\n        return self._mean()",
         (f"{BENCH}_clock.py::test_the_time_of_a_contender_does_not_depend_on_its_company",),
     ),
     Mutation(
         "the benchmark runs every contender with all threads",
-        "graphattn/cli/bench/host_clock.py",
+        "graphattn/bench/measuring/host_clock.py",
         "best = min(best, alone, key=lambda clock: clock.seconds)",
         "pass",
         (f"{BENCH}_clock.py::test_a_contender_runs_with_the_number_of_threads_that_is_fastest",),
     ),
     Mutation(
         "the benchmark takes the compiler's time for that of a long pass",
-        "graphattn/cli/bench/host_clock.py",
+        "graphattn/bench/measuring/host_clock.py",
         "if self.seconds < ENDLESS or num_compiled() > before:",
         "if self.seconds < ENDLESS:",
         (f"{BENCH}_clock.py::test_a_compiler_that_needs_half_a_minute_is_in_no_time",),
     ),
     Mutation(
         "the benchmark's chunks see a global token twice, in the window and apart",
-        "graphattn/cli/bench/blocks.py",
+        "graphattn/bench/contenders/window_blocks.py",
         "is_edge &= ~torch.isin(source, left_out)",
         "pass",
         (f"{BENCH}_by_hand.py::test_every_row_of_chunks_is_right_and_not_a_sample[False]",),
     ),
     Mutation(
         "the benchmark's chunks go back with the sums of the window alone",
-        "graphattn/cli/bench/chunks.py",
+        "graphattn/bench/contenders/sliding_chunks.py",
         "query, key, value, out, log_sum, scores, of_rows, log_rows)",
         "query, key, value, out, log_near, scores, of_rows, log_rows)",
         (f"{BENCH}_by_hand.py::test_every_row_of_chunks_is_right_and_not_a_sample[False]",),
     ),
     Mutation(
         "an edge of the benchmark's tables is one of another row",
-        "graphattn/cli/bench/gathered.py",
+        "graphattn/bench/contenders/gathered.py",
         "is_edge = column < degree[members, None]",
         "is_edge = column <= degree[members, None]",
         (f"{BENCH}_gathered.py::test_every_edge_stands_in_one_place_of_a_table",),
     ),
     Mutation(
         "the benchmark does not check a forward pass without a backward pass",
-        "graphattn/cli/bench/runner.py",
+        "graphattn/bench/measuring/runner.py",
         "return self.right(truth.forward_error_of(run)), None",
         "return truth.forward_error_of(run), None",
         (f"{BENCH}_flex.py::test_its_forward_pass_is_checked_like_any_other",),
     ),
     Mutation(
         "blocks of FlexAttention are taken for full that are not",
-        "graphattn/cli/bench/flex.py",
+        "graphattn/bench/contenders/flex.py",
         "full = counts == size * size",
         "full = counts > size",
         (f"{BENCH}_flex.py::test_the_blocks_that_hold_edges_are_those_that_all_pairs_give",),

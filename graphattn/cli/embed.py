@@ -18,7 +18,6 @@ from torch import Tensor
 import graphattn as ga
 from graphattn.cli.demo.sample import printable
 from graphattn.cli.outputs import check_output
-from graphattn.cli.tables import plain_table
 from graphattn.data import (
     FileFormatError,
     NucleotideTokenizer,
@@ -31,6 +30,7 @@ from graphattn.data import (
     sniff_format,
     tokenizer_for_sequence,
 )
+from graphattn.plain_tables import plain_table
 
 LETTERS = ProteinTokenizer().vocab_size
 MOST_OTHER_TOKENS = 12  # of a model of proteins: ESM's alphabet has 33 tokens

@@ -12,9 +12,9 @@ from rich.table import Table
 
 from graphattn.cli.demo.sample import printable
 from graphattn.cli.outputs import as_json
-from graphattn.cli.tables import plain_table
 from graphattn.data import Part, split_corpus
 from graphattn.graphs.arguments import as_choice
+from graphattn.plain_tables import plain_table
 from graphattn.train.choices import tokens_of_image
 from graphattn.train.evaluation import evaluate_model
 from graphattn.train.records import replace_text

@@ -11,9 +11,9 @@ from rich.table import Table
 from torch import nn
 
 import graphattn as ga
-from graphattn.cli.tables import plain_table
 from graphattn.graphs.arguments import as_choice
 from graphattn.models.overview import layer_rows, neighborhood, takes_num_tokens
+from graphattn.plain_tables import plain_table
 
 TOKENS = 512  # of a text, where nothing else is said
 

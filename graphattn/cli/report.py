@@ -17,7 +17,7 @@ import torch
 from jinja2 import Environment, StrictUndefined
 
 import graphattn
-from graphattn.cli.tables import Cells
+from graphattn.plain_tables import Cells
 
 if TYPE_CHECKING:
     from matplotlib import figure

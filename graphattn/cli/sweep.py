@@ -13,7 +13,7 @@ from rich.table import Table
 
 from graphattn.cli.outputs import check_figures_can_be_drawn, check_output
 from graphattn.cli.run_options import config_of
-from graphattn.cli.tables import counted, plain_table, short
+from graphattn.plain_tables import counted, plain_table, short
 from graphattn.train import MixerSummary, resume_sweep, run_sweep, summarize_sweep
 from graphattn.train.sweep_results import RESULTS
 

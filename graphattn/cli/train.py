@@ -15,7 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from graphattn.cli.run_options import config_of
-from graphattn.cli.tables import counted, plain_table, short
+from graphattn.plain_tables import counted, plain_table, short
 from graphattn.train import Prepared, Run, fit, prepare, read_run
 from graphattn.train.guessing import guesses_of
 

@@ -71,7 +71,7 @@ def _of_mixer(
     hidden: Tensor,
     call: Any,
 ) -> Operands:
-    """``graphattn.integrations.transformers.mixers.ReplacedAttention.attend``: values are [B, Hk, K, D]."""
+    """Operands of a mixer put into a model of transformers: values are [B, Hk, K, D]."""
     with dropout_off(module):  # its dropout is no part of the weights
         weights = attend(module, query, key, _one_hot(value, 2), hidden, call)
     return Operands(output, weights=weights.transpose(1, 2), mask=mask_of_sketch(call.mask))

@@ -16,7 +16,7 @@ import torch
 import graphattn as ga
 from graphattn.cli import outputs
 from graphattn.cli.report import Figure, write_report
-from graphattn.cli.tables import Cells
+from graphattn.plain_tables import Cells
 
 HOSTILE = """<script>alert(1)</script>"><img src=x onerror=alert(2)>{{ 7 * 7 }}&lt;"""
 TABLE = Cells(

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import graphattn as ga
-from graphattn.cli.bench.vision import vision_model
+from graphattn.bench.models.vision import vision_model
 
 GRAPHS = {
     "complete": ga.complete_graph(12),

@@ -419,7 +419,9 @@ def test_threads_do_not_share_what_they_keep():
 
 
 def test_graphs_of_plain_masks_are_shared_by_layers_and_calls():
-    found = [edges.seen_in_band(edges.MaskBand(3, 0), 8, 8, None, torch.device("cpu")) for _ in "ab"]
+    found = [
+        edges.seen_in_band(edges.MaskBand(3, 0), 8, 8, None, torch.device("cpu")) for _ in "ab"
+    ]
     assert found[0].graph is found[1].graph
 
 

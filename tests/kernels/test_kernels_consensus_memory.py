@@ -13,12 +13,13 @@ from allocations import MEGABYTE, peak_of
 from torch.profiler import ProfilerActivity, profile
 
 import graphattn as ga
-from graphattn.cli.bench import cases, contenders
-from graphattn.cli.bench.case import BenchmarkCase
-from graphattn.cli.bench.consensus_cases import EAGER
-from graphattn.cli.bench.measure import one_pass
-from graphattn.cli.bench.memory import cuda_peak
-from graphattn.cli.bench.record import OURS
+from graphattn.bench.cases import catalogue as cases
+from graphattn.bench.cases.case import BenchmarkCase
+from graphattn.bench.cases.consensus import EAGER
+from graphattn.bench.contenders import peers as contenders
+from graphattn.bench.measuring.memory import cuda_peak
+from graphattn.bench.measuring.passes import one_pass
+from graphattn.bench.reporting.record import OURS
 from graphattn.kernels.shared.launch import launch
 
 N = 1000  # numbers of a tensor; in float32 4 kB

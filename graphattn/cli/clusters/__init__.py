@@ -16,9 +16,9 @@ from graphattn.cli.clusters.patterns import parse_pattern
 from graphattn.cli.clusters.sample import load_tokens
 from graphattn.cli.clusters.tables import clusterings, score_table, step_table
 from graphattn.cli.outputs import check_figures_can_be_drawn
-from graphattn.cli.tables import cells_of
 from graphattn.dynamics.arguments import need_scikit_learn
 from graphattn.graphs.arguments import as_choice, as_int
+from graphattn.plain_tables import cells_of
 
 
 def run_clusters(

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import graphattn as ga
 from graphattn.cli.demo.sample import printable
-from graphattn.cli.tables import counted
+from graphattn.plain_tables import counted
 
 
 class Pattern(NamedTuple):

@@ -13,11 +13,11 @@ from torch import Tensor
 from graphattn.cli.clusters.columns import is_missing, number, one_column, read_csv, some_columns
 from graphattn.cli.clusters.images import MOST_PIXELS, image_format, read_image, read_mask
 from graphattn.cli.demo.sample import printable
-from graphattn.cli.tables import counted
 from graphattn.data import FileFormatError
 from graphattn.data.files import read_bytes
 from graphattn.dynamics import standardize
 from graphattn.graphs.arguments import as_int
+from graphattn.plain_tables import counted
 
 LONGEST_SIDE = 64  # of an image, as in the paper; larger ones are averaged over blocks of pixels
 MOST_TOKENS = 20_000

@@ -11,7 +11,7 @@ from torch import Tensor
 from graphattn import dynamics
 from graphattn.cli.clusters.images import BOUNDARY
 from graphattn.cli.clusters.sample import Tokens
-from graphattn.cli.tables import counted, plain_table, short
+from graphattn.plain_tables import counted, plain_table, short
 
 TOLERANCE = 0.1
 STEPS_SHOWN = (0, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)

@@ -17,7 +17,7 @@ from graphattn.cli.demo.layers import layer_table
 from graphattn.cli.demo.sample import load_sample
 from graphattn.cli.demo.training import FEWEST_TOKENS, train_models
 from graphattn.cli.demo.verdict import training_table
-from graphattn.cli.tables import cells_of
+from graphattn.plain_tables import cells_of
 
 
 def run_demo(

@@ -9,7 +9,7 @@ from rich.table import Table
 
 import graphattn as ga
 from graphattn.cli.demo.sample import Sample
-from graphattn.cli.tables import plain_table
+from graphattn.plain_tables import plain_table
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import graphattn as ga
 from graphattn.cli.demo.sample import Sample
-from graphattn.cli.tables import plain_table, short
+from graphattn.plain_tables import plain_table, short
 
 DIM, HEADS, EDGE_HIDDEN = 64, 4, 64
 

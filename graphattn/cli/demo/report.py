@@ -8,7 +8,7 @@ from graphattn.cli import report
 from graphattn.cli.demo.figures import draw_pictures
 from graphattn.cli.demo.sample import Sample
 from graphattn.cli.demo.training import Training
-from graphattn.cli.tables import Cells
+from graphattn.plain_tables import Cells
 
 try:
     import matplotlib  # noqa: F401

@@ -8,7 +8,7 @@ from rich.table import Table
 
 from graphattn.cli.demo.pieces import MASK_RATIO, NEAREST
 from graphattn.cli.demo.training import BESIDE, DemoTraining, Training
-from graphattn.cli.tables import plain_table
+from graphattn.plain_tables import plain_table
 
 CERTAIN = 2.0  # standard errors from 0
 

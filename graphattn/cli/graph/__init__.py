@@ -13,8 +13,8 @@ from rich.table import Table
 from graphattn.cli.graph.facts import MOST_EDGES, GraphFact, facts_of
 from graphattn.cli.graph.kinds import KINDS, build, option, sizes_of
 from graphattn.cli.outputs import check_figures_can_be_drawn, check_output, write_json
-from graphattn.cli.tables import cells_of, plain_table
 from graphattn.graphs.arguments import as_float
+from graphattn.plain_tables import cells_of, plain_table
 
 
 def run_graph(

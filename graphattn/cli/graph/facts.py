@@ -12,7 +12,7 @@ from scipy.sparse.csgraph import breadth_first_order, connected_components, shor
 
 import graphattn as ga
 from graphattn.cli.graph.kinds import Theory
-from graphattn.cli.tables import short
+from graphattn.plain_tables import short
 
 MOST_EDGES = 20_000_000  # listed for what needs the edges: a minute, and two gigabytes
 EXACT_DIAMETER = 1024  # tokens up to which all pairs are measured

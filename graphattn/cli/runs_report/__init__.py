@@ -14,7 +14,7 @@ from graphattn.cli.outputs import check_figures_can_be_drawn, check_output
 from graphattn.cli.report import ReportSection, write_report
 from graphattn.cli.runs_report import figures, run_sections, sweep_sections, tables
 from graphattn.cli.runs_report.reading import FoundRun, FoundSweep, read_folders
-from graphattn.cli.tables import counted
+from graphattn.plain_tables import counted
 
 
 def run_report(

@@ -12,7 +12,7 @@ import graphattn as ga
 from graphattn.cli.report import Notes, ReportSection
 from graphattn.cli.runs_report.reading import MODEL, FoundRun
 from graphattn.cli.runs_report.words import number
-from graphattn.cli.tables import Cells, counted
+from graphattn.plain_tables import Cells, counted
 from graphattn.spectral import Certificate
 
 TOKENS = 24  # of the probe: a certificate of a layer takes a second or so

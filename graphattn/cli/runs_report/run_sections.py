@@ -9,7 +9,7 @@ from graphattn.cli.runs_report import figures, tables
 from graphattn.cli.runs_report.certificates import certificates_of
 from graphattn.cli.runs_report.reading import FoundRun
 from graphattn.cli.runs_report.words import best_row, is_number, number, status, value
-from graphattn.cli.tables import short
+from graphattn.plain_tables import short
 from graphattn.train.records import Row
 
 MOST_SAMPLES, LONGEST = 12, 4000  # of a page; all are in the folder

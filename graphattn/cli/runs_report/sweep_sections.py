@@ -12,7 +12,7 @@ from graphattn.cli.report import Notes, ReportSection
 from graphattn.cli.runs_report.figures import drawn
 from graphattn.cli.runs_report.reading import FoundSweep
 from graphattn.cli.runs_report.words import duration, is_number, number, value
-from graphattn.cli.tables import Cells, counted
+from graphattn.plain_tables import Cells, counted
 from graphattn.train import RunConfig
 from graphattn.train.records import Row
 

@@ -17,7 +17,7 @@ from graphattn.cli.runs_report.words import (
     number,
     value,
 )
-from graphattn.cli.tables import Cells
+from graphattn.plain_tables import Cells
 from graphattn.train import RunConfig
 from graphattn.train.records import Row
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from graphattn.cli.runs_report.reading import FoundRun
-from graphattn.cli.tables import counted, short
+from graphattn.plain_tables import counted, short
 
 NAMES = {  # what an evaluation calls its numbers -> what a table does
     "loss": "loss",

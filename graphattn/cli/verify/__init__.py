@@ -15,7 +15,6 @@ from threadpoolctl import ThreadpoolController
 
 import graphattn
 from graphattn.cli.outputs import check_figures_can_be_drawn, check_output, write_json
-from graphattn.cli.tables import cells_of
 from graphattn.cli.verify import (
     closed_classes,
     errata,
@@ -26,6 +25,7 @@ from graphattn.cli.verify import (
 )
 from graphattn.cli.verify.claims import SIZES, Claim, Outcome
 from graphattn.graphs.arguments import as_choice
+from graphattn.plain_tables import cells_of
 
 CLAIMS: list[Claim] = [
     *windows.CLAIMS,

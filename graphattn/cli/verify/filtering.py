@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 import graphattn as ga
-from graphattn.cli.tables import counted
 from graphattn.cli.verify.claims import Claim, ClaimCase, Size
 from graphattn.cli.verify.graphs import generator, weighted_graphs
+from graphattn.plain_tables import counted
 
 Array = NDArray[np.float64]
 NEAR = 1e-6  # "just below" and "just above" a limit

@@ -7,8 +7,8 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
-from graphattn.cli.tables import plain_table, short
 from graphattn.cli.verify.claims import Outcome, Shown
+from graphattn.plain_tables import plain_table, short
 
 HOLDS, FAILED = "[green]holds[/green]", "[red]FAILED[/red]"
 

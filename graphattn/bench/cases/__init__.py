@@ -1,0 +1,1 @@
+"""Workloads of the benchmark: their graphs, sizes, inputs and targets."""

@@ -1,0 +1,338 @@
+"""Attention over graphs of every kind: cases and their targets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch.nn.attention import SDPBackend
+
+import graphattn as ga
+from graphattn.bench.cases import least_work as work
+from graphattn.bench.cases.case import BOTH, FORWARD, TWICE, BenchmarkCase
+from graphattn.bench.cases.inputs import AttentionInputs, attention_inputs
+from graphattn.bench.cases.least_work import Size
+from graphattn.bench.cases.targets import Target
+from graphattn.bench.contenders import flex, gathered, ours
+from graphattn.bench.contenders import fused_attention as fused
+from graphattn.bench.contenders import offset_slices as slices
+from graphattn.bench.contenders import peers as other
+from graphattn.bench.contenders import sparse_matrices as listed
+from graphattn.bench.contenders import window_blocks as blocks
+from graphattn.bench.reporting.record import OURS
+
+
+def attention_over(
+    graph: Callable[[Size], ga.TokenGraph], *, shared: bool = False
+) -> Callable[[Size, torch.device, torch.dtype], AttentionInputs]:
+    """Random tensors over a graph of that size."""
+
+    def make(size: Size, device: torch.device, dtype: torch.dtype) -> AttentionInputs:
+        return attention_inputs(
+            graph(size),
+            size["heads"],
+            size["features"],
+            device,
+            dtype,
+            size.get("top_k"),
+            batch=size.get("batch"),
+            shared=shared,
+        )
+
+    return make
+
+
+def everything(size: Size) -> ga.TokenGraph:
+    """Every token sees every token."""
+    return ga.complete_graph(size["tokens"])
+
+
+def causal_window(size: Size) -> ga.TokenGraph:
+    """`window` keys, the token itself among them."""
+    return ga.causal_window_graph(size["tokens"], size["window"])
+
+
+def centred_window(size: Size) -> ga.TokenGraph:
+    """`window` keys around the token, itself among them."""
+    return ga.window_path_graph(size["tokens"], size["window"] // 2, self_loops=True)
+
+
+def all_pairs(size: Size) -> int:
+    """Edges of a complete graph."""
+    return size["tokens"] ** 2
+
+
+def in_window(size: Size) -> int:
+    """Edges of a window, those that the ends of the sequence cut off too."""
+    return size["tokens"] * size["window"]
+
+
+HEADS = {"heads": 8, "features": 64}
+THOUSANDS = {
+    "small": (512, 1024, 2048, 4096),
+    "paper": tuple(1024 * 2**i for i in range(8)),
+    "long": tuple(1024 * 2**i for i in range(10)),
+}
+GATHER_SCATTER: dict[str, other.Run] = {
+    "index_add": other.index_add,
+    "torch-scatter": other.torch_scatter,
+    "compiled": gathered.compiled,
+    "compiled, atomic adds": other.compiled,
+}
+COMPILED = ("compiled", "compiled, atomic adds")
+MESSAGES = ("index_add", "torch-scatter")  # a message per edge and head is kept
+LISTED: dict[str, other.Run] = {"torch.sparse": listed.torch_sparse, "numba": listed.numba_rows}
+OF_OFFSETS: dict[str, other.Run] = {
+    "compiled slices": slices.compiled_windows(slices.SLICES),
+    "compiled unfold": slices.compiled_windows(slices.UNFOLD),
+}
+ON_BLOCKS: dict[str, other.Run] = {
+    "blocks + topk": blocks.blocks_top_k(blocks.largest_by_topk),
+    "blocks + numpy.sort": blocks.blocks_top_k(blocks.largest_by_numpy),
+}
+BLOCKS_DOT = "blocks + SDPA (dot product)"
+STRUCTURED = f"{OURS}, structured"
+OUR_DOT = f"{OURS} (dot product)"
+FLASH, CUDNN = "SDPA flash (dot product)", "SDPA cuDNN (dot product)"
+DENSE: dict[str, other.Run] = {
+    FLASH: fused.sdpa(SDPBackend.FLASH_ATTENTION),
+    CUDNN: fused.sdpa(SDPBackend.CUDNN_ATTENTION),
+}
+CAUSAL_FLASH = "SDPA flash, causal (dot product)"
+CAUSAL_CUDNN = "SDPA cuDNN, causal (dot product)"
+CAUSAL_DENSE: dict[str, other.Run] = {
+    CAUSAL_FLASH: fused.sdpa(SDPBackend.FLASH_ATTENTION, is_causal=True),
+    CAUSAL_CUDNN: fused.sdpa(SDPBackend.CUDNN_ATTENTION, is_causal=True),
+}
+FLEX, FLEX_DOT = "FlexAttention", "FlexAttention (dot product)"
+FLEX_KEPT = "FlexAttention, chosen before"
+FLASH_WINDOW = "flash-attention (dot product)"
+WINDOWED_DOTS: dict[str, other.Run] = {
+    OUR_DOT: ours.dot_product,
+    FLEX_DOT: flex.flex_dot,
+    FLASH_WINDOW: fused.flash_window,
+    BLOCKS_DOT: blocks.blocks_sdpa,
+}
+
+
+def in_both_passes(
+    rivals: tuple[str, ...], forward: float, both: float, *own: str
+) -> tuple[Target, ...]:
+    """So many times as fast as the fastest rival on a CPU; graphattn, or what else is named."""
+    return tuple(
+        Target("time", rivals, at_least=times, of=of, passes=passes)
+        for of in own or (OURS,)
+        for passes, times in ((FORWARD, forward), (BOTH, both))
+    )
+
+
+def share_on_a_cpu(share: float, *own: str) -> tuple[Target, ...]:
+    """So much of what a CPU could do at best, in both passes."""
+    return tuple(
+        Target("share of bound", at_least=share, of=of, passes=passes)
+        for of in own or (OURS,)
+        for passes in (FORWARD, BOTH)
+    )
+
+
+def on_gpu(*targets: tuple[str, str, float]) -> tuple[Target, ...]:
+    """How many times as fast (rival, ours, times), in both passes, as the GPU table has it."""
+    return tuple(
+        Target("time", (rival,), at_least=times, of=own, passes=passes, device="cuda")
+        for rival, own, times in targets
+        for passes in (FORWARD, BOTH)
+    )
+
+
+def most_of_the_bound() -> tuple[Target, ...]:
+    """60 % of what the GPU could do at best."""
+    return tuple(
+        Target("share of bound", at_least=0.6, passes=passes, device="cuda")
+        for passes in (FORWARD, BOTH)
+    )
+
+
+ATTENTION = [
+    BenchmarkCase(
+        "complete",
+        "RBF attention, complete graph",
+        {
+            "small": {"tokens": 512, **HEADS},
+            "paper": {"tokens": 4096, **HEADS},
+            "long": {"tokens": 16384, **HEADS},
+        },
+        attention_over(everything),
+        {
+            OURS: ours.rbf,
+            FLEX: flex.flex_rbf,
+            "masked dense": other.masked_dense,
+            "KeOps": other.keops,
+        },
+        {OUR_DOT: ours.dot_product, **DENSE},
+        targets=(
+            Target("time", (FLASH,), at_most=1.1),
+            Target("time", (FLASH,), at_most=1.25, passes=BOTH),
+        ),
+        work=work.attention(all_pairs),
+        cuda={"paper": {"batch": 4, "tokens": 4096, "heads": 16, "features": 64}},
+    ),
+    BenchmarkCase(
+        "gka",
+        "Gaussian kernel attention: query, key and value are one tensor, complete graph",
+        {
+            "small": {"batch": 2, "tokens": 256, **HEADS},
+            "paper": {"batch": 1, "tokens": 4096, **HEADS},
+            "long": {"batch": 1, "tokens": 16384, **HEADS},
+        },
+        attention_over(everything, shared=True),
+        {OURS: ours.rbf, FLEX: flex.flex_rbf, "masked dense": other.masked_dense},
+        {**DENSE, FLASH_WINDOW: fused.flash_window},
+        targets=(
+            *(
+                Target("time", (FLASH, CUDNN), at_least=1.0, passes=passes, device="cuda")
+                for passes in (FORWARD, BOTH)
+            ),
+            *most_of_the_bound(),
+        ),
+        work=work.attention(all_pairs, tensors=2),
+        cuda={
+            "paper": {"batch": 16, "tokens": 4096, "heads": 16, "features": 64},
+            "long": {"batch": 4, "tokens": 16384, "heads": 16, "features": 64},
+        },
+    ),
+    BenchmarkCase(
+        "causal-window",
+        "Attention, causal window",
+        {
+            "small": {"tokens": 1024, "window": 64, **HEADS},
+            "paper": {"tokens": 16384, "window": 256, **HEADS},
+            "long": {"tokens": 131072, "window": 256, **HEADS},
+        },
+        attention_over(causal_window),
+        {
+            OURS: ours.rbf,
+            STRUCTURED: ours.rbf_structured,
+            FLEX: flex.flex_rbf,
+            "index_add": other.index_add,
+            "masked dense": other.masked_dense,
+        },
+        WINDOWED_DOTS,
+        CAUSAL_DENSE,
+        (
+            *in_both_passes((CAUSAL_FLASH,), 30, 30, OURS, OUR_DOT),
+            Target("time", (FLEX_DOT,), at_least=2, of=OUR_DOT),
+            *in_both_passes((BLOCKS_DOT,), 2.5, 2.5, OUR_DOT),
+            *share_on_a_cpu(0.75, OURS, OUR_DOT),
+            Target("time", (OURS,), at_most=2.2, of=TWICE),
+            *on_gpu((FLEX, OURS, 1.3), (FLEX_DOT, OUR_DOT, 1.3)),
+            *on_gpu((FLASH_WINDOW, OURS, 0.9), (FLASH_WINDOW, OUR_DOT, 0.9)),
+            *most_of_the_bound(),
+        ),
+        twice=True,
+        work=work.attention(in_window),
+        cuda={"paper": {"tokens": 65536, "window": 256, **HEADS}},
+    ),
+    BenchmarkCase(
+        "window",
+        "Attention, 8 tokens on each side",
+        {
+            "small": {"tokens": 2048, "window": 17, **HEADS},
+            "paper": {"tokens": 65536, "window": 17, **HEADS},
+            "long": {"tokens": 131072, "window": 17, **HEADS},
+        },
+        attention_over(centred_window),
+        {
+            OURS: ours.rbf,
+            STRUCTURED: ours.rbf_structured,
+            FLEX: flex.flex_rbf,
+            **GATHER_SCATTER,
+            **OF_OFFSETS,
+            **LISTED,
+        },
+        WINDOWED_DOTS,
+        targets=(
+            *in_both_passes((FLEX, "compiled", *OF_OFFSETS, *LISTED), 1.7, 2),
+            *share_on_a_cpu(0.75, OURS, OUR_DOT),
+            *(
+                target
+                for passes in (FORWARD, BOTH)
+                for target in (
+                    Target("time", MESSAGES, at_least=10, passes=passes),
+                    Target("memory", MESSAGES, at_most=1 / 5, passes=passes),
+                )
+            ),
+            *on_gpu((FLEX, OURS, 2.5), (FLEX_DOT, OUR_DOT, 2.5)),
+            *most_of_the_bound(),  # here the bytes
+        ),
+        work=work.attention(in_window),
+    ),
+    BenchmarkCase(
+        "krause",
+        "Krause attention: causal window, top-k",
+        {
+            "small": {"tokens": 512, "window": 64, "top_k": 48, **HEADS},
+            "paper": {"tokens": 8192, "window": 256, "top_k": 192, **HEADS},
+            "long": {"tokens": 65536, "window": 256, "top_k": 192, **HEADS},
+        },
+        attention_over(causal_window),
+        {
+            OURS: ours.rbf,
+            STRUCTURED: ours.rbf_structured,
+            FLEX_KEPT: flex.flex_kept,
+            "masked dense": other.masked_dense,
+            **ON_BLOCKS,
+        },
+        yardsticks={"without top-k": ours.rbf_without_top_k},
+        targets=(
+            *in_both_passes(("blocks + topk",), 20, 15),
+            *in_both_passes((STRUCTURED,), 15, 15),
+            *share_on_a_cpu(0.75),
+            Target("time", ("masked dense",), at_least=30),
+            Target("time", ("without top-k",), at_most=3),
+            *on_gpu(("masked dense", OURS, 5), (FLEX_KEPT, OURS, 1.5)),
+        ),
+        work=work.attention(in_window),
+        # Twice as many tokens: masked dense would take 100 GB.
+        cuda={"paper": {"tokens": 16384, "window": 256, "top_k": 192, **HEADS}},
+    ),
+    BenchmarkCase(
+        "krause-dense",
+        "Krause attention of fewer tokens, beside all pairs",
+        {
+            "small": {"tokens": 256, "window": 64, "top_k": 48, **HEADS},
+            "paper": {"tokens": 4096, "window": 256, "top_k": 192, **HEADS},
+            "long": {"tokens": 16384, "window": 256, "top_k": 192, **HEADS},
+        },
+        attention_over(causal_window),
+        {OURS: ours.rbf, "masked dense": other.masked_dense},
+        targets=in_both_passes(("masked dense",), 80, 60),
+        work=work.attention(in_window),
+        devices=("cpu",),
+    ),
+    BenchmarkCase(
+        "million",
+        "RBF attention, causal window, a million tokens",
+        {
+            "small": {"tokens": 20_000, "window": 64, "heads": 2, "features": 16},
+            "paper": {"tokens": 1_000_000, "window": 64, "heads": 2, "features": 16},
+            "long": {"tokens": 4_000_000, "window": 64, "heads": 2, "features": 16},
+        },
+        attention_over(causal_window),
+        {OURS: ours.rbf, "index_add": other.index_add},
+        targets=(Target("memory", at_most=3e9, passes=BOTH),),
+        work=work.attention(in_window),
+    ),
+    BenchmarkCase(
+        "scaling-window",
+        "RBF attention, causal window, by length",
+        {
+            "small": {"window": 32, "heads": 2, "features": 32},
+            "paper": {"window": 256, "heads": 2, "features": 64},
+            "long": {"window": 256, "heads": 2, "features": 64},
+        },
+        attention_over(causal_window),
+        {OURS: ours.rbf},
+        lengths=THOUSANDS,
+        work=work.attention(in_window),
+    ),
+]  # fmt: skip

@@ -1,0 +1,1 @@
+"""Ways to compute an operation: ours, and what others offer or write by hand."""

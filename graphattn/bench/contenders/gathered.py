@@ -1,0 +1,206 @@
+"""Gather/scatter as one writes it for speed: compiled, and everything is gathered.
+
+A compiled `index_add` adds atomically, edge by edge: threads that add to the same rows wait for
+each other. Here a row finds the edges that end in it in a table, and sums what it gathers, in the
+backward pass too, where a source finds the edges that start from it.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from graphattn.bench.cases.inputs import AttentionInputs
+from graphattn.bench.contenders.peers import afford, needs_compiler
+
+PADDED = 1.5  # times as many places as edges, at most, for a single table
+
+
+class Table(NamedTuple):
+    """Some rows and what each sums over, [rows, width]; unused places hold a 0 and are no edge."""
+
+    rows: Tensor
+    ends: Tensor  # the other end of each edge
+    edges: Tensor  # its number
+    is_edge: Tensor
+
+
+class Tables(NamedTuple):
+    """All rows in tables of about equal widths, so that a few wide rows widen no others."""
+
+    tables: list[Table]
+    place: Tensor  # of every row, in the rows of the tables one after the other
+    num_edges: int
+
+    @property
+    def places(self) -> int:
+        """In all tables, edges or not."""
+        return sum(table.ends.numel() for table in self.tables)
+
+
+def tables_of(rows: Tensor, ends: Tensor, num_rows: int) -> Tables:
+    """Of edges between `ends` and `rows`, in any order: one table where padding costs little.
+
+    Otherwise widths are those of the widest row between two powers of two.
+    """
+    order = rows.argsort(stable=True)
+    degree = torch.bincount(rows, minlength=num_rows)
+    start = degree.cumsum(0) - degree
+    widest = int(degree.max()) if len(rows) else 0
+    if num_rows * widest <= PADDED * len(rows):
+        classes = torch.zeros_like(degree)
+    else:
+        classes = degree.clamp(min=1).double().log2().ceil().long()
+    found = []
+    for own in classes.unique():
+        members = (classes == own).nonzero()[:, 0]
+        width = max(1, int(degree[members].max()))
+        column = torch.arange(width, device=rows.device)
+        is_edge = column < degree[members, None]
+        edges = order[(start[members, None] + column).clamp(max=len(rows) - 1)]
+        edges = edges.where(is_edge, 0)
+        found.append(Table(members, ends[edges], edges, is_edge))
+    place = torch.cat([table.rows for table in found]).argsort()
+    return Tables(found, place, len(rows))
+
+
+def compiled(x: AttentionInputs) -> Tensor:
+    """RBF attention that gathers, compiled, forward and backward."""
+    needs_compiler(x.query.device)
+    if "tables" not in x.prepared:
+        source, target = x.graph.edge_index
+        x.prepared["tables"] = (
+            tables_of(target, source, x.graph.num_targets),
+            tables_of(source, target, x.graph.num_sources),
+        )
+    of_targets, of_sources = x.prepared["tables"]
+    afford(of_targets.places * float(x.query.shape[-2]), "its weights", x.query)
+    return Gathered.apply(x.query, x.key, x.value, x.sigma, of_targets, of_sources)
+
+
+class Gathered(Function):
+    """Its backward pass is written down: autograd's own scatters what was gathered."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sigma: float,
+        of_targets: Tables,
+        of_sources: Tables,
+    ) -> Tensor:
+        """[N, H, D]."""
+        parts, weights = [], []
+        for table in of_targets.tables:
+            out, weight = compile_once(attend)(
+                query, key, value, table.rows, table.ends, table.is_edge, sigma
+            )
+            parts.append(out)
+            weights.append(weight)
+        out = in_order(parts, of_targets)
+        ctx.save_for_backward(query, key, value, out, *weights)
+        ctx.given = sigma, of_targets, of_sources
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, d_out: Tensor) -> Any:
+        """By query, key and value."""
+        query, key, value, out, *weights = ctx.saved_tensors
+        sigma, of_targets, of_sources = ctx.given
+        parts = []
+        # By number of the edge, [E, H]: every edge stands in one place of one table.
+        weight_of, pull_of = (query.new_empty(of_targets.num_edges, query.shape[1]) for _ in "wp")
+        for table, weight in zip(of_targets.tables, weights, strict=True):
+            d_query, pull = compile_once(d_rows)(
+                query, key, value, out, d_out, weight, table.rows, table.ends, sigma
+            )
+            parts.append(d_query)
+            weight_of[table.edges[table.is_edge]] = weight[table.is_edge]
+            pull_of[table.edges[table.is_edge]] = pull[table.is_edge]
+        pairs = []
+        for table in of_sources.tables:
+            # Outside of what is compiled: inside, they would be gathered anew for every feature.
+            no_edge = ~table.is_edge[..., None]
+            weight, pull = (
+                gathered(of_edge, table.edges).masked_fill_(no_edge, 0.0)
+                for of_edge in (weight_of, pull_of)
+            )
+            pairs.append(
+                compile_once(d_sources)(query, key, d_out, weight, pull, table.rows, table.ends)
+            )
+        d_key, d_value = (in_order(list(part), of_sources) for part in zip(*pairs, strict=True))
+        return in_order(parts, of_targets), d_key, d_value, None, None, None
+
+
+def in_order(parts: list[Tensor], tables: Tables) -> Tensor:
+    """The rows of all tables as they stand in the graph; nothing is moved for a single table."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts).index_select(0, tables.place)
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    rows: Tensor,
+    ends: Tensor,
+    is_edge: Tensor,
+    sigma: float,
+) -> tuple[Tensor, Tensor]:
+    """Outputs [rows, H, D] and weights [rows, width, H]; zeros for a row without edges."""
+    difference = query.index_select(0, rows)[:, None] - gathered(key, ends)
+    logits = -difference.square().sum(-1) / (2 * sigma**2)
+    weight = logits.masked_fill(~is_edge[..., None], -torch.inf).softmax(1)
+    weight = weight.masked_fill(~is_edge[..., None], 0.0)
+    return (weight[..., None] * gathered(value, ends)).sum(1), weight
+
+
+def d_rows(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    d_out: Tensor,
+    weight: Tensor,
+    rows: Tensor,
+    ends: Tensor,
+    sigma: float,
+) -> tuple[Tensor, Tensor]:
+    """Gradients by the queries, and by the logits over sigma^2: how hard each edge pulls."""
+    d_own = d_out.index_select(0, rows)
+    along = (gathered(value, ends) * d_own[:, None]).sum(-1)
+    mean = (out.index_select(0, rows) * d_own).sum(-1)
+    pull = weight * (along - mean[:, None]) / sigma**2
+    difference = gathered(key, ends) - query.index_select(0, rows)[:, None]
+    return (pull[..., None] * difference).sum(1), pull
+
+
+def d_sources(
+    query: Tensor,
+    key: Tensor,
+    d_out: Tensor,
+    weight: Tensor,
+    pull: Tensor,
+    rows: Tensor,
+    ends: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Gradients by the keys and by the values."""
+    difference = gathered(query, ends) - key.index_select(0, rows)[:, None]
+    d_key = (pull[..., None] * difference).sum(1)
+    return d_key, (weight[..., None] * gathered(d_out, ends)).sum(1)
+
+
+def gathered(x: Tensor, index: Tensor) -> Tensor:
+    """[rows, width, *] of [*, ...]."""
+    return x.index_select(0, index.flatten()).unflatten(0, index.shape)
+
+
+@cache
+def compile_once(function: Any) -> Any:
+    """For the sizes of one case."""
+    return torch.compile(function, dynamic=False)

@@ -1,0 +1,283 @@
+"""Other ways to compute the same: what a benchmark compares graphattn with.
+
+Each takes the inputs of a case and returns its output. They are written as their users write them.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphattn.bench.cases.inputs import (
+    AttentionInputs,
+    ConsensusLayerInputs,
+    ConsensusTensors,
+    MissingError,
+    NeighborInputs,
+    SpectralInputs,
+    StreamInputs,
+    WindowSize,
+)
+
+Run = Callable[[Any], Any]
+
+
+def free_memory(device: torch.device) -> float:
+    """Bytes that a process may still take; 8 GB where the system does not say."""
+    if device.type == "cuda":
+        held_and_unused = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+        return float(torch.cuda.mem_get_info(device)[0] + held_and_unused)
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return 8e9
+    return next((1024.0 * int(s.split()[1]) for s in lines if s.startswith("MemAvailable")), 8e9)
+
+
+def afford(numbers: float, what: str, like: Tensor) -> None:
+    """Refuse what would not fit: six tensors of so many numbers `like` this, backward included."""
+    size = 6.0 * like.element_size() * numbers
+    if size > 0.8 * free_memory(like.device):
+        raise MissingError(f"{what} would need about {1e-9 * size:,.0f} GB")
+
+
+def afford_edges(x: AttentionInputs) -> None:
+    """Refuse to hold the features of too many edges."""
+    sequences = x.query.shape[:-3].numel()
+    numbers = float(x.graph.num_edges) * sequences * x.query.shape[-2:].numel()
+    afford(numbers, "its messages", x.query)
+
+
+def afford_edge_networks(x: ConsensusTensors | ConsensusLayerInputs) -> None:
+    """Refuse to hold the matrices Lambda of too many edges."""
+    edges = float(x.num_sequences * x.graph.num_edges)
+    afford(edges * x.network.shear_bias.numel(), "its edge networks", x.network.shear)
+
+
+def needs_compiler(device: torch.device) -> None:
+    """Refuse to compile where nothing can."""
+    if device.type == "cpu" and shutil.which("c++") is None:
+        raise MissingError("torch.compile needs a C++ compiler on a CPU")
+
+
+def only_on_a_cpu(device: torch.device) -> None:
+    """Refuse a peer that is written for CPUs."""
+    if device.type != "cpu":
+        raise MissingError("written for CPUs")
+
+
+# Attention.
+
+
+def masked_dense(x: AttentionInputs) -> Tensor:
+    """All pairs, then a mask, then top-k: what papers' code does."""
+    rows = x.query.shape[:-3].numel() * x.query.shape[-2] * x.graph.num_targets
+    afford(float(rows) * x.graph.num_sources, "all pairs", x.query)
+    q, k, v = (t.transpose(-3, -2) for t in (x.query, x.key, x.value))
+    no_edge = ~x.graph.to_mask()
+    logits = _logits(q, k, x.sigma).masked_fill(no_edge, -torch.inf)
+    if x.top_k is not None and x.top_k < logits.shape[-1]:
+        scores = logits.detach()
+        if scores.dtype != torch.float32:  # bfloat16 does not tell neighbours apart
+            with torch.no_grad(), products_in_tf32():
+                scores = _logits(q.float(), k.float(), x.sigma).masked_fill(no_edge, -torch.inf)
+        threshold = scores.topk(x.top_k, dim=-1).values[..., -1:]
+        logits = logits.masked_fill(scores < threshold, -torch.inf)
+    return (logits.softmax(-1) @ v).transpose(-3, -2)
+
+
+def _logits(query: Tensor, key: Tensor, sigma: float) -> Tensor:
+    return (query @ key.mT - key.square().sum(-1)[..., None, :] / 2) / sigma**2
+
+
+@contextmanager
+def products_in_tf32() -> Iterator[None]:
+    """On a GPU the faster products of float32, which are exact for numbers that were bfloat16."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def _gather_scatter(
+    x: AttentionInputs, softmax: Callable[..., Tensor], add: Callable[..., Tensor]
+) -> Tensor:
+    """One message per edge, as message passing is written by hand."""
+    afford_edges(x)
+    source, target = x.graph.edge_index
+    difference = x.query.index_select(-3, target) - x.key.index_select(-3, source)
+    logits = -difference.square().sum(-1) / (2 * x.sigma**2)
+    weights = softmax(logits, target, x.graph.num_targets)
+    return add(weights[..., None] * x.value.index_select(-3, source), target, x.graph.num_targets)
+
+
+def _softmax(logits: Tensor, target: Tensor, num_targets: int) -> Tensor:
+    rows = (*logits.shape[:-2], num_targets, logits.shape[-1])
+    index = target[:, None].expand_as(logits)
+    highest = logits.new_full(rows, -torch.inf).scatter_reduce(-2, index, logits.detach(), "amax")
+    exponential = (logits - highest.index_select(-2, target)).exp()
+    total = logits.new_zeros(rows).index_add(-2, target, exponential)
+    return exponential / total.index_select(-2, target)
+
+
+def _add(messages: Tensor, target: Tensor, num_targets: int) -> Tensor:
+    shape = (*messages.shape[:-3], num_targets, *messages.shape[-2:])
+    return messages.new_zeros(shape).index_add(-3, target, messages)
+
+
+def index_add(x: AttentionInputs) -> Tensor:
+    """Gather and scatter with torch's index_add."""
+    return _gather_scatter(x, _softmax, _add)
+
+
+def torch_scatter(x: AttentionInputs) -> Tensor:
+    """Gather and scatter with torch-scatter."""
+    scatter = installed("torch_scatter")
+    return _gather_scatter(
+        x,
+        lambda logits, target, n: scatter.scatter_softmax(logits, target, dim=-2, dim_size=n),
+        lambda messages, target, n: scatter.scatter_add(messages, target, dim=-3, dim_size=n),
+    )
+
+
+@cache
+def _compiled_gather_scatter() -> Callable[..., Tensor]:
+    def messages(
+        query: Tensor, key: Tensor, value: Tensor, sigma: float, edge_index: Tensor, n: int
+    ) -> Tensor:
+        source, target = edge_index
+        difference = query.index_select(-3, target) - key.index_select(-3, source)
+        weights = _softmax(-difference.square().sum(-1) / (2 * sigma**2), target, n)
+        return _add(weights[..., None] * value.index_select(-3, source), target, n)
+
+    return torch.compile(messages)
+
+
+def compiled(x: AttentionInputs) -> Tensor:
+    """Gather and scatter, compiled as it stands: its sums are atomic adds."""
+    if x.query.device.type == "cpu":
+        raise MissingError("on a CPU atomic adds only slow down what gathers, compiled")
+    afford_edges(x)
+    run = _compiled_gather_scatter()
+    return run(x.query, x.key, x.value, x.sigma, x.graph.edge_index, x.graph.num_targets)
+
+
+def keops(x: AttentionInputs) -> Tensor:
+    """KeOps' symbolic matrices (complete graphs)."""
+    LazyTensor = installed("pykeops.torch").LazyTensor
+    q, k, v = (t.transpose(-3, -2).contiguous() for t in (x.query, x.key, x.value))
+    difference = LazyTensor(q[..., :, None, :]) - LazyTensor(k[..., None, :, :])
+    logits = -difference.square().sum(-1) / (2 * x.sigma**2)
+    # A symbolic [*, H, N, M, D] is reduced over its sources; its own ndim is D.
+    of_sources = q.dim() - 1
+    out = logits.sumsoftmaxweight(LazyTensor(v[..., None, :, :]), axis=of_sources)
+    return out.transpose(-3, -2)
+
+
+def installed(name: str) -> Any:
+    """The module, if it is."""
+    if importlib.util.find_spec(name.split(".")[0]) is None:
+        raise MissingError(f"{name.split('.')[0]} is not installed")
+    return importlib.import_module(name)
+
+
+# Nearest neighbours: (squared distances, indices), nearest first.
+
+
+def cdist_topk(x: NeighborInputs) -> tuple[Tensor, Tensor]:
+    """All distances at once."""
+    distance = torch.cdist(x.points, x.points).fill_diagonal_(torch.inf)
+    nearest, index = distance.topk(x.k, largest=False)
+    return nearest.square(), index
+
+
+def chunked_matmul_topk(x: NeighborInputs) -> tuple[Tensor, Tensor]:
+    """Distances from products, a thousand rows at a time."""
+    norm = x.points.square().sum(-1)
+    found = []
+    for start in range(0, len(x.points), 1024):
+        rows = slice(start, start + 1024)
+        distance = norm[rows, None] + norm - 2 * x.points[rows] @ x.points.T
+        distance.diagonal(start).fill_(torch.inf)
+        found.append(distance.topk(x.k, largest=False))
+    return torch.cat([f.values for f in found]), torch.cat([f.indices for f in found])
+
+
+def sklearn_brute(x: NeighborInputs) -> tuple[Tensor, Tensor]:
+    """scikit-learn's brute force."""
+    if x.points.device.type != "cpu":
+        raise MissingError("scikit-learn searches on a CPU")
+    search = installed("sklearn.neighbors").NearestNeighbors(n_neighbors=x.k, algorithm="brute")
+    distance, index = search.fit(x.points.numpy()).kneighbors()
+    return torch.from_numpy(distance).square(), torch.from_numpy(index)
+
+
+def faiss_flat(x: NeighborInputs) -> tuple[Tensor, Tensor]:
+    """FAISS' brute force, on the device of the points, which find themselves first."""
+    faiss = installed("faiss")
+    installed("faiss.contrib.torch_utils")  # has faiss take tensors
+    if x.points.device.type == "cpu":
+        distance, index = faiss.knn(x.points, x.points, x.k + 1)
+    elif hasattr(faiss, "StandardGpuResources"):
+        distance, index = faiss.knn_gpu(faiss_resources(), x.points, x.points, x.k + 1)
+    else:
+        raise MissingError("faiss is installed without its GPU part")
+    return distance[:, 1:], index[:, 1:]
+
+
+@cache
+def faiss_resources() -> Any:
+    """FAISS' memory and streams on the GPU; to make them takes longer than to search."""
+    return installed("faiss").StandardGpuResources()
+
+
+# Graphs and their spectra.
+
+
+def offsets_and_mask(x: WindowSize) -> Tensor:
+    """The edges of a window, as scripts list them: all offsets of all tokens, cut at the ends."""
+    target = torch.arange(x.num_tokens)[:, None]
+    offsets = torch.arange(-x.window, x.window + 1)
+    source = target + offsets[offsets != 0]
+    inside = (source >= 0) & (source < x.num_tokens)
+    return torch.stack([source[inside], target.expand_as(source)[inside]])
+
+
+def shift_invert_lanczos(x: SpectralInputs) -> float:
+    """scipy's eigsh around a shift just below 0."""
+    return float(smallest_eigenpairs(x, 2)[0][1])
+
+
+def smallest_eigenpairs(x: SpectralInputs, count: int) -> tuple[Any, Any]:
+    """Eigenvalues, smallest first, and eigenvectors of the Laplacian of the symmetrised weights."""
+    from scipy import sparse
+    from scipy.sparse.linalg import eigsh
+
+    N = x.graph.num_tokens
+    adjacency = sparse.coo_array(
+        (x.edge_weight.numpy(), tuple(x.graph.edge_index.numpy())), shape=(N, N)
+    ).tocsc()
+    laplacian = sparse.csgraph.laplacian((adjacency + adjacency.T) / 2)
+    shift = -1e-8 * laplacian.diagonal().max()
+    return eigsh(laplacian, k=count, sigma=shift, which="LM")
+
+
+# One token of a stream.
+
+
+def projections_alone(x: StreamInputs) -> Tensor:
+    """The query, key, value and output projections of a token per text, and no attention."""
+    layer, token = x.late.layer, x.late.tokens[0]
+    layer.query_proj(token)
+    layer.key_proj(token)
+    return layer.output_proj(layer.value_proj(token))

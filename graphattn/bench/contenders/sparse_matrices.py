@@ -1,0 +1,209 @@
+"""Attention over listed edges as sparse matrices and as loops: torch.sparse, numba.
+
+Both read rows of edges, and in the backward pass the rows of the transposed list too, so that
+nothing is scattered.
+"""
+
+from __future__ import annotations
+
+import warnings
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from graphattn.bench.cases.inputs import AttentionInputs
+from graphattn.bench.contenders import loops
+from graphattn.bench.contenders.peers import afford, installed, only_on_a_cpu
+
+
+class SparseRows(NamedTuple):
+    """Edges by target and by source, all of int32; made once."""
+
+    rowptr: Tensor  # [N + 1]
+    source: Tensor  # [E]
+    degree: Tensor  # [N], int64
+    equal: int | None  # the degree, where it is that of all targets
+    of_sources: Tensor  # the transposed list: [M + 1]
+    target: Tensor  # [E]
+    edge: Tensor  # [E], the number of each edge in the list by target, int64
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """[targets, sources]."""
+        return len(self.rowptr) - 1, len(self.of_sources) - 1
+
+
+def rows_of(x: AttentionInputs) -> SparseRows:
+    """From the graph alone."""
+    if "rows" not in x.prepared:
+        rowptr, source = x.graph.csr()
+        degree = rowptr.diff()
+        target = torch.arange(x.graph.num_targets).repeat_interleave(degree)
+        edge = source.argsort(stable=True)
+        count = torch.bincount(source, minlength=x.graph.num_sources)
+        of_sources = torch.nn.functional.pad(count.cumsum(0), (1, 0))
+        equal = int(degree[0]) if bool((degree == degree[:1]).all()) else None
+        x.prepared["rows"] = SparseRows(
+            rowptr.int(), source.int(), degree, equal, of_sources.int(), target[edge].int(), edge
+        )
+    found: SparseRows = x.prepared["rows"]
+    return found
+
+
+# torch.sparse
+
+
+def torch_sparse(x: AttentionInputs) -> Tensor:
+    """RBF attention head by head: products at the edges, softmax of rows, a sparse product."""
+    only_on_a_cpu(x.query.device)
+    rows = rows_of(x)
+    afford(2.0 * len(rows.source) * x.query.shape[1], "its weights", x.query)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that CSR is in beta state, once
+        return Sparse.apply(x.query, x.key, x.value, x.sigma, rows)
+
+
+class Sparse(Function):
+    """Tensors are copied head by head: sparse products want them so."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, sigma: float, rows: SparseRows
+    ) -> Tensor:
+        """[N, H, D]."""
+        q, k, v = (t.transpose(0, 1).contiguous() for t in (query, key, value))
+        logits = at_edges(q, k, rows)
+        logits -= (k.square().sum(-1) / 2).index_select(1, rows.source)
+        weight = softmax_of_rows(logits.div_(sigma**2), rows)
+        out = torch.stack([matrix(w, rows) @ t for w, t in zip(weight, v, strict=True)])
+        ctx.save_for_backward(q, k, v, weight, out)
+        ctx.given = sigma, rows
+        return out.transpose(0, 1)
+
+    @staticmethod
+    def backward(ctx: Any, d_out: Tensor) -> Any:
+        """By query, key and value."""
+        q, k, v, weight, out = ctx.saved_tensors
+        sigma, rows = ctx.given
+        d = d_out.transpose(0, 1).contiguous()
+        pull = at_edges(d, v, rows)
+        pull -= of_targets((out * d).sum(-1), rows)
+        pull *= weight
+        pull /= sigma**2
+        weight_t, pull_t = (t.index_select(1, rows.edge) for t in (weight, pull))
+        d_query, d_key, d_value = (torch.empty_like(t) for t in (q, k, v))
+        ones = q.new_ones(rows.shape[0], 1)
+        for h in range(len(q)):
+            # The pulls on a target sum to 0; those on a source move it away from where it is.
+            d_query[h] = matrix(pull[h], rows) @ k[h]
+            transposed = matrix_t(pull_t[h], rows)
+            d_key[h] = transposed @ q[h] - (transposed @ ones) * k[h]
+            d_value[h] = matrix_t(weight_t[h], rows) @ d[h]
+        return *(t.transpose(0, 1) for t in (d_query, d_key, d_value)), None, None
+
+
+def matrix(values: Tensor, rows: SparseRows) -> Tensor:
+    """[N, M], its values by target."""
+    return torch.sparse_csr_tensor(
+        rows.rowptr, rows.source, values, rows.shape, check_invariants=False
+    )
+
+
+def matrix_t(values: Tensor, rows: SparseRows) -> Tensor:
+    """[M, N], its values by source."""
+    return torch.sparse_csr_tensor(
+        rows.of_sources, rows.target, values, rows.shape[::-1], check_invariants=False
+    )
+
+
+def at_edges(of_targets: Tensor, of_sources: Tensor, rows: SparseRows) -> Tensor:
+    """Inner products [H, E] of the two ends of every edge."""
+    pattern = matrix(of_targets.new_zeros(len(rows.source)), rows)
+    found = [
+        torch.sparse.sampled_addmm(pattern, a, b.T, beta=0.0).values()
+        for a, b in zip(of_targets, of_sources, strict=True)
+    ]
+    return torch.stack(found)
+
+
+def softmax_of_rows(logits: Tensor, rows: SparseRows) -> Tensor:
+    """Of [H, E], over the edges of every target."""
+    if rows.equal:
+        return logits.unflatten(1, (-1, rows.equal)).softmax(-1).flatten(1)
+    highest = segments(logits, "max", rows)
+    weight = (logits - of_targets(highest, rows)).exp_()
+    return weight.div_(of_targets(segments(weight, "sum", rows), rows))
+
+
+def segments(values: Tensor, reduce: str, rows: SparseRows) -> Tensor:
+    """[H, N] of [H, E]."""
+    return torch.segment_reduce(values.T.contiguous(), reduce, lengths=rows.degree, axis=0).T
+
+
+def of_targets(values: Tensor, rows: SparseRows) -> Tensor:
+    """[H, E] of [H, N]."""
+    return values.repeat_interleave(rows.degree if rows.equal is None else rows.equal, 1)
+
+
+# numba
+
+
+def numba_rows(x: AttentionInputs) -> Tensor:
+    """RBF attention by loops over rows, compiled by numba with fast mathematics."""
+    only_on_a_cpu(x.query.device)
+    numba = installed("numba")
+    forward, backward = compiled_loops()
+    numba.set_num_threads(min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS))
+    return Looped.apply(x.query, x.key, x.value, x.sigma, rows_of(x), forward, backward)
+
+
+@cache
+def compiled_loops() -> tuple[Any, Any]:
+    """Both passes."""
+    numba = installed("numba")
+    loops.prange = numba.prange
+    compiled = numba.njit(parallel=True, fastmath=True, boundscheck=False)
+    return compiled(loops.forward), compiled(loops.backward)
+
+
+class Looped(Function):
+    """Loops read and write the tensors' own memory."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sigma: float,
+        rows: SparseRows,
+        forward: Any,
+        backward: Any,
+    ) -> Tensor:
+        """[N, H, D]."""
+        query, key, value = (t.detach().contiguous() for t in (query, key, value))
+        out, log_sum = torch.empty_like(query), query.new_empty(query.shape[:2])
+        scale = query.new_tensor(1 / sigma**2)
+        given = (query, key, value, rows.rowptr, rows.source, out, log_sum)
+        forward(*(t.numpy() for t in given), scale.numpy()[()])
+        ctx.save_for_backward(query, key, value, out, log_sum, scale)
+        ctx.given = rows, backward
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, d_out: Tensor) -> Any:
+        """By query, key and value."""
+        query, key, value, out, log_sum, scale = ctx.saved_tensors
+        rows, backward = ctx.given
+        gradients = [torch.empty_like(t) for t in (query, key, value)]
+        of_edges = (rows.rowptr, rows.source, rows.of_sources, rows.target, rows.edge)
+        kept = [query.new_empty(len(rows.source), query.shape[1]) for _ in "wp"]
+        given = (
+            *(query, key, value, *of_edges, out, log_sum, d_out.contiguous()),
+            *(*gradients, *kept),
+        )
+        backward(*(t.numpy() for t in given), scale.numpy()[()])
+        return *gradients, None, None, None, None

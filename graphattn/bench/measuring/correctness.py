@@ -1,0 +1,348 @@
+"""Whether a result is right: against float64, on a sample of rows.
+
+A full float64 computation of a long case would take longer than the benchmark. Outputs and
+gradients of a few targets need the edges at those targets alone, so a graph of these edges gives
+them exactly.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+import numpy
+import torch
+from torch import Tensor
+
+import graphattn as ga
+from graphattn.bench.cases.inputs import (
+    AttentionInputs,
+    ConsensusTensors,
+    LayerInputs,
+    NeighborInputs,
+    SpectralInputs,
+    Stream,
+    StreamInputs,
+    WindowSize,
+)
+from graphattn.bench.contenders.peers import Run, smallest_eigenpairs
+from graphattn.bench.models.generation import GenerationInputs, GenerationTruth
+from graphattn.bench.models.language import LanguageInputs, LanguageRun
+from graphattn.bench.models.language import in_float64 as language_in_float64
+from graphattn.bench.models.mixers import MixerInputs, MixerTruth
+from graphattn.bench.models.vision import VisionInputs, VisionRun
+
+SAMPLED_ROWS = 16
+ALLOWED = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 3e-2, torch.float64: 1e-10}
+
+
+class Truth(Protocol):
+    """What the results of a case should be."""
+
+    def errors_of(self, run: Run) -> tuple[float, float]:
+        """Relative errors of a contender's output and, worst of all inputs, its gradients."""
+
+
+def truth_of(inputs: Any, *, backward: bool, dot_product: bool = False) -> Truth:
+    """For one case, computed once for all its contenders; of attention, by either score."""
+    match inputs:
+        case NeighborInputs():
+            return NeighborTruth(inputs)
+        case WindowSize():
+            return EdgesTruth(inputs)
+        case SpectralInputs():
+            return SpectralTruth(inputs)
+        case StreamInputs():
+            return StreamTruth(inputs)
+        case VisionInputs():
+            return ModelTruth(inputs)
+        case LanguageInputs():
+            return LanguageTruth(inputs)
+        case GenerationInputs():
+            return GenerationTruth(inputs)
+        case MixerInputs():
+            return MixerTruth(inputs)
+        case LayerInputs():
+            return LayerTruth(inputs, backward=backward)
+    return OperationTruth(inputs, backward=backward, dot_product=dot_product)
+
+
+def relative_error(value: Tensor, truth: Tensor) -> float:
+    """||value - truth|| / ||truth||; where the truth is 0, the norm of the value."""
+    scale = truth.norm()
+    return float((value.detach().double() - truth).norm() / (scale if scale > 0 else 1))
+
+
+def worst(errors: Iterable[float]) -> float:
+    """The largest, NaN if one of them is; 0 for none."""
+    return float(torch.tensor([0.0, *errors], dtype=torch.float64).max())
+
+
+def sample(count: int, generator: torch.Generator) -> Tensor:
+    """Indices of a few rows: the first, which is a class token or a global one, and random ones."""
+    others = 1 + torch.randperm(max(count - 1, 0), generator=generator)[: SAMPLED_ROWS - 1]
+    return torch.cat([torch.zeros(min(count, 1), dtype=torch.int64), others])
+
+
+class OperationTruth:
+    """Outputs of an operation, and gradients of a random loss on them.
+
+    Of a batch the last sequence is looked at: a wrong stride shows most there.
+    """
+
+    def __init__(
+        self,
+        inputs: AttentionInputs | ConsensusTensors,
+        *,
+        backward: bool,
+        dot_product: bool = False,
+    ) -> None:
+        self.inputs = inputs
+        is_batch = isinstance(inputs, AttentionInputs) and inputs.query.dim() > 3
+        self.last = slice(-1, None) if is_batch else slice(None)
+        generator = torch.Generator().manual_seed(1)
+        self.rows = sample(inputs.graph.num_targets, generator).to(inputs.graph.device)
+        learned = [t.detach()[self.last].double().requires_grad_() for t in inputs.learned()]
+        few_edges = inputs.like(learned, self.edges_at_rows())
+        out = in_float64(few_edges, dot_product=dot_product)[..., self.rows, :, :]
+        self.loss = torch.randn(out.shape, generator=generator, dtype=torch.float64).to(out.device)
+        self.gradients: list[Tensor] = []
+        if backward:
+            self.gradients = list(torch.autograd.grad((out * self.loss).sum(), learned))
+        self.out = out.detach()
+
+    def edges_at_rows(self) -> ga.TokenGraph:
+        """The edges that the outputs at the sampled rows depend on."""
+        is_energy = isinstance(self.inputs, ConsensusTensors)
+        return edges_at(self.rows, self.inputs.graph, both_ends=is_energy)
+
+    def errors_of(self, run: Run) -> tuple[float, float]:
+        """Of the output and of the gradients."""
+        out = self.rows_of(run)
+        gradients: list[Tensor] = []
+        if self.gradients:
+            loss = (out * self.loss.to(out.dtype)).sum()
+            found = torch.autograd.grad(loss, self.inputs.learned())
+            gradients = [gradient[self.last] for gradient in found]
+        pairs = zip(gradients, self.gradients, strict=True)
+        return relative_error(out, self.out), worst(relative_error(g, t) for g, t in pairs)
+
+    def forward_error_of(self, run: Run) -> float:
+        """Of the output of a contender that has no backward pass."""
+        with torch.no_grad():
+            return relative_error(self.rows_of(run), self.out)
+
+    def rows_of(self, run: Run) -> Tensor:
+        """What a contender gives for the sampled rows."""
+        return run(self.inputs)[self.last][..., self.rows, :, :]
+
+
+def edges_at(rows: Tensor, graph: ga.TokenGraph, *, both_ends: bool) -> ga.TokenGraph:
+    """The edges to some targets; with `both_ends`, as "energy" moves them, those from them too."""
+    chosen = torch.zeros(graph.num_targets, dtype=torch.bool, device=graph.device)
+    chosen[rows] = True
+    if graph.structure is not None and graph.num_edges > 10**7:  # list the chosen rows only
+        targets = rows.sort().values
+        sources = torch.arange(graph.num_sources, device=graph.device)
+        inside = torch.stack(
+            [graph.structure.contains(t.expand_as(sources), sources) for t in targets]
+        )
+        row, source = inside.nonzero().T
+        edges = torch.stack([source, targets[row]])
+    else:
+        source, target = graph.edge_index
+        keep = chosen[target] | chosen[source] if both_ends else chosen[target]
+        edges = graph.edge_index[:, keep]
+    return ga.from_edge_index(edges, graph.num_targets, graph.num_sources)
+
+
+def in_float64(x: Any, *, dot_product: bool = False) -> Tensor:
+    """An operation on inputs in float64, by the reference backend."""
+    with ga.use_backend("reference"):
+        if dot_product:
+            return ga.dot_product_attention(x.query, x.key, x.value, x.graph)
+        if isinstance(x, AttentionInputs):
+            return ga.rbf_attention(x.query, x.key, x.value, x.graph, x.sigma, top_k=x.top_k)
+        return ga.consensus_update(
+            x.state, x.state, x.target_hidden, x.source_hidden, x.network, x.graph, x.step_size
+        )
+
+
+class NeighborTruth:
+    """Distances of the nearest neighbours: those returned, and those of the indices returned."""
+
+    def __init__(self, inputs: NeighborInputs) -> None:
+        self.inputs, self.points = inputs, inputs.points.double()
+        self.rows = sample(len(self.points), torch.Generator().manual_seed(1))
+        distance = (self.points[self.rows, None] - self.points).square().sum(-1)
+        distance[torch.arange(len(self.rows)), self.rows] = torch.inf
+        self.distance = distance.topk(inputs.k, largest=False).values.sqrt()
+
+    def errors_of(self, run: Run) -> tuple[float, float]:
+        """The larger of both; there are no gradients."""
+        squared, indices = run(self.inputs)
+        found = (self.points[self.rows, None] - self.points[indices[self.rows]]).norm(dim=-1)
+        returned = squared[self.rows].sqrt()
+        return worst(relative_error(d, self.distance) for d in (returned, found)), 0.0
+
+
+class EdgesTruth:
+    """How many edges a window has, and where those of a few targets come from."""
+
+    def __init__(self, inputs: WindowSize) -> None:
+        self.inputs, N, w = inputs, inputs.num_tokens, inputs.window
+        self.rows = sample(N, torch.Generator().manual_seed(1))
+        self.count = sum(min(i, w) + min(N - 1 - i, w) for i in range(N))
+        self.sources = [
+            [j for j in range(max(0, i - w), min(N, i + w + 1)) if j != i]
+            for i in self.rows.tolist()
+        ]
+
+    def errors_of(self, run: Run) -> tuple[float, float]:
+        """The share of edges too few or too many, or of the targets with wrong ones."""
+        edges = run(self.inputs)
+        source, target = edges.edge_index if isinstance(edges, ga.TokenGraph) else edges
+        wrong = sum(
+            source[target == i].tolist() != sources
+            for i, sources in zip(self.rows, self.sources, strict=True)
+        )
+        return abs(len(target) - self.count) / self.count + wrong / len(self.rows), 0.0
+
+
+class SpectralTruth:
+    """The Fiedler value, certified.
+
+    The Rayleigh quotient of any vector is an upper bound; with a residual r and a second
+    eigenvalue lambda_2 it is at most ||r||^2 / (lambda_2 - quotient) too large (Temple's bound).
+    Both are formed from differences over edges, so that nothing cancels.
+    """
+
+    def __init__(self, inputs: SpectralInputs) -> None:
+        self.inputs = inputs
+        values, vectors = smallest_eigenpairs(inputs, 3)
+        u = vectors[:, 1].astype(numpy.longdouble)
+        u /= numpy.sqrt((u**2).sum())
+        source, target = inputs.graph.edge_index.numpy()
+        difference = u[target] - u[source]
+        pull = inputs.edge_weight.numpy() * difference / 2  # of the symmetrised weights
+        self.value = float((pull * difference).sum())
+        laplacian_u = numpy.zeros_like(u)
+        numpy.add.at(laplacian_u, target, pull)
+        numpy.subtract.at(laplacian_u, source, pull)
+        self.residual = float(numpy.sqrt(((laplacian_u - self.value * u) ** 2).sum()))
+        self.slack = self.residual**2 / (values[2] - self.value) / self.value
+        if not 0 <= self.slack < 1e-10:
+            raise RuntimeError(f"the true Fiedler value is known to {self.slack:.0e} only")
+
+    def errors_of(self, run: Run) -> tuple[float, float]:
+        """Relative, with what is not known of the truth."""
+        return abs(run(self.inputs) / self.value - 1) + self.slack, 0.0
+
+
+class StreamTruth:
+    """The last output of one forward pass over what the next step sees, in float64.
+
+    But what a stream projects it rounds to its own dtype, and so does the truth: which keys are the
+    nearest is a matter of what a cache holds.
+    """
+
+    def __init__(self, inputs: StreamInputs) -> None:
+        self.inputs = inputs
+        dtype = inputs.late.tokens.dtype
+        self.layer = copy.deepcopy(inputs.late.layer).double()
+        for projection in (self.layer.query_proj, self.layer.key_proj):
+            projection.register_forward_hook(lambda _, __, out: out.to(dtype).to(out.dtype))
+
+    def errors_of(self, run: Run) -> tuple[float, float]:
+        """Relative, for the stream that the contender moves on."""
+        expected = [self.next_of(stream) for stream in (self.inputs.early, self.inputs.late)]
+        before = self.inputs.early.position
+        with torch.no_grad():
+            out = run(self.inputs)
+        moved = 0 if self.inputs.early.position > before else 1
+        return relative_error(out, expected[moved]), 0.0
+
+    def next_of(self, stream: Stream) -> Tensor:
+        """What the next step should give, [texts, dim]."""
+        tokens = stream.seen().double()
+        graph = ga.causal_graph(tokens.shape[1]).to(tokens.device)
+        with torch.no_grad(), ga.use_backend("reference"):
+            return self.layer(tokens, graph)[:, -1]
+
+
+class LayerTruth:
+    """Rows of a layer's output, and gradients of a random loss on them, in float64."""
+
+    def __init__(self, inputs: LayerInputs, *, backward: bool) -> None:
+        self.inputs = inputs
+        generator = torch.Generator().manual_seed(1)
+        self.rows = sample(inputs.graph.num_targets, generator).to(inputs.graph.device)
+        layer = copy.deepcopy(inputs.layer).double()
+        tokens = inputs.tokens.detach().double().requires_grad_()
+        with ga.use_backend("reference"):
+            out = layer(tokens, edges_at(self.rows, inputs.graph, both_ends=True))[:, self.rows]
+        self.loss = torch.randn(out.shape, generator=generator, dtype=torch.float64).to(out.device)
+        self.gradients: list[Tensor] = []
+        if backward:
+            learned = [tokens, *layer.parameters()]
+            self.gradients = list(torch.autograd.grad((out * self.loss).sum(), learned))
+        self.out = out.detach()
+
+    def errors_of(self, run: Run) -> tuple[float, float]:
+        """Of the output, and of the gradients by tokens and weights."""
+        out = run(self.inputs)[:, self.rows]
+        gradients: tuple[Tensor, ...] = ()
+        if self.gradients:
+            loss = (out * self.loss.to(out.dtype)).sum()
+            gradients = torch.autograd.grad(loss, self.inputs.learned())
+        pairs = zip(gradients, self.gradients, strict=True)
+        return relative_error(out, self.out), worst(relative_error(g, t) for g, t in pairs)
+
+
+class ModelTruth:
+    """Logits of the last image, and the gradient of its loss, by the same weights in float64."""
+
+    def __init__(self, inputs: VisionInputs) -> None:
+        self.inputs = inputs
+
+    def errors_of(self, run: Run) -> tuple[float, float]:
+        """Of the logits, and of all gradients together."""
+        assert isinstance(run, VisionRun)
+        x, last = self.inputs, slice(-1, None)
+        parameters = list(x.trained[run.mixer].model.parameters())
+        with torch.no_grad():
+            logits = run(x)[last]
+        gradients = torch.autograd.grad(run.loss(x, last), parameters)
+
+        model = copy.deepcopy(x.trained[run.mixer].model).double()
+        with ga.use_backend("reference"):
+            truth = model(x.images[last].double())
+            loss = torch.nn.functional.cross_entropy(truth, x.labels[last])
+            true_gradients = torch.autograd.grad(loss, list(model.parameters()))
+        return relative_error(logits, truth.detach()), relative_error(
+            flat(gradients), flat(true_gradients)
+        )
+
+
+class LanguageTruth:
+    """The last hidden state of a language model in a window, and the gradients of its sum."""
+
+    def __init__(self, inputs: LanguageInputs) -> None:
+        self.inputs = inputs
+        self.out, self.gradients = language_in_float64(inputs)
+
+    def errors_of(self, run: Run) -> tuple[float, float]:
+        """Of the state, and of all gradients together."""
+        assert isinstance(run, LanguageRun)
+        out = run(self.inputs)[:, -1]
+        parameters = list(self.inputs.models[run.name].parameters())
+        gradients = torch.autograd.grad(out.sum(), parameters)
+        return relative_error(out.detach(), self.out), relative_error(
+            flat(gradients), flat(self.gradients)
+        )
+
+
+def flat(tensors: Iterable[Tensor]) -> Tensor:
+    """All their numbers in one row."""
+    return torch.cat([t.flatten().double() for t in tensors])

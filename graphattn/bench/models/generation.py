@@ -1,0 +1,185 @@
+"""Texts written token by token: our language models, and a plain one with SDPA and a cache.
+
+The plain model has the weights of ours: pre-norm blocks with one projection to queries, keys and
+values, rotary positions, SDPA, and keys and values in tensors that are as long as the text will be,
+as it is written by hand in PyTorch. Beside both, as yardsticks, models of the same width and depth
+with Gaussian kernel attention, and with windows, whose caches stop growing.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import graphattn as ga
+
+VOCABULARY = 1000
+DOT, PLAIN, GKA, WINDOWED = "dot", "plain", "gka", "windowed"
+
+
+class PlainLanguageModel(nn.Module):
+    """The model that a :class:`~graphattn.models.CausalLM` of dot products is, without a library.
+
+    Args:
+        model: whose weights are taken, over all tokens before, with rotary positions.
+
+    Example:
+        >>> import torch, graphattn as ga
+        >>> from graphattn.bench.models.generation import PlainLanguageModel
+        >>> _ = torch.manual_seed(0)
+        >>> ours = ga.models.CausalLM(50, dim=16, depth=2, heads=2).double()
+        >>> prompt = torch.tensor([[3, 1, 4]])
+        >>> torch.equal(PlainLanguageModel(ours).generate(prompt, 20), ours.generate(prompt, 20))
+        True
+    """
+
+    def __init__(self, model: ga.models.CausalLM) -> None:
+        super().__init__()
+        first: Any = model.blocks[0]
+        self.heads, self.head_dim = first.mixer.heads, first.mixer.head_dim
+        self.base = first.mixer.rotary.base
+        self.embedding, self.norm, self.head = model.embedding, model.norm, model.head
+        self.blocks = nn.ModuleList()
+        for block in model.blocks:
+            own: Any = copy.copy(block)
+            mixer, dim = own.mixer, model.embedding.embedding_dim
+            projection = nn.Linear(dim, 3 * dim).to(mixer.query_proj.weight)
+            parts = (mixer.query_proj, mixer.key_proj, mixer.value_proj)
+            with torch.no_grad():
+                projection.weight.copy_(torch.cat([part.weight for part in parts]))
+                projection.bias.copy_(torch.cat([part.bias for part in parts]))
+            self.blocks.append(
+                nn.ModuleDict(
+                    {
+                        "mixer_norm": own.mixer_norm,
+                        "qkv": projection,
+                        "output": mixer.output_proj,
+                        "mlp_norm": own.mlp_norm,
+                        "mlp": own.mlp,
+                    }
+                )
+            )
+
+    @torch.no_grad()
+    def generate(self, tokens: Tensor, count: int) -> Tensor:
+        """Prompts [B, N] with the likeliest tokens behind them, [B, N + count]."""
+        B, N = tokens.shape
+        text = torch.cat([tokens, tokens.new_zeros(B, count)], 1)
+        like = self.embedding.weight
+        shape = (len(self.blocks), 2, B, self.heads, N + count, self.head_dim)
+        cache = torch.empty(shape, dtype=like.dtype, device=like.device)
+        cos, sin = self._rotations(N + count)
+        here = slice(0, N)
+        for t in range(N, N + count):
+            logits = self._read(text[:, here], here, cache, cos[here], sin[here])
+            text[:, t] = logits.argmax(-1)
+            here = slice(t, t + 1)
+        return text
+
+    def _rotations(self, length: int) -> tuple[Tensor, Tensor]:
+        """cos and sin of the angles at all positions, [length, D / 2]."""
+        like = self.embedding.weight
+        k = torch.arange(self.head_dim // 2, device=like.device, dtype=torch.float64)
+        positions = torch.arange(length, device=like.device, dtype=torch.float64)
+        angles = positions[:, None] * self.base ** (-2 * k / self.head_dim)
+        return angles.cos().to(like.dtype), angles.sin().to(like.dtype)
+
+    def _read(self, tokens: Tensor, here: slice, cache: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Logits behind the last of some tokens, [B, V]."""
+
+        def turned(x: Tensor) -> Tensor:
+            first, second = x.chunk(2, -1)
+            return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+
+        x = self.embedding(tokens)
+        for block, (keys, values) in zip(self.blocks, cache, strict=True):
+            parts: Any = block
+            qkv = parts["qkv"](parts["mixer_norm"](x)).unflatten(-1, (3, self.heads, -1))
+            q, k, v = qkv.permute(2, 0, 3, 1, 4)
+            keys[:, :, here], values[:, :, here] = turned(k), v
+            seen = slice(0, here.stop)
+            mixed = functional.scaled_dot_product_attention(
+                turned(q), keys[:, :, seen], values[:, :, seen], is_causal=here.start == 0
+            )
+            x = x + parts["output"](mixed.transpose(1, 2).flatten(2))
+            x = x + parts["mlp"](parts["mlp_norm"](x))
+        logits: Tensor = self.head(self.norm(x[:, -1]))
+        return logits
+
+
+@dataclass(frozen=True)
+class GenerationInputs:
+    """Prompts [texts, N], how many tokens follow, and models by name; "plain" has weights of "dot".
+
+    What is in a cache is made in every pass, so its memory is that of the pass.
+    """
+
+    prompts: Tensor
+    new_tokens: int
+    models: dict[str, Any]
+
+
+def generation_inputs(
+    size: dict[str, int], device: torch.device, dtype: torch.dtype
+) -> GenerationInputs:
+    """Random tokens and weights."""
+
+    def model(mixer: Any, window: int | None = None) -> ga.models.CausalLM:
+        with torch.random.fork_rng(devices=[]), device:
+            torch.manual_seed(0)
+            made = ga.models.CausalLM(
+                VOCABULARY, size["dim"], size["depth"], size["heads"], mixer=mixer, window=window
+            )
+            nn.init.normal_(made.embedding.weight)  # so that texts do not repeat one token
+        return made.to(dtype).eval()
+
+    dot = model("dot")
+    models = {
+        DOT: dot,
+        PLAIN: PlainLanguageModel(dot),
+        GKA: model("gka"),
+        WINDOWED: model("dot", size["window"]),
+    }
+    generator = torch.Generator().manual_seed(0)
+    prompts = torch.randint(VOCABULARY, (size["texts"], size["prompt"]), generator=generator)
+    return GenerationInputs(prompts.to(device), size["new_tokens"], models)
+
+
+@dataclass(frozen=True)
+class GenerationRun:
+    """A contender that is one of the models: the prompts and what it writes behind them."""
+
+    name: str
+
+    def __call__(self, x: GenerationInputs) -> Tensor:
+        text: Tensor = x.models[self.name].generate(x.prompts, x.new_tokens)
+        return text
+
+
+class GenerationTruth:
+    """Every token must be the likeliest behind what stands before it, in float64.
+
+    The error is by how much the logit of a written token is below the highest, over the standard
+    deviation of the logits: where two are the same to rounding, either may be written.
+    """
+
+    def __init__(self, inputs: GenerationInputs) -> None:
+        self.inputs = inputs
+
+    def errors_of(self, run: Any) -> tuple[float, float]:
+        """The worst of all tokens; there are no gradients."""
+        x = self.inputs
+        N, name = x.prompts.shape[1], DOT if run.name == PLAIN else run.name
+        text = run(x)
+        if text.shape[1] != N + x.new_tokens or not torch.equal(text[:, :N], x.prompts):
+            return float("nan"), 0.0
+        model = copy.deepcopy(x.models[name]).double()
+        with torch.no_grad():
+            logits = model.logits(model.encode(text)[:, N - 1 : -1])
+        written = logits.gather(-1, text[:, N:, None]).squeeze(-1)
+        return float(((logits.amax(-1) - written) / logits.std(-1)).max()), 0.0

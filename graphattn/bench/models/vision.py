@@ -1,0 +1,182 @@
+"""Whole vision transformers: DeiT's, and the same with Gaussian kernel attention in its place.
+
+Both have random weights and the shapes of DeiT (Touvron et al., 2021): patches of 16 pixels, a
+class token, learned positions, pre-norm blocks, a linear head of 1,000 classes. The one is plain
+PyTorch with one projection to queries, keys and values and SDPA; the other is
+:class:`graphattn.models.VisionTransformer`, whose mixer is
+:class:`graphattn.nn.GaussianKernelAttention` over the complete graph of all tokens, and nothing
+else is different (Projection-Free Transformers via Gaussian Kernel Attention).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import graphattn as ga
+from graphattn.bench.contenders.fused_attention import refuse_cudnn_on_a_cpu
+
+PATCH, CLASSES, MLP_RATIO = 16, 1000, 4
+LEARNING_RATE = 1e-5  # a step is timed again and again on the same images
+
+
+class FusedAttention(nn.Module):
+    """One projection to queries, keys and values, SDPA, one projection back."""
+
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv = nn.Linear(dim, 3 * dim)
+        self.output_proj = nn.Linear(dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, N, dim] -> [B, N, dim]."""
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        return self.output_proj(
+            functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        )
+
+
+class Block(nn.Module):
+    """Mix the tokens, then transform each by itself."""
+
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__()
+        self.mixer_norm, self.mixer = nn.LayerNorm(dim), FusedAttention(dim, heads)
+        self.mlp_norm = nn.LayerNorm(dim)
+        self.mlp = nn.Sequential(
+            nn.Linear(dim, MLP_RATIO * dim), nn.GELU(), nn.Linear(MLP_RATIO * dim, dim)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, N, dim] -> [B, N, dim]."""
+        x = x + self.mixer(self.mixer_norm(x))
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class PlainVisionTransformer(nn.Module):
+    """Images [B, 3, pixels, pixels] -> logits [B, 1000], in plain PyTorch.
+
+    Args:
+        dim, heads, depth: 192, 3, 12 in DeiT-Ti; 384, 6 in DeiT-S; 768, 12 in DeiT-B.
+        pixels: side of an image, a multiple of 16; 224 gives 197 tokens.
+
+    Example:
+        >>> from graphattn.bench.models.vision import PlainVisionTransformer
+        >>> sum(p.numel() for p in PlainVisionTransformer(192, 3, 12).parameters())
+        5717416
+    """
+
+    def __init__(self, dim: int, heads: int, depth: int, pixels: int = 224) -> None:
+        super().__init__()
+        tokens = (pixels // PATCH) ** 2 + 1
+        self.patches = nn.Conv2d(3, dim, PATCH, PATCH)
+        self.class_token = nn.Parameter(nn.init.trunc_normal_(torch.empty(1, 1, dim), std=0.02))
+        self.positions = nn.Parameter(nn.init.trunc_normal_(torch.empty(1, tokens, dim), std=0.02))
+        self.blocks = nn.Sequential(*(Block(dim, heads) for _ in range(depth)))
+        self.norm = nn.LayerNorm(dim)
+        self.head = nn.Linear(dim, CLASSES)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Logits."""
+        x = self.patches(images).flatten(2).mT
+        x = torch.cat([self.class_token.expand(len(x), -1, -1), x], dim=1) + self.positions
+        return self.head(self.norm(self.blocks(x)[:, 0]))
+
+
+def vision_model(mixer: str, dim: int, heads: int, depth: int, pixels: int = 224) -> nn.Module:
+    """The model whose mixer is "dot", in plain PyTorch, or "gka", graphattn's.
+
+    Example:
+        >>> from graphattn.bench.models.vision import vision_model
+        >>> sum(p.numel() for p in vision_model("gka", 192, 3, 12).parameters())
+        4383436
+    """
+    if mixer == "dot":
+        return PlainVisionTransformer(dim, heads, depth, pixels)
+    return ga.models.VisionTransformer(pixels, PATCH, CLASSES, dim, depth, heads, mixer="gka")
+
+
+class VisionTraining(NamedTuple):
+    """A model and what steps it."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+
+
+@dataclass(frozen=True)
+class VisionInputs:
+    """Images, their classes, and a model per mixer, all weights in the dtype of the images."""
+
+    images: Tensor
+    labels: Tensor
+    trained: dict[str, VisionTraining]
+
+
+def vision_inputs(size: dict[str, int], device: torch.device, dtype: torch.dtype) -> VisionInputs:
+    """Normal random images; AdamW, fused."""
+    generator = torch.Generator().manual_seed(0)
+    pixels = size["pixels"]
+    images = torch.randn(size["images"], 3, pixels, pixels, generator=generator)
+    labels = torch.randint(CLASSES, (size["images"],), generator=generator)
+
+    def trained(mixer: str) -> VisionTraining:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            model = vision_model(mixer, size["dim"], size["heads"], size["depth"], pixels)
+        model.to(device, dtype)
+        # capturable: its step count lives on the GPU, and nothing waits for it.
+        capturable = device.type == "cuda"
+        parameters = model.parameters()
+        return VisionTraining(
+            model,
+            torch.optim.AdamW(parameters, lr=LEARNING_RATE, fused=True, capturable=capturable),
+        )
+
+    return VisionInputs(
+        images.to(device, dtype),
+        labels.to(device),
+        {mixer: trained(mixer) for mixer in ("dot", "gka")},
+    )
+
+
+@dataclass(frozen=True)
+class VisionRun:
+    """A contender that is a model; a step of training takes the place of its backward pass."""
+
+    mixer: str
+    backend: SDPBackend = SDPBackend.FLASH_ATTENTION  # read by the mixer "dot" alone
+
+    def __call__(self, x: VisionInputs) -> Tensor:
+        """Inference: the logits of all images."""
+        return self.logits(x, x.images)
+
+    def logits(self, x: VisionInputs, images: Tensor) -> Tensor:
+        """Of some images."""
+        refuse_cudnn_on_a_cpu(self.backend, images.device)
+        with sdpa_kernel(self.backend):
+            logits: Tensor = x.trained[self.mixer].model(images)
+            return logits
+
+    def loss(self, x: VisionInputs, which: slice) -> Tensor:
+        """Cross-entropy of some images."""
+        return functional.cross_entropy(self.logits(x, x.images[which]).float(), x.labels[which])
+
+    def step(self, x: VisionInputs) -> None:
+        """Forward, backward, AdamW; gradients are dropped at the end, so that none are held."""
+        optimizer = x.trained[self.mixer].optimizer
+        self.loss(x, slice(None)).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    def held(self, x: VisionInputs) -> float:
+        """Bytes of the weights, and of the optimizer's state as far as it is there."""
+        model, optimizer = x.trained[self.mixer]
+        numbers = [t for state in optimizer.state.values() for t in state.values()]
+        tensors = [*model.parameters(), *(t for t in numbers if isinstance(t, Tensor))]
+        return float(sum(t.nbytes for t in tensors))

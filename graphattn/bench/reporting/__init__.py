@@ -1,0 +1,1 @@
+"""Records of runs, as files, tables and figures."""

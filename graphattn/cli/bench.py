@@ -1,0 +1,112 @@
+"""`graphattn bench`: every operation beside its peers, on the same inputs, in one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from graphattn.bench.cases.case import BenchmarkCase
+from graphattn.bench.cases.catalogue import CASES
+from graphattn.bench.cases.edges import OVER_EDGES
+from graphattn.bench.cases.mixers import LENGTHS
+from graphattn.bench.cases.small_layers import SMALL
+from graphattn.bench.measuring.runner import SECONDS, Runner, reason_of
+from graphattn.bench.models.mixers import MIXERS
+from graphattn.bench.reporting import record, tables
+from graphattn.bench.reporting.record import Record
+from graphattn.graphs.arguments import as_choice
+
+
+def run_bench(
+    names: list[str],
+    device: str,
+    size: str,
+    json: Path | None,
+    compare: Path | None,
+    plot: Path | None,
+    console: Console,
+) -> None:
+    """Measure the named cases (all if none); write, draw and compare what was found."""
+    cases = chosen(names)
+    as_choice("size", size, tuple(SECONDS))
+    as_choice("device", device, ("cpu", "cuda"))
+    older = None if compare is None else record.read(compare)
+    for option, path in (("--json", json), ("--plot", plot)):
+        if path is not None and not path.parent.is_dir():
+            raise ValueError(f"{option}: there is no folder {path.parent}")
+    if plot is not None:
+        as_choice("--plot: the ending", plot.suffix, (".png", ".svg", ".pdf"))
+        from graphattn.bench.reporting import figure
+    where = torch.device(device)
+    if where.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda: torch sees no GPU")
+
+    found = Record(record.provenance(where, size))
+    runner = Runner(where, size, found, console)
+    found.provenance["products of matrices"] = f"{runner.machine.flops / 1e9:,.0f} GFLOP/s"
+    found.provenance["copies"] = f"{runner.machine.bytes / 1e9:,.0f} GB/s"
+    facts = ", ".join(f"{name} {value}" for name, value in found.provenance.items())
+    console.print(facts, highlight=False, markup=False)
+    measure_all(cases, runner, json)
+    for line in found.missing:
+        console.print(f"missing: {line}", highlight=False, markup=False)
+    if older is not None:
+        console.print()
+        console.print(tables.comparison(older, found.rows))
+    console.print()
+    console.print(tables.target_table(found.targets, size))
+    if json is not None:
+        found.write(json)
+        console.print(str(json), highlight=False, markup=False, soft_wrap=True)
+    if plot is not None:
+        figure.draw(found).savefig(plot)
+        console.print(str(plot), highlight=False, markup=False, soft_wrap=True)
+
+
+def measure_all(cases: list[BenchmarkCase], runner: Runner, json: Path | None) -> None:
+    """One case after the other; what is found is written after each, and kept when interrupted."""
+    found, device = runner.record, runner.device.type
+    for case in cases:
+        if device not in case.devices:
+            runner.note(f"{case.name}: it is no work for {device}")
+            continue
+        try:
+            rows = runner.measure(case)
+        except KeyboardInterrupt:
+            runner.note(f"{case.name} and what follows it: interrupted")
+            return
+        except Exception as failure:  # the next case may well run
+            runner.note(f"{case.name}: {reason_of(failure)}")
+            continue
+        finally:
+            runner.release()
+            if json is not None:
+                found.write(json)
+        runner.console.print()
+        table = tables.case_table(case, rows, found.slopes, runner.size, device)
+        runner.console.print(table)
+
+
+def chosen(names: list[str]) -> list[BenchmarkCase]:
+    """The cases of these names, all for none.
+
+    "irregular", "models", "mixers" (or those of one length, "mixers-2048"), "transformers",
+    "small-layers" and "scaling" are several.
+    """
+    known = {case.name: [case] for case in CASES}
+    irregular = {"knn", *(case.name for case in OVER_EDGES)}
+    known["irregular"] = [case for case in CASES if case.name in irregular]
+    known["models"] = [case for case in CASES if case.name.startswith("gka-")]
+    for tokens in LENGTHS:
+        own = [f"mixer-{mixer}-{tokens}" for mixer in MIXERS]
+        known[f"mixers-{tokens}"] = [case for case in CASES if case.name in own]
+    known["mixers"] = [case for tokens in LENGTHS for case in known[f"mixers-{tokens}"]]
+    known["transformers"] = [case for case in CASES if case.name.startswith("llama-")]
+    known["small-layers"] = SMALL
+    known["scaling"] = [case for case in CASES if case.lengths]
+    for name in names:
+        if name not in known:
+            raise ValueError(f"case must be one of {', '.join(known)}, got {name!r}")
+    return [case for name in names for case in known[name]] if names else CASES
