@@ -48,9 +48,9 @@ def structure_of_rows(rows: ListedRows) -> GraphStructure | None:
 
     Example:
         >>> import torch
-        >>> from graphattn.graphs.recognize import Rows, structure_of_rows
+        >>> from graphattn.graphs.recognize import ListedRows, structure_of_rows
         >>> first, last = torch.tensor([0, 0, 2, 2]), torch.tensor([0, 1, 2, 3])
-        >>> structure_of_rows(Rows(first, last, step=1, loops=True, num_sources=4)).parts[1]
+        >>> structure_of_rows(ListedRows(first, last, step=1, loops=True, num_sources=4)).parts[1]
         Band(num_tokens=2, before=1, after=0, dilation=1, self_loops=True)
     """
     N, M = len(rows.first), rows.num_sources

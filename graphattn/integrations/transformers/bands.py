@@ -133,7 +133,7 @@ def band_of(mask_function: Callable[..., Any]) -> MaskBand | None:
     Example:
         >>> from graphattn.integrations.transformers.bands import band_of
         >>> band_of(lambda batch, head, query, key: abs(query - key) <= 3)
-        Band(before=3, after=3)
+        MaskBand(before=3, after=3)
         >>> band_of(lambda batch, head, query, key: query % 2 == key % 2) is None
         True
     """
