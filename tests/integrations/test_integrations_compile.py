@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tiny_models import tiny
+from tiny_models import CACHE, tiny
 from transformers import StaticCache
 
 from graphattn.integrations import transformers as gat
@@ -38,7 +38,7 @@ def test_steps_with_a_static_cache_are_rows_of_the_whole(window):
     tokens = torch.randint(3, 50, (1, 14))
     whole = model(tokens, use_cache=False).logits
     cache = StaticCache(config=model.config, max_cache_len=32)
-    model(tokens[:, :10], past_key_values=cache)
+    model(tokens[:, :10], **{CACHE: cache})
     for place in range(10, 14):
-        step = compiled(tokens[:, place : place + 1], past_key_values=cache).logits
+        step = compiled(tokens[:, place : place + 1], **{CACHE: cache}).logits
         torch.testing.assert_close(step[:, 0], whole[:, place], rtol=1e-4, atol=1e-5)

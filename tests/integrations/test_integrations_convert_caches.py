@@ -4,6 +4,7 @@ import pytest
 import torch
 import transformers
 from convertible import DECODERS, NAMES, PAD, inputs_of, model_of
+from tiny_models import CACHE
 from transformers import DynamicCache, StaticCache
 
 from graphattn.integrations import transformers as gat
@@ -41,7 +42,7 @@ def in_pieces(model, inputs, pieces, cache):
             out = model(
                 input_ids=tokens[:, start:stop],
                 attention_mask=mask[:, :stop],
-                past_key_values=cache,
+                **{CACHE: cache},
                 use_cache=True,
                 **given,
             )
@@ -79,7 +80,9 @@ def test_a_gradient_step_refuses_a_cache():
     model = model_of("Bert")
     gat.convert(model, mixer="consensus", edge_hidden=4)
     layer = model.bert.encoder.layer[0].attention.self
-    with pytest.raises(ValueError, match="past_key_values cannot be used with update='energy'"):
+    with pytest.raises(
+        ValueError, match=r"cache \(past_key_values\) cannot be used with update='energy'"
+    ):
         layer(torch.randn(1, 3, 32), None, DynamicCache())
 
 
@@ -99,7 +102,7 @@ def test_the_cache_of_an_encoder_decoder_serves_too():
             decoder(
                 tokens[:, i : i + 3],
                 encoder_hidden_states=encoded,
-                past_key_values=cache,
+                **{CACHE: cache},
                 use_cache=True,
             ).last_hidden_state
             for i in (0, 3, 6)

@@ -4,7 +4,16 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import PAD, exact_softmax, families, inputs, logits, relative_difference, twins
+from tiny_models import (
+    CACHE,
+    PAD,
+    exact_softmax,
+    families,
+    inputs,
+    logits,
+    relative_difference,
+    twins,
+)
 from transformers import DynamicCache
 from transformers.cache_utils import Cache, QuantizedLayer
 
@@ -92,7 +101,7 @@ def test_a_prompt_in_pieces_equals_the_whole_prompt(name, options):
             expected = logits(eager, input_ids=given)
     cache, found = DynamicCache(config=ours.config), []
     for piece in given.split((7, 1, 8, 3), 1):
-        found.append(logits(ours, input_ids=piece, past_key_values=cache))
+        found.append(logits(ours, input_ids=piece, **{CACHE: cache}))
     assert relative_difference(torch.cat(found, 1), expected) < 1e-6
 
 
@@ -137,9 +146,9 @@ def test_a_window_of_configure_goes_on_beyond_a_sliding_cache(name):
     gat.configure(ours, mixer="dot", window=4)
     given = inputs(name, length=15)["input_ids"]
     cache = DynamicCache(config=ours.config)
-    found = [logits(ours, input_ids=given[:, :9], past_key_values=cache)]
+    found = [logits(ours, input_ids=given[:, :9], **{CACHE: cache})]
     for t in range(9, 15):
-        found.append(logits(ours, input_ids=given[:, t : t + 1], past_key_values=cache))
+        found.append(logits(ours, input_ids=given[:, t : t + 1], **{CACHE: cache}))
     i = torch.arange(15)
     seen = (i <= i[:, None]) & (i > i[:, None] - 4)
     added = torch.zeros(15, 15).double().masked_fill(~seen, -torch.inf).expand(2, 1, 15, 15)
@@ -167,7 +176,7 @@ def test_a_quantised_cache_is_read_as_eager_attention_reads_it(padding):
     eager, ours = twins("llama")
     given = inputs("llama", length=8, padding=padding)
     found = [
-        generate(model, given, tokens=20, past_key_values=Cache(layers=[Rounded(), Rounded()]))
+        generate(model, given, tokens=20, **{CACHE: Cache(layers=[Rounded(), Rounded()])})
         for model in (eager, ours)
     ]
     assert torch.equal(*found)
@@ -179,7 +188,7 @@ def test_a_cache_is_cropped_and_goes_on():
     tokens = inputs("llama", length=12)["input_ids"]
     whole = logits(ours, input_ids=tokens)
     cache = DynamicCache(config=ours.config)
-    logits(ours, input_ids=tokens[:, :9], past_key_values=cache)
+    logits(ours, input_ids=tokens[:, :9], **{CACHE: cache})
     cache.crop(-4)
-    found = logits(ours, input_ids=tokens[:, 5:], past_key_values=cache)
+    found = logits(ours, input_ids=tokens[:, 5:], **{CACHE: cache})
     assert relative_difference(found, whole[:, 5:]) < 1e-6

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from tiny_models import tiny
+from tiny_models import CACHE, tiny
 from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
 
 import graphattn as ga
@@ -68,7 +68,7 @@ def test_a_window_counts_from_the_query_in_a_mask_as_wide_as_a_static_cache(
         part = tokens[:, start : start + length]
         positions = torch.arange(start, start + length)[None]
         got.append(
-            model(part, attention_mask=mask, past_key_values=cache, position_ids=positions).logits
+            model(part, attention_mask=mask, **{CACHE: cache}, position_ids=positions).logits
         )
         start += length
     torch.testing.assert_close(torch.cat(got, 1), expected, rtol=1e-9, atol=1e-9)

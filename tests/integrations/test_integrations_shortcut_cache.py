@@ -9,6 +9,7 @@ import torch
 pytest.importorskip("transformers")
 
 from shortcut_oracle import FAMILIES, left_padded, tiny_model, with_shortcut
+from tiny_models import CACHE
 from transformers import DynamicCache, StaticCache
 
 from graphattn.integrations import transformers as gat
@@ -28,7 +29,7 @@ def in_pieces(model, tokens, sizes, cache=None, mask=None):
         for size in sizes:
             done += size
             given = {} if mask is None else {"attention_mask": mask[:, :done]}
-            out.append(model(tokens[:, done - size : done], past_key_values=cache, **given).logits)
+            out.append(model(tokens[:, done - size : done], **{CACHE: cache}, **given).logits)
     return torch.cat(out, 1), cache
 
 
@@ -167,7 +168,9 @@ def test_only_layers_with_a_shortcut_take_more_room():
 def test_a_cache_of_another_model_is_refused():
     model, tokens = with_shortcut(), tokens_of()
     _, cache = in_pieces(tiny_model(), tokens, [12])
-    with pytest.raises(ValueError, match=r"past_key_values holds 2 heads in layer 0, .* are 4"):
+    with pytest.raises(
+        ValueError, match=r"cache \(past_key_values\) holds 2 heads in layer 0, .* are 4"
+    ):
         in_pieces(model, tokens, [1], cache)
 
 
@@ -176,3 +179,10 @@ def test_generation_in_inference_mode():
     with torch.inference_mode():
         found = generated(model, tokens, attention_mask=mask, max_new_tokens=16)
     assert torch.equal(found, plain[:, : 12 + 16])
+
+
+@pytest.mark.parametrize("name", ["read_index", "block_table"])
+def test_continuous_batching_is_refused(name):
+    model = with_shortcut("Llama")
+    with pytest.raises(ValueError, match=rf"{name} belongs to continuous batching"):
+        model(tokens_of(1, 8), **{name: [torch.zeros(8, dtype=torch.int64)]})

@@ -24,6 +24,12 @@ from transformers import PreTrainedModel
 
 from graphattn.integrations import transformers as gat
 
+# The name of the argument of models that takes a cache; 5.24 renamed it.
+CACHE = (
+    "cache"
+    if "cache" in inspect.signature(transformers.LlamaForCausalLM.forward).parameters
+    else "past_key_values"
+)
 VOCABULARY = 50
 PAD, MASK, START = 1, 2, 3  # tokens from 4 on are words
 WORDS = range(4, VOCABULARY)

@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import graphattn as ga
 from graphattn.graphs.structure import Band
+from graphattn.kernels.cpu import library
 from graphattn.ops.consensus import native, pieces
 from graphattn.ops.consensus.native import calls
 from graphattn.ops.consensus.structured import sums as structured
@@ -440,3 +441,30 @@ def test_auto_takes_it_on_every_graph(monkeypatch, name):
         tensors["state"].expand(2, *tensors["state"].shape)
     )
     assert not used  # torch.func looks into the steps
+
+
+@pytest.mark.parametrize("backend", ["reference", "structured", "native"])
+def test_first_layers_under_autocast_are_linear_layers(backend):
+    """Their products are taken in autocast's dtype, as those of nn.Linear, and the rest is not."""
+    if backend == "native" and library.why_not() is not None:
+        pytest.skip(str(library.why_not()))
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randn(9, 1, 8, generator=generator)
+    weight, bias = (torch.randn(s, generator=generator) for s in ((1, 5, 8), (1, 5)))
+    state = torch.randn(9, 1, 4, generator=generator)
+    network = ga.EdgeNetworkParameters(
+        *(
+            torch.randn(s, generator=generator)
+            for s in ((1, 5), (1,), (1, 5), (1,), (1, 2, 4, 5), (1, 2, 4))
+        )
+    )
+    graph = ga.window_path_graph(9, 2)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        hidden = (torch.nn.functional.linear(tokens, weight[0]) + bias.bfloat16()).detach()
+        first = ga.FirstLayer(tokens, weight, bias)
+        both = [
+            ga.consensus_update(state, state, x, x, network, graph, 0.1, backend=backend)
+            for x in (first, hidden)
+        ]
+    assert both[0].dtype == torch.float32
+    torch.testing.assert_close(*both, rtol=0, atol=1e-6)

@@ -87,8 +87,8 @@ class Consensus(Replacement):
     def mix(self, hidden: Tensor, call: ReplacedCall) -> Tensor:
         if call.cache is not None and self.update == "energy":
             raise ValueError(
-                "past_key_values cannot be used with update='energy', which also moves the tokens "
-                "of the cache: use update='target', or use_cache=False"
+                "cache (past_key_values) cannot be used with update='energy', which also moves the "
+                "tokens of the cache: use update='target', or use_cache=False"
             )
         state = self.source_proj(hidden).unflatten(-1, (self.heads, -1))  # [B, Q, H, D]
         turned = self.turned(state, call)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+
+# transformers renamed its argument in 5.24: past_key_values is cache; GPT-2 had layer_past before.
+CACHE_NAMES = ("cache", "past_key_values", "layer_past")
 
 
 @dataclass(frozen=True)
@@ -151,6 +154,17 @@ def argument_names(module: nn.Module) -> tuple[str, ...]:
     kinds = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
     parameters = inspect.signature(type(module).forward).parameters.values()
     return tuple(p.name for p in parameters if p.kind in kinds)[1:]
+
+
+def cache_name(given: Iterable[str]) -> str | None:
+    """The name among those given by which a model hands on its cache; None where there is none.
+
+    Example:
+        >>> from graphattn.integrations.transformers.families import cache_name
+        >>> cache_name(["hidden_states", "past_key_values"])
+        'past_key_values'
+    """
+    return next((name for name in given if name in CACHE_NAMES), None)
 
 
 def dropout_of(module: nn.Module, family: Family) -> float:

@@ -14,6 +14,7 @@ from graphattn.integrations.transformers.edges import SeenEdges, seen_through
 from graphattn.integrations.transformers.families import (
     Family,
     argument_names,
+    cache_name,
     dropout_of,
     rotation_of,
     scale_of,
@@ -90,8 +91,8 @@ class Replacement(nn.Module):
                 f"output_attentions=True cannot be had of a layer converted to {self.mixer!r}: the "
                 "model collects the weights of its own attention classes only"
             )
-        cache = given.pop("layer_past", None)
-        cache = given.pop("past_key_values", cache)
+        name = cache_name(given)
+        cache = None if name is None else given.pop(name)
         causal = given.get("is_causal")
         hidden: Tensor = given.pop("hidden_states")
         call = ReplacedCall(

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from graphattn.graphs.windows import causal_window_graph
+from graphattn.integrations.transformers.families import argument_names, cache_name
 from graphattn.integrations.transformers.shortcut_masks import (
     Reach,
     ShortcutCall,
@@ -286,9 +287,9 @@ class CacheBeside:
         stored = getattr(layers[layer_idx], "keys", None) if layer_idx < len(layers) else None
         if isinstance(stored, Tensor) and stored.dim() == 4 and stored.shape[1] != heads:
             raise ValueError(
-                f"past_key_values holds {stored.shape[1]} heads in layer {layer_idx}, and with the "
-                f"Krause shortcut there are {heads}: give a fresh cache, filled by this model and "
-                "not by early_initialization"
+                f"cache (past_key_values) holds {stored.shape[1]} heads in layer {layer_idx}, and "
+                f"with the Krause shortcut there are {heads}: give a fresh cache, filled by this "
+                "model and not by early_initialization"
             )
 
     def __getattr__(self, name: str) -> Any:
@@ -304,17 +305,19 @@ def before_attention(attention: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Let the layer's cache hold the shortcut's keys and values, too."""
     kwargs = _by_name(attention, args, kwargs)
     refuse_implementation(attention)
-    cache = kwargs.get("past_key_values")
-    if cache is not None:
+    refuse_continuous_batching(kwargs)
+    name = cache_name(kwargs)
+    if name is not None and (cache := kwargs[name]) is not None:
         x, rotations = kwargs["hidden_states"], kwargs["position_embeddings"]
-        kwargs["past_key_values"] = CacheBeside(cache, *attention.krause.project(x, rotations))
+        kwargs[name] = CacheBeside(cache, *attention.krause.project(x, rotations))
     return (), kwargs
 
 
 def after_attention(attention: Any, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
     """Mix the layer's own output with the shortcut's."""
     shortcut: KrauseShortcut = attention.krause
-    cache = kwargs.get("past_key_values")
+    name = cache_name(kwargs)
+    cache = None if name is None else kwargs[name]
     past: int | Tensor = 0
     if cache is None:
         projected = shortcut.project(kwargs["hidden_states"], kwargs["position_embeddings"])
@@ -327,16 +330,26 @@ def after_attention(attention: Any, args: Any, kwargs: dict[str, Any], output: A
     return (shortcut.gate(standard, krause), *others)
 
 
-_NAMES = "hidden_states", "position_embeddings", "attention_mask", "past_key_values"
-
-
 def _by_name(attention: Any, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
     """All arguments of the layer by their names."""
-    if len(args) > len(_NAMES):
+    if not args:
+        return dict(kwargs)
+    names = argument_names(attention)
+    if len(args) > len(names):
         raise ValueError(
-            f"{type(attention).__name__} takes {len(_NAMES)} arguments by place, got {len(args)}"
+            f"{type(attention).__name__} takes {len(names)} arguments by place, got {len(args)}"
         )
-    return dict(zip(_NAMES, args, strict=False)) | kwargs
+    return dict(zip(names, args, strict=False)) | kwargs
+
+
+def refuse_continuous_batching(kwargs: dict[str, Any]) -> None:
+    """Its cache is a store of pages that the model reads by index, with no room for more heads."""
+    for name in ("read_index", "write_index", "block_table"):
+        if kwargs.get(name) is not None:
+            raise ValueError(
+                f"{name} belongs to continuous batching, whose cache of pages has no room for the "
+                "heads of a Krause shortcut: generate with model.generate"
+            )
 
 
 def refuse_implementation(attention: Any) -> None:

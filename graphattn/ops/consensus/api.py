@@ -142,8 +142,7 @@ def consensus_update(
         moving, hidden[0], hidden[1], network, graph, step, update, compared, pair, of_edges
     )
     chosen = choose(BACKENDS, call, backend)
-    with full_precision(state.device):
-        new: Tensor = chosen(call)
+    new: Tensor = chosen(call)
     if pair[0] is not None and step is None:  # a source that is valid pulls at it all the same
         new = torch.where(pair[0][..., None, None], new, moving)
     return as_dtype(new, state.dtype)

@@ -15,7 +15,7 @@ from graphattn.ops.consensus.calls import ConsensusCall, ConsensusKind
 from graphattn.ops.consensus.parameters import FirstLayer, as_dtype
 from graphattn.ops.consensus.structured import sums as structured
 from graphattn.ops.counting import is_watched, note_uncounted
-from graphattn.ops.inputs import compute_dtype, may_be_differentiated
+from graphattn.ops.inputs import compute_dtype, full_precision, may_be_differentiated
 
 Case = ConsensusCall | ConsensusKind
 
@@ -35,17 +35,18 @@ def _is_on_gpu(call: Case) -> bool:
 
 def _run_triton(call: ConsensusCall) -> Tensor:
     """Kernels read first layers and halves as they are."""
-    return operators.consensus_update(
-        call.state,
-        call.target_hidden,
-        call.source_hidden,
-        call.network,
-        call.graph,
-        call.step_size,
-        update=call.update,
-        disagreement=call.disagreement,
-        valid=call.valid,
-    )
+    with full_precision(call.state.device):
+        return operators.consensus_update(
+            call.state,
+            call.target_hidden,
+            call.source_hidden,
+            call.network,
+            call.graph,
+            call.step_size,
+            update=call.update,
+            disagreement=call.disagreement,
+            valid=call.valid,
+        )
 
 
 def _run_native(call: ConsensusCall) -> Tensor:
@@ -71,7 +72,8 @@ def _run(
 ) -> Tensor:
     """A step by `update`, of hidden vectors and in the compute dtype.
 
-    Code that reads halves gets them as they are, where nobody wants gradients.
+    Code that reads halves gets them as they are, where nobody wants gradients. Autocast holds for
+    the first layers, as for any linear layer, and not for what follows.
     """
     dtype = compute_dtype(call.state.dtype)
     state = as_dtype(call.state, dtype)  # first, as autograd adds up in the order of operations
@@ -80,18 +82,19 @@ def _run(
     given: list[Any] = [*hidden, *call.disagreement]
     if not reads_halves or may_be_differentiated([*given, *call.network]):
         given = [as_dtype(x, dtype) for x in given]
-    return update(
-        state,
-        given[0],
-        given[1],
-        call.network,
-        call.graph,
-        call.step_size,
-        update=call.update,
-        disagreement=(given[2], given[3]),
-        valid=call.valid,
-        **({} if call.edge_hidden is None else {"edge_hidden": call.edge_hidden}),
-    )
+    with full_precision(state.device):
+        return update(
+            state,
+            given[0],
+            given[1],
+            call.network,
+            call.graph,
+            call.step_size,
+            update=call.update,
+            disagreement=(given[2], given[3]),
+            valid=call.valid,
+            **({} if call.edge_hidden is None else {"edge_hidden": call.edge_hidden}),
+        )
 
 
 BACKENDS = (  # fastest first
