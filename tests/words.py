@@ -19,14 +19,12 @@ ROOT = Path(__file__).parent.parent
 FOLDERS = "graphattn", "kernels", "tests", "examples"
 
 # Pronouns, conjunctions, prepositions and genitives: they say that a sentence goes on from another.
-REFUSED = frozenset(
-    """
+REFUSED = """
     what whatever which who whom whose where when why as of with without within for in into by from
     to at on under over its it it's their theirs they them his her this these that those such same
     other others another and but or nor so then than also likewise if unless until while because
     since though beside besides both either neither here there itself themselves only just
-    """.split()
-)
+    """
 REFUSED_PAIRS = frozenset({"the same", "the other", "the others", "the like", "the former"})
 
 
@@ -64,7 +62,7 @@ def begins_badly(sentence: str) -> bool:
     (True, False)
     """
     words = re.findall(r"[A-Za-z'`]+", sentence.lower())[:2]
-    return bool(words) and (words[0] in REFUSED or " ".join(words) in REFUSED_PAIRS)
+    return bool(words) and (words[0] in REFUSED.split() or " ".join(words) in REFUSED_PAIRS)
 
 
 def found(folders: tuple[str, ...] = FOLDERS) -> list[Beginning]:

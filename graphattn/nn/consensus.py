@@ -14,6 +14,7 @@ from graphattn.graphs.arguments import as_choice, as_float, as_int
 from graphattn.graphs.token_graph import TokenGraph
 from graphattn.nn.consensus_steps import CompiledSteps
 from graphattn.nn.edge_network import EdgeNetwork, check_edge_features
+from graphattn.nn.flat_call import flat_consensus_call
 from graphattn.nn.graph_layer import (
     GraphLayer,
     Positions,
@@ -482,6 +483,14 @@ class SelfConsensus(_Consensus, CompiledSteps):
         The rows of `context` are tokens of the same track: what they are compared with is what `x`
         would be, by the same projection. None of them moves.
         """
+        if (
+            valid is None
+            and positions is None
+            and edge_features is None
+            and (context is None or context is x)
+            and (found := flat_consensus_call(self, x, graph)) is not None
+        ):
+            return found
         if context is not None and context is not x:
             return self._rows_step(x, context, graph, valid, positions, edge_features)
         masked, _, graph, pair = self.prepare(

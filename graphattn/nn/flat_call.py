@@ -8,23 +8,31 @@ on sizes, dtypes and options alone: a graph keeps it. Everything else goes the l
 from __future__ import annotations
 
 import itertools
+import math
 import operator
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from graphattn.graphs.arguments import as_float
 from graphattn.graphs.token_graph import TokenGraph
+from graphattn.nn.edge_network import EdgeNetwork
 from graphattn.nn.graph_layer import FEW_ANGLES, GraphLayer
 from graphattn.nn.overrides import HOOKS
 from graphattn.ops.attention.native.flat import FlatCall, flat_attention, known_call
-from graphattn.ops.backends import is_followed, wanted_backend
+from graphattn.ops.backends import choose, is_followed, wanted_backend
+from graphattn.ops.consensus.backends import BACKENDS
+from graphattn.ops.consensus.calls import ConsensusKind, as_step, check_energy_graph, check_network
+from graphattn.ops.consensus.native.flat import FlatConsensus, flat_consensus
 from graphattn.ops.linear_attention.flat import FlatLinear, flat_linear_attention
 from graphattn.ops.linear_attention.sums import pairs_outside
+from graphattn.ops.memory import keep_freed_memory
 
 if TYPE_CHECKING:
     from graphattn.nn.attention import GraphAttention
+    from graphattn.nn.consensus import SelfConsensus
     from graphattn.nn.linear_attention import LinearAttention
 
 PLAIN = (Tensor, nn.Parameter)
@@ -150,6 +158,97 @@ def _linear_call(layer: LinearAttention, x: Tensor, graph: TokenGraph) -> tuple[
     return shape, out, eps, pairs_outside(graph), torch.ones((), dtype=x.dtype, device=x.device)
 
 
+def flat_consensus_call(layer: SelfConsensus, x: Any, graph: Any) -> Tensor | None:
+    """The output of a plain call of a consensus layer, [*, N, dim]; None if it is not plain."""
+    network = layer.edge_net
+    if (
+        not is_plain_call(layer, x, graph, ("auto", "native"))
+        or layer.rotary is not None
+        or layer.edge_features
+        or not (layer.step_size in ("auto", "learned") or type(layer.step_size) in NUMBERS)
+        or not _is_as_shipped_network(network)
+    ):
+        return None
+    second = (
+        network.alpha, network.alpha_bias, network.beta, network.beta_bias,
+        network.shear, network.shear_bias,
+    )  # fmt: skip
+    kind = (
+        flat_consensus_call,  # a key that nobody else has
+        x.shape,
+        x.dtype,
+        (layer.source_proj.weight.dtype, layer.output_proj.weight.dtype),
+        (layer.dim, layer.heads, network.groups, layer.trunk, layer.update_rule),
+        (layer.step_size, layer.backend),
+        tuple([(w.shape, w.dtype) for w in second]),
+    )
+    call: FlatConsensus | None
+    call = graph.derived(kind, lambda: _consensus_call(layer, x, graph))
+    if call is None:
+        return None
+    u = layer.source_proj(x)
+    by_group = x.view(*x.shape[:-1], network.groups, layer.dim // network.groups)
+    hidden = network.target(by_group), network.source(by_group)
+    step = None
+    if layer.step_size == "learned":
+        step = functional.softplus(layer.raw_step_size)
+    if _reads_states(call, x, u, hidden, step):
+        u = u.reshape(*x.shape[:-1], *call.state[2:])
+        of_both = hidden[0].reshape(call.hidden), hidden[1].reshape(call.hidden)
+        moved = flat_consensus(call, graph, u, of_both, second, step).view(x.shape)
+    else:  # somebody's own projections
+        u = layer.split(u, layer.heads)
+        moved = layer.move(u, (u, u), hidden, graph, (None, None)).flatten(-2)
+    return layer.output_proj(moved)
+
+
+# Methods of an edge network that a plain call restates.
+NETWORK_METHODS = "target_hidden", "source_hidden", "by_group", "second_layer", "edge_matrix"
+_SHIPPED = {name: getattr(EdgeNetwork, name) for name in NETWORK_METHODS}
+
+
+def _is_as_shipped_network(network: Any) -> bool:
+    """Whether an edge network is the library's own, with none of its methods replaced."""
+    return (
+        type(network) is EdgeNetwork
+        and vars(network).keys().isdisjoint(_SHIPPED)
+        and all(getattr(EdgeNetwork, name) is own for name, own in _SHIPPED.items())
+    )
+
+
+def _consensus_call(layer: SelfConsensus, x: Tensor, graph: TokenGraph) -> FlatConsensus | None:
+    """What is known of a kind of call; None where all go the long way."""
+    network = layer.edge_net
+    try:
+        layer.prepare(x, x, layer.dim, graph, None)
+        if layer.update_rule == "energy":
+            if not graph.is_table and graph.points_backward:
+                return None  # the long way warns
+            check_energy_graph(graph)
+        B, N = math.prod(x.shape[:-2]), x.shape[-2]
+        state = B, N, layer.heads, layer.head_dim
+        width = network.target.weight.shape[1]
+        u = x.detach().new_empty(()).expand(state)  # sizes count, not what there is
+        case = ConsensusKind(u, 1 if layer.trunk == "shared" else 3)
+        if choose(BACKENDS, case, layer.backend).name != "native":
+            return None
+        hidden = B, N, network.groups, width
+        second = check_network(network.second_layer(), u, torch.Size(hidden), torch.Size(hidden))
+        if any(w.dtype is not x.dtype for w in network.second_layer()):
+            return None
+        if (second.shear.shape[0], second.shear.shape[2]) != state[2:]:
+            return None
+        step = None
+        if not isinstance(layer.step_size, str):
+            step = as_step(layer.step_size, u, x.dtype)
+    except ValueError:
+        return None
+    keep_freed_memory()
+    heads, rank, features, xi = second.shear.shape
+    shear = heads, rank, features, xi
+    return FlatConsensus(graph, state, hidden, shear, x.dtype, layer.update_rule, step)
+
+
 def _call(layer: GraphAttention, x: Tensor, context_dim: int, graph: TokenGraph) -> FlatCall | None:
     """What is known of a kind of call; None where all go the long way."""
     try:
@@ -198,6 +297,20 @@ def _reads_one(projected: Any, x: Tensor, shape: tuple[int, ...]) -> bool:
         and projected.layout is torch.strided
         and projected.numel() == B * N * H * D
         and projected.shape[: x.dim() - 1] == x.shape[:-1]
+    )
+
+
+def _reads_states(
+    call: FlatConsensus, x: Tensor, u: Any, hidden: tuple[Any, Any], step: Any
+) -> bool:
+    """Whether projections, first layers and step gave what those of the library do."""
+    return (
+        _reads_one(u, x, call.state)
+        and _reads_one(hidden[0], x, call.hidden)
+        and _reads_one(hidden[1], x, call.hidden)
+        and hidden[0].shape[-2:] == call.hidden[2:]
+        and hidden[1].shape[-2:] == call.hidden[2:]
+        and (step is None or (step.dtype is x.dtype and step.shape == call.state[2:3]))
     )
 
 

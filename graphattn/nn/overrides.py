@@ -41,7 +41,8 @@ CALL_METHODS = (
     *EDGE_METHODS, "score", "fused", "mix", "sigma", "prepare", "check_dtype", "project",
     "project_rotated", "project_flat", "turned", "split", "rotate", "rotations", "rotation_of",
     "resolve_positions", "uses_propagate", "current_dropout", "step_scale", "project_features",
-    "features_of", "mixed_dtype",
+    "features_of", "mixed_dtype", "checked_features", "one_step", "applies_first_layer", "move",
+    "project_back", "turn_back", "step_tensor",
 )  # fmt: skip
 
 MADE_BY_PYG = ("propagate", "edge_updater")  # PyG sets compiled ones at classes and instances

@@ -19,6 +19,20 @@ EDGES_OF_BLOCK = 32  # at most; memory for them is whole blocks
 EDGES_OF_ROUND = 0  # at most, whose results are there at a time; 0: as many as stay in cache
 
 
+def numbers_to_keep(
+    edges: int, heads: int, rank: int, width: int, groups: int, hidden: int
+) -> int | None:
+    """Count the numbers of all edges' matrices; None where they are too many to be kept.
+
+    `hidden` counts the features of all trunks, and edges stand in whole blocks.
+    """
+    edges = -(-edges // EDGES_OF_BLOCK) * EDGES_OF_BLOCK
+    numbers = edges * heads * (2 + rank * width)
+    # What edges give to their ends in a backward is there at a time, too.
+    given = edges * (heads * width + groups * hidden)
+    return None if numbers > KEPT or given > 4 * KEPT else numbers
+
+
 class ConsensusNetwork(ctypes.Structure):
     """The second layer; the fields are those of ``kernels/cpu/consensus.h``, in their order."""
 

@@ -96,11 +96,9 @@ class SumsCall:
     def keep(self) -> Tensor | None:
         """Memory for the matrices of edges, where they are so few that they shall be kept."""
         call = self.numbers
-        edges = -(-self.most_edges // calls.EDGES_OF_BLOCK) * calls.EDGES_OF_BLOCK
-        numbers = edges * call.heads * (2 + call.rank * call.width)
-        # What edges give to their ends in a backward is there at a time, too.
-        given = edges * (call.heads * call.width + call.groups * call.trunks * call.hidden)
-        if numbers > calls.KEPT or given > 4 * calls.KEPT or calls.EDGES_OF_ROUND:
+        sizes = call.heads, call.rank, call.width, call.groups, call.trunks * call.hidden
+        numbers = calls.numbers_to_keep(self.most_edges, *sizes)
+        if numbers is None or calls.EDGES_OF_ROUND:
             return None
         return torch.empty(numbers, dtype=self.dtype, device="cpu")
 
@@ -166,7 +164,7 @@ def _mask(mask: Tensor | None, entries: int) -> Tensor | None:
     return flat.expand(entries, -1).contiguous()
 
 
-class _NativeSums(torch.autograd.Function):
+class NativeSums(torch.autograd.Function):
     """What :func:`sums_over_edges` gives."""
 
     @staticmethod
@@ -233,5 +231,5 @@ def sums_over_edges(
     """g [B, N, H, D], and the sums of alpha + beta [B, N, H] where they are wanted."""
     if not may_be_differentiated(tensors):
         return SumsCall(graph, tensors, valid, energy=energy).forward(degrees=degrees)
-    gradient, degree = _NativeSums.apply(graph, valid, energy, degrees, *tensors)
+    gradient, degree = NativeSums.apply(graph, valid, energy, degrees, *tensors)
     return gradient, degree

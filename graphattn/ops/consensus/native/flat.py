@@ -1,0 +1,148 @@
+"""Consensus steps of plain calls: what calls of a kind share is found once and packed.
+
+Calls of few tokens cost what is asked in between, more than what is computed. The arithmetic is
+that of :func:`~graphattn.consensus_update`, operation by operation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphattn.graphs.token_graph import TokenGraph
+from graphattn.kernels.cpu import library
+from graphattn.kernels.cpu.packing import packer, steps_of
+from graphattn.kernels.cpu.tensors import address
+from graphattn.ops.consensus.native import calls
+from graphattn.ops.consensus.native.sums import NativeSums
+from graphattn.ops.consensus.step_size import step_of_degrees
+
+_FOUND = library.library()
+ARGUMENTS = packer(calls.ConsensusArguments)
+
+
+class FlatConsensus:
+    """The part of a call that others of its kind share.
+
+    Args:
+        graph: whose edges are read, and which is not kept.
+        state: the shape [B, N, H, D].
+        hidden: the shape [B, N, G, W] of hidden vectors, of targets and of sources.
+        shear: the shape [H, r, D, xi] of the largest tensor of the second layer.
+        dtype: float32 or float64, that of all tensors.
+        update: "energy" or "target".
+        step: the step size, a tensor []; None where every call brings its own.
+    """
+
+    def __init__(
+        self,
+        graph: TokenGraph,
+        state: tuple[int, int, int, int],
+        hidden: tuple[int, int, int, int],
+        shear: tuple[int, int, int, int],
+        dtype: torch.dtype,
+        update: str,
+        step: Tensor | None,
+    ) -> None:
+        (B, N, H, D), (_, _, groups, width), (_, rank, _, xi) = state, hidden, shear
+        self.state, self.hidden, self.update, self.step = state, hidden, update, step
+        self.dtype, self.is_double = dtype, dtype == torch.float64
+        self.edges = edges = calls.edges_of(graph)  # their addresses are kept
+        self.sizes = (
+            B, N, N, H, groups, D, rank, xi, width // xi,
+            address(edges.rowptr) or 0, address(edges.source) or 0, address(edges.moves) or 0,
+            0 if edges.moves is None else len(edges.moves), address(edges.borders) or 0,
+            0 if edges.borders is None else len(edges.borders), update == "energy",
+        )  # fmt: skip
+        self.of_state, self.of_hidden = steps_of(state), steps_of(hidden)
+        self.kept = calls.numbers_to_keep(B * edges.most(N), H, rank, D, groups, width)
+
+    def keep(self) -> Tensor | None:
+        """Memory for the matrices of edges, where they are so few that they shall be kept."""
+        if self.kept is None or calls.EDGES_OF_ROUND:
+            return None
+        return torch.empty(self.kept, dtype=self.dtype, device="cpu")
+
+    def sums(
+        self, tensors: Sequence[Tensor], kept: Tensor | None, degrees: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """The sums of :func:`~graphattn.ops.consensus.native.sums.sums_over_edges`."""
+        target_hidden, source_hidden, u, _, *network = map(_contiguous, tensors)
+        gradient = torch.empty(self.state, dtype=self.dtype, device="cpu")
+        degree = torch.empty(self.state[:-1], dtype=self.dtype, device="cpu") if degrees else None
+        of_state, of_hidden = self.of_state, self.of_hidden
+        call = ARGUMENTS.pack(
+            *self.sizes,
+            target_hidden.data_ptr(), *of_hidden,
+            source_hidden.data_ptr(), *of_hidden,
+            u.data_ptr(), *of_state,
+            u.data_ptr(), *of_state,
+            0, 0, 0, 0,  # nothing is added for an edge
+            *(x.data_ptr() for x in network),
+            0, 0,  # all tokens are valid
+            gradient.data_ptr(), *of_state,
+            0 if degree is None else degree.data_ptr(),
+            0 if kept is None else kept.data_ptr(),
+            calls.EDGES_OF_ROUND, torch.get_num_threads(),
+        )  # fmt: skip
+        assert _FOUND is not None
+        status = _FOUND.graphattn_consensus(call, self.is_double)
+        if status:
+            library.check(status)
+        return gradient, degree
+
+
+def flat_consensus(
+    call: FlatConsensus,
+    graph: TokenGraph,
+    state: Tensor,
+    hidden: tuple[Tensor, Tensor],
+    network: Sequence[Tensor],
+    step: Tensor | None,
+) -> Tensor:
+    """States [*, N, H, D] after a step of a known kind of call, on the CPU, by compiled code.
+
+    Args:
+        call: what is known of calls of this kind over this graph.
+        state: [*, N, H, D].
+        hidden: hidden vectors of targets and of sources, [B, N, G, W].
+        network: the second layer of the edge network.
+        step: [H], where the call does not know it; None for the automatic one.
+    """
+    u = v = state
+    if state.dim() != 4:  # autograd adds up in the order of operations, as it does elsewhere
+        u, v = state.reshape(call.state), state.reshape(call.state)
+    tensors = (*hidden, u, v, *network)
+    step = call.step if step is None else step
+    degrees = step is None
+    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+        gradient, degree = _FlatSums.apply(graph, call, degrees, None, *tensors)
+    else:
+        gradient, degree = call.sums(tensors, None, degrees)
+    if step is None:
+        step = step_of_degrees(degree.view(state.shape[:-1]), graph, call.update)
+    if state.dim() != 4:
+        gradient = gradient.view(state.shape)
+    return torch.addcmul(state, step[..., None], gradient, value=-1)
+
+
+class _FlatSums(NativeSums):
+    """Sums of a known kind of call; their backward is that of every other."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, graph: TokenGraph, call: FlatConsensus, degrees: bool, _: None, *tensors: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        ctx.save_for_backward(*tensors)
+        energy = call.update == "energy"
+        ctx.options = graph, (None, None), {"energy": energy, "degrees": degrees}
+        ctx.set_materialize_grads(False)
+        ctx.kept = call.keep()
+        return call.sums(tensors, ctx.kept, degrees)
+
+
+def _contiguous(x: Tensor) -> Tensor:
+    return x if x.is_contiguous() and not x.is_neg() else x.contiguous().resolve_neg()
