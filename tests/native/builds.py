@@ -13,10 +13,13 @@ from graphattn.kernels.cpu import library
 
 def run_with(build: str, code: str) -> None:
     """Run `code`, which may import the files beside this one; skip where the build does not run."""
-    said = "\nfrom graphattn.kernels.cpu import library\nprint(library.instruction_set())"
+    found = (
+        "from graphattn.kernels.cpu import library\nassert library.library(), library.why_not()\n"
+    )
+    said = "\nprint(library.instruction_set())"
     environment = os.environ | {"GRAPHATTN_NATIVE": build, "PYTHONPATH": os.path.dirname(__file__)}
     run = subprocess.run(
-        [sys.executable, "-c", code + said],
+        [sys.executable, "-c", found + code + said],
         capture_output=True,
         text=True,
         env=environment,

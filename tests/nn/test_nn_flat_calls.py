@@ -17,11 +17,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import graphattn as ga
 from graphattn.kernels.cpu import library
 from graphattn.nn import flat_call
+from graphattn.nn.edge_network import EdgeNetwork
 
 if library.why_not() is not None:
     pytest.skip(str(library.why_not()), allow_module_level=True)
 
 DIM, HEADS, N = 16, 4, 11
+FEW = {"rank": 2, "edge_hidden": 8}
 LAYERS = {
     "dot": lambda: ga.nn.DotProductAttention(DIM, HEADS),
     "turned": lambda: ga.nn.DotProductAttention(DIM, HEADS, kv_heads=2, rope=True, bias=False),
@@ -34,6 +36,13 @@ LAYERS = {
     "one sigma": lambda: ga.nn.KrauseAttention(DIM, HEADS, sigma_per_head=False, kv_heads=1),
     "linear": lambda: ga.nn.LinearAttention(DIM, HEADS),
     "linear, eps": lambda: ga.nn.LinearAttention(DIM, HEADS, eps=0.3, bias=False),
+    "consensus": lambda: ga.nn.SelfConsensus(DIM, HEADS, update="target", **FEW),
+    "consensus, learned": lambda: ga.nn.SelfConsensus(
+        DIM, HEADS, update="target", step_size="learned", trunk="separate", bias=False, **FEW
+    ),
+    "consensus, auto": lambda: ga.nn.SelfConsensus(
+        DIM, HEADS, update="target", step_size="auto", edge_input="full", **FEW
+    ),
 }
 GRAPHS = {
     "window": lambda: ga.causal_window_graph(N, 4),
@@ -44,6 +53,8 @@ GRAPHS = {
     "neighbors": lambda: ga.knn_graph(torch.arange(N).double().square()[:, None], k=3),
 }
 each_layer = pytest.mark.parametrize("name", LAYERS)
+# 0 times an edge's matrix that is NaN is NaN: consensus multiplies where others select.
+each_attention = pytest.mark.parametrize("name", [n for n in LAYERS if "consensus" not in n])
 each_graph = pytest.mark.parametrize("graph", GRAPHS)
 
 
@@ -65,7 +76,7 @@ def by_messages(layer, x, graph):
 def short_ways(monkeypatch):
     """How many calls went the short way to its end, counted."""
     taken = []
-    for name in ("flat_attention", "flat_linear_attention"):
+    for name in ("flat_attention", "flat_linear_attention", "flat_consensus"):
         run = getattr(flat_call, name)
         monkeypatch.setattr(
             flat_call, name, lambda *given, run=run: taken.append(run) or run(*given)
@@ -238,6 +249,14 @@ def replace_in_class(layer, method):
         ),
         ("krause", "sigma"),
         *(("linear", method) for method in ("message", "fused", "mix", "project_features")),
+        *(
+            ("consensus", method)
+            for method in (
+                "message", "aggregate", "fused", "move", "one_step", "prepare", "split", "rotate",
+                "rotations", "project_back", "turn_back", "step_tensor", "uses_propagate",
+                "checked_features", "applies_first_layer",
+            )
+        ),
     ],
 )  # fmt: skip
 def test_what_somebody_replaces_is_run(name, method, replace):
@@ -406,6 +425,8 @@ def test_what_is_not_plain_goes_the_long_way(name, short_ways):
         {"return_attention_weights": True},
         {"context": x.clone()},
     ):
+        if "consensus" in name and "return_attention_weights" in options:
+            continue
         out = layer(x, graph, **options)
         torch.testing.assert_close(out[0] if isinstance(out, tuple) else out, expected)
     torch.testing.assert_close(layer(x, graph.edge_index), expected)
@@ -468,7 +489,7 @@ def test_nan_that_nobody_sees_stays_where_it_is(name):
         assert x.grad[rest].isfinite().all()
 
 
-@each_layer
+@each_attention
 def test_a_last_token_without_readers_may_hold_nan(name):
     """Within one window of few tokens."""
     graph, layer = ga.causal_window_graph(N, 4), layer_of(name)
@@ -537,7 +558,7 @@ def test_results_may_be_written_to(name):
     x = tokens(2, N).requires_grad_()
     out = layer(x, graph)
     out.add_(1)
-    if not isinstance(layer, ga.nn.LinearAttention):  # its gradients read what it gave
+    if not isinstance(layer, ga.nn.LinearAttention | ga.nn.SelfConsensus):  # others read the output
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             out.sum().backward()
     else:
@@ -623,3 +644,69 @@ def test_hooks_of_saved_tensors_are_asked_for_them_once(name):
     torch.testing.assert_close(
         x.grad, torch.autograd.grad(by_messages(layer, x, graph).sum(), x)[0]
     )
+
+
+@pytest.mark.parametrize("graph", ["path", "batch", "list"])
+@pytest.mark.parametrize("step_size", [0.1, "auto", "learned"])
+def test_energy_moves_both_ends_of_an_edge(step_size, graph, short_ways):
+    graph = {
+        "path": lambda: ga.window_path_graph(N, 2),
+        "batch": lambda: ga.batch([ga.window_path_graph(N - 4, 2), ga.complete_graph(4)]),
+        "list": lambda: ga.knn_graph(torch.arange(N).double().square()[:, None], k=3),
+    }[graph]()
+    torch.manual_seed(0)
+    layer = ga.nn.SelfConsensus(DIM, HEADS, step_size=step_size, **FEW).double()
+    x, upstream = tokens(2, N).requires_grad_(), tokens(2, N).flip(-1)
+    wanted = [x, *layer.parameters()]
+    expected = by_messages(layer, x, graph)
+    gradients = torch.autograd.grad(expected, wanted, upstream)
+    assert not short_ways
+    out = layer(x, graph)
+    torch.testing.assert_close(out, expected)
+    for mine, other in zip(torch.autograd.grad(out, wanted, upstream), gradients, strict=True):
+        torch.testing.assert_close(mine, other)
+    assert len(short_ways) == 1
+
+
+@pytest.mark.parametrize("method", flat_call.NETWORK_METHODS)
+def test_what_somebody_replaces_of_an_edge_network_is_run(method, monkeypatch):
+    """Of an instance, of a class of somebody's own, and in the library's class."""
+    if method == "edge_matrix":  # a compiled step does without it, on the long way as well
+        pytest.skip("only messages call it")
+    graph, x = GRAPHS["window"](), tokens(N)
+    for replace in (
+        lambda network, fails: setattr(network, method, fails),
+        lambda network, fails: setattr(
+            network, "__class__", type("Own", (EdgeNetwork,), {method: fails})
+        ),
+        lambda _, fails: monkeypatch.setattr(EdgeNetwork, method, fails),
+    ):
+        layer = layer_of("consensus")
+        layer(x, graph)
+        replace(layer.edge_net, lambda *given: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            layer(x, graph)
+
+
+def test_energy_over_edges_that_all_point_backward_still_warns():
+    graph = ga.from_edge_index(torch.tensor([[0, 1, 2], [1, 2, 3]]), 4, 4)
+    layer = ga.nn.SelfConsensus(DIM, HEADS, **FEW).double()
+    with pytest.warns(UserWarning, match="all edges of this edge list point backward"):
+        layer(tokens(4), graph)
+
+
+def test_hooks_of_first_layers_and_their_changes_count(short_ways):
+    layer, graph, x = layer_of("consensus"), GRAPHS["window"](), tokens(N)
+    before = layer(x, graph)
+    handle = layer.edge_net.target.register_forward_hook(lambda *given: given[-1] + 1)
+    hooked = layer(x, graph)
+    torch.testing.assert_close(hooked, by_messages(layer, x, graph))
+    assert not torch.equal(hooked, before)
+    handle.remove()
+    with torch.no_grad():
+        layer.edge_net.shear.mul_(2)
+    torch.testing.assert_close(layer(x, graph), by_messages(layer, x, graph))
+    layer.edge_net.alpha = nn.Parameter(layer.edge_net.alpha[:, :-1].detach())
+    with pytest.raises(ValueError, match=r"edge_network\.alpha must have shape"):
+        layer(x, graph)
+    assert len(short_ways) == 3
