@@ -32,7 +32,6 @@ from graphattn.ops.memory import keep_freed_memory
 
 if TYPE_CHECKING:
     from graphattn.nn.attention import GraphAttention
-    from graphattn.nn.consensus import SelfConsensus
     from graphattn.nn.linear_attention import LinearAttention
 
 PLAIN = (Tensor, nn.Parameter)
@@ -158,8 +157,8 @@ def _linear_call(layer: LinearAttention, x: Tensor, graph: TokenGraph) -> tuple[
     return shape, out, eps, pairs_outside(graph), torch.ones((), dtype=x.dtype, device=x.device)
 
 
-def flat_consensus_call(layer: SelfConsensus, x: Any, graph: Any) -> Tensor | None:
-    """The output of a plain call of a consensus layer, [*, N, dim]; None if it is not plain."""
+def flat_consensus_call(layer: Any, x: Any, graph: Any) -> Tensor | None:
+    """The output of a plain call of self-consensus, [*, N, dim]; None if the call is not plain."""
     network = layer.edge_net
     if (
         not is_plain_call(layer, x, graph, ("auto", "native"))
@@ -199,7 +198,8 @@ def flat_consensus_call(layer: SelfConsensus, x: Any, graph: Any) -> Tensor | No
     else:  # somebody's own projections
         u = layer.split(u, layer.heads)
         moved = layer.move(u, (u, u), hidden, graph, (None, None)).flatten(-2)
-    return layer.output_proj(moved)
+    out: Tensor = layer.output_proj(moved)
+    return out
 
 
 # Methods of an edge network that a plain call restates.
@@ -216,7 +216,7 @@ def _is_as_shipped_network(network: Any) -> bool:
     )
 
 
-def _consensus_call(layer: SelfConsensus, x: Tensor, graph: TokenGraph) -> FlatConsensus | None:
+def _consensus_call(layer: Any, x: Tensor, graph: TokenGraph) -> FlatConsensus | None:
     """What is known of a kind of call; None where all go the long way."""
     network = layer.edge_net
     try:
