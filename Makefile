@@ -4,7 +4,7 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 VENV ?= .venv
 PROCESSES ?= 2
-CASES ?= 3
+CASES ?= 1
 BIN := $(VENV)/bin
 
 .PHONY: demo test test-all slow scatter transformers-oldest bench kernels-check kernels-check-all \
@@ -49,6 +49,7 @@ scatter: $(NATIVE)  ## torch-scatter as an independent oracle
 
 # The plug-in supports a range of transformers; the newest is in the environment, the oldest here.
 OLDEST := build/transformers-oldest
+OLDEST_CASES ?= 3
 $(OLDEST)/.installed: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --target $(OLDEST) \
 		"transformers==5.4.0"
@@ -56,8 +57,7 @@ $(OLDEST)/.installed: $(VENV)/.installed
 
 transformers-oldest: $(OLDEST)/.installed $(NATIVE)  ## the plug-in with the oldest transformers it supports
 	PYTHONPATH=$(OLDEST) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(PROCESSES) \
-		--dist worksteal $(if $(filter all,$(CASES)),,--cases $(CASES)) \
-		tests/integrations graphattn/integrations
+		--dist worksteal --cases $(OLDEST_CASES) tests/integrations graphattn/integrations
 
 bench: $(NATIVE)  ## every operation beside its peers
 	$(BIN)/graphattn bench

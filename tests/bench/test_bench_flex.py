@@ -97,6 +97,7 @@ def test_on_a_cpu_the_compiled_forward_pass_is_right(score):
     assert truth.forward_error_of(getattr(flex, score)) < 1e-5
 
 
+@pytest.mark.long
 @NEEDS_COMPILER
 def test_on_a_cpu_the_compiled_forward_pass_over_what_was_chosen_before_is_right():
     x = inputs.attention_inputs(ga.causal_window_graph(100, 20), 2, 16, CPU, torch.float32, 7)

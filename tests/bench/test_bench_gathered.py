@@ -78,6 +78,7 @@ def test_a_few_wide_rows_do_not_widen_the_others():
     assert len(gathered.tables_of(target, source, 100).tables) == 1
 
 
+@pytest.mark.long
 @NEEDS_COMPILER
 @pytest.mark.parametrize("name", ["nearest", "class token"])
 def test_what_is_compiled_adds_nothing_atomically(name, monkeypatch):

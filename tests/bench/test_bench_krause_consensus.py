@@ -162,6 +162,7 @@ def test_a_layer_without_the_gradient_of_a_weight_is_wrong(part):
     assert gradient == pytest.approx(1.0)
 
 
+@pytest.mark.long
 def test_both_are_kept_whole_when_compiled():
     """By the half of torch.compile that needs no C++ compiler; nothing falls out of the graph."""
     for name, run, function in (
@@ -188,6 +189,7 @@ def test_a_layer_whose_edges_would_not_fit_is_not_tried(monkeypatch):
         consensus_contenders.gather_scatter_layer(inputs_of("consensus-layer", LAYER))
 
 
+@pytest.mark.long
 def test_the_peak_of_a_layer_is_that_of_message_passing_over_its_edges():
     """Three times the matrices Lambda of all edges at least, in a process of its own."""
     size = {**LAYER, "tokens": 512, "dim": 128, "heads": 4, "edge_hidden": 64, "rank": 4}

@@ -406,6 +406,7 @@ def test_sixteen_bits_are_read_in_full(tmp_path):
     np.testing.assert_allclose(tokens.image[..., 0], values / 65535)
 
 
+@pytest.mark.long
 def test_an_image_bomb_is_refused_before_it_is_unpacked(tmp_path, monkeypatch):
     from PIL import Image
 

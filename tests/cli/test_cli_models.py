@@ -54,6 +54,7 @@ def test_every_preset_is_listed_once_with_its_class_and_its_parameters(tiny: str
         assert parameters == sum(unique.values())
 
 
+@pytest.mark.long
 def test_the_size_is_that_of_the_model_in_memory(tiny: str) -> None:
     model = ga.models.SequenceEncoder.from_preset(tiny)
     (line,) = (line for line in run().output.splitlines() if tiny in line)

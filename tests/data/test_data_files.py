@@ -275,6 +275,7 @@ def test_a_gzip_bomb_is_refused_long_before_it_fills_the_memory(tmp_path, read, 
     assert says[0].startswith(f"{path}: unpacks to more than 1,048,576 bytes, and max_bytes = ")
 
 
+@pytest.mark.long
 def test_the_default_limit_refuses_what_fills_a_gigabyte(tmp_path):
     path = tmp_path / "bomb.txt.gz"
     zeros = zlib.compressobj(wbits=31)

@@ -149,6 +149,7 @@ def faulty(folder: Path) -> tuple[subprocess.CompletedProcess[str], Any]:
 IN_THE_LOOP = {"sm_80": (64, 64), "sm_90": (8, 64), "sm_100": (4, 64), "gfx942": (16, 32)}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_a_sound_kernel_has_its_matrix_instruction_and_no_problem(sound: Any, arch: str) -> None:
     row = sound[1]["sound", arch]
@@ -194,6 +195,7 @@ def test_the_command_succeeds_and_states_versions_not_times(sound: Any, folder: 
     assert again.stdout == run.stdout
 
 
+@pytest.mark.long
 def test_every_fault_is_found_and_fails_the_command(faulty: Any) -> None:
     run, found = faulty
     assert run.returncode == 1

@@ -163,6 +163,7 @@ def test_nothing_valid_is_no_edge(device: str) -> None:
 # Autocast.
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 @pytest.mark.parametrize("name", ["path", "list"])
 def test_under_autocast_a_layer_costs_no_more_than_in_torch(

@@ -221,6 +221,7 @@ def test_a_hook_on_the_first_layer_is_called(device: str) -> None:
     assert seen == [1]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("backend", ["triton", "structured", "reference"])
 def test_what_padding_of_a_first_layer_holds_is_not_read(backend: str, device: str) -> None:
     case = FORMS["window"]

@@ -176,6 +176,7 @@ print("all close", round(took, 2), "s", round(grown, 3), "GiB")
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "program", [FAR_TOKENS, LONG_STRIDES, FAR_EDGES], ids=["tokens", "strides", "edges"]
 )

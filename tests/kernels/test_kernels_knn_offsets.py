@@ -68,6 +68,7 @@ CASES = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", CASES)
 def test_offsets_beyond_31_bits(name: str, device: str) -> None:
     if device != "cpu":

@@ -102,6 +102,7 @@ print("all close", round(took, 2), "s", round(grown, 3), "GiB")
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("program", [FAR_TOKENS, LONG_STRIDES], ids=["tokens", "strides"])
 def test_offsets_do_not_wrap_at_two_to_the_31(program: str, device: str) -> None:
     """In a process of its own, interpreted: its memory is mapped, but never touched."""

@@ -349,6 +349,7 @@ def test_two_runs_agree_bit_for_bit(dtype: torch.dtype, device: str) -> None:
     assert all(torch.equal(one[n], other[n]) for n in one)
 
 
+@pytest.mark.long
 def test_the_operator_keeps_the_promises_of_torch_library(device: str) -> None:
     case = top(3, ga.causal_window_graph(18, 7), heads=2, valid="both")
     leaves = {n: x.to(device).requires_grad_() for n, x in case.tensors().items()}
@@ -362,6 +363,7 @@ def test_the_operator_keeps_the_promises_of_torch_library(device: str) -> None:
     )  # fmt: skip
 
 
+@pytest.mark.long
 def test_a_compiled_layer_gives_what_an_eager_one_gives(device: str) -> None:
     torch._dynamo.reset()
     layer = ga.nn.KrauseAttention(12, 2, top_k=3, backend="triton").to(device)

@@ -294,6 +294,7 @@ def test_repeated_tokens_are_chosen_as_by_a_stable_sort(kind: str, device: str) 
     close(torch.stack(found), expected.detach(), 1e-4)
 
 
+@pytest.mark.long
 @TOP_K
 def test_a_value_that_top_k_leaves_out_is_not_read(kind: str, device: str) -> None:
     torch.manual_seed(0)

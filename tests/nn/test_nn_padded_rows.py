@@ -184,6 +184,7 @@ def test_padded_rows_are_checkpointed(reentrant: bool) -> None:
     torch.testing.assert_close(x.grad, expected)
 
 
+@pytest.mark.long
 def test_padded_rows_compile_at_three_lengths() -> None:
     torch._dynamo.reset()
     layer = CASES[3].make(dtype=torch.float32)

@@ -158,6 +158,7 @@ def test_checkpoints_give_the_same_gradients(name: str, reentrant: bool) -> None
         torch.testing.assert_close(a, b, **EXACT)
 
 
+@pytest.mark.long
 @EVERY
 def test_it_compiles_whole_and_once_for_three_lengths(name: str) -> None:
     layer = made(name, torch.float32)

@@ -80,6 +80,7 @@ def test_a_long_window_agrees_with_inverse_iteration_and_sparse_lanczos():
     assert lowest == pytest.approx(1 - 0.2 * top, abs=1e-9)
 
 
+@pytest.mark.long
 def test_a_layer_of_twelve_heads_of_64_takes_seconds():
     torch.manual_seed(0)
     layer, graph = ga.nn.SelfConsensus(768, heads=12), ga.window_path_graph(128, window=2)

@@ -80,6 +80,7 @@ def drawn(seed: int, count: int) -> list[dict[str, int]]:
     ]
 
 
+@pytest.mark.long
 def test_a_run_killed_at_random_moments_ends_as_if_undisturbed(server, undisturbed, tmp_path):
     kills = kill_until_finished(
         server, tmp_path / "run", [{"event": 31}, {"after": 400}, {"event": 47}]

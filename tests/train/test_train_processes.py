@@ -55,6 +55,7 @@ def test_a_run_of_two_processes_is_not_gone_on_with_by_one(tmp_path):
         run_folder.check_config(tmp_path, config, 1)
 
 
+@pytest.mark.long
 def test_two_processes_stop_after_the_same_step_and_go_on_bit_for_bit(server, tmp_path):
     straight, run = tmp_path / "straight", tmp_path / "run"
     assert server.train(straight, processes=2, keep=9) == [0, 0]

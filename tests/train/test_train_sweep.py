@@ -369,6 +369,7 @@ def is_alive(pid: int) -> bool:
     return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
+@pytest.mark.long
 def test_a_worker_of_another_machine_is_taken_for_dead_after_the_grace_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
