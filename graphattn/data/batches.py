@@ -161,7 +161,7 @@ def _checked(lengths: Tensor | Sequence[int], max_tokens: int) -> Tensor:
 
 
 def _cut_padded(longest_first: Tensor, max_tokens: int) -> tuple[Tensor, Tensor]:
-    """Where batches of examples in descending order of length begin, and bins of examples.
+    """Return where batches of examples in descending order of length begin, and bins of examples.
 
     A bin is a whole number of batches of one size, the one that its longest example allows for, so
     that its examples may be exchanged. Only the last batch of all may be smaller than its bin's.
@@ -186,7 +186,7 @@ def _cut_padded(longest_first: Tensor, max_tokens: int) -> tuple[Tensor, Tensor]
 
 
 def _cut_packed(lengths: Tensor, max_tokens: int) -> Tensor:
-    """Where batches begin, each with as many examples as fit: LongTensor [batches + 1]."""
+    """Return where batches begin, each with as many examples as fit: LongTensor [batches + 1]."""
     ends = lengths.cumsum(0).numpy()
     cuts = [0]
     while cuts[-1] < len(ends):

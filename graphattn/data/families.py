@@ -1,4 +1,4 @@
-"""Which sequences belong together: copies, fragments and close relatives."""
+"""Families of similar sequences: copies, fragments and close relatives."""
 
 from __future__ import annotations
 

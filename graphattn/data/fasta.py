@@ -104,7 +104,7 @@ def _check_fasta(path: str | os.PathLike[str], text: str) -> None:
 
 
 class _SequenceTokenizer:
-    """What the two tokenizers below share: a fixed vocabulary and the letters that map to it."""
+    """Base of the two tokenizers below: a fixed vocabulary and the letters that map to it."""
 
     vocabulary: ClassVar[str]
     _kind: ClassVar[str]

@@ -183,7 +183,7 @@ def read_text(path: str | os.PathLike[str], *, max_bytes: int | None = MAX_BYTES
 
 
 def sniff_format(path: str | os.PathLike[str], text: str) -> FileFormat:
-    """What a file is: by its extension (with or without ``.gz``), else by its content.
+    """Return the format of a file: by its extension (with or without ``.gz``), else by its content.
 
     Args:
         path: the file's name; it need not exist.

@@ -179,7 +179,7 @@ def _organism(file: Any) -> str:
 
 
 def _labels(path: str | os.PathLike[str], file: Any, N: int, feature: str) -> Tensor:
-    """1 where a base lies in a feature of that key."""
+    """Mark the bases that lie in a feature of that key by 1."""
     from biotite.sequence.io.genbank import get_annotation
 
     labels = torch.zeros(N, dtype=torch.long)

@@ -1,4 +1,4 @@
-"""What of a corpus is learnt from, and what is set aside: by position, record or group."""
+"""Splits of a corpus into parts for training and for tests: by position, record or group."""
 
 from __future__ import annotations
 

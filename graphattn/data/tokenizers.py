@@ -17,7 +17,7 @@ from graphattn.data.text import CharacterTokenizer
 
 
 class Tokenizer(Protocol):
-    """What every tokenizer here can do: text to a LongTensor [N] and back.
+    """Interface of every tokenizer here: text to a LongTensor [N] and back.
 
     Example:
         >>> import graphattn as ga
@@ -192,7 +192,7 @@ _WITHOUT_OPTIONS: dict[str, Callable[[], Tokenizer]] = {
 
 
 def tokenizer_as_dict(tokenizer: Any) -> dict[str, Any]:
-    """What JSON keeps of a tokenizer."""
+    """Return the JSON form of a tokenizer."""
     name = type(tokenizer).__name__
     if isinstance(tokenizer, CharacterTokenizer):
         return {"type": name, "vocabulary": tokenizer.vocabulary}

@@ -76,7 +76,7 @@ class Windows(Dataset[dict[str, Any]]):
         return f"Windows({len(self)}, length={self.length}, stride={self.stride})"
 
     def spans_of(self, indices: Sequence[int] | Tensor) -> Tensor:
-        """Where windows lie: the record, the first token and the one after the last.
+        """Return where windows lie: the record, the first token and the one after the last.
 
         Args:
             indices: numbers of windows; negative ones count from the end.

@@ -49,7 +49,7 @@ _MULTI_HEAD = nn.functional.multi_head_attention_forward
 
 
 class _Thread(threading.local):
-    """What a thread watches with, and what it is in the middle of."""
+    """State of a thread: its watchers, and the call that it is in."""
 
     def __init__(self) -> None:
         self.watchers: list[Watcher] = []
@@ -90,7 +90,7 @@ class Watcher:
         """A step of a layer that :meth:`is_own`; or why its weights cannot be known."""
 
     def answer(self, output: Tensor, name: str) -> Tensor:
-        """What the model gets instead of the output of a call of this name."""
+        """Return the model's substitute for the output of a call of this name."""
         return output
 
     def is_own(self, module: nn.Module) -> bool:
@@ -130,7 +130,7 @@ class Watcher:
 
 
 def _looks_like_attention(module: nn.Module) -> bool:
-    """By the name of its class, or since it stands where attention stood."""
+    """Whether a module looks like attention by its class name or its place."""
     return getattr(module, "replaces_attention", False) is True or any(
         _LOOKS_LIKE_ATTENTION.search(c.__name__) for c in type(module).__mro__
     )
@@ -242,7 +242,7 @@ def _replace_imported(model: nn.Module) -> None:
 
 
 def _watchers() -> list[Watcher]:
-    """Who is told of what this thread does now."""
+    """List the watchers of this thread."""
     if not _thread.watchers or _thread.paused or torch._C._current_graph_task_id() != -1:
         return []
     return _thread.watchers
@@ -300,7 +300,7 @@ def _tell(
 
 @contextmanager
 def _aside(output: Any) -> Iterator[None]:
-    """What is computed inside is not seen, has no gradient, and keeps its precision."""
+    """Run a computation that is not watched, has no gradient, and keeps its precision."""
     first = output[0] if isinstance(output, tuple) else output
     device = first.device.type
     with ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""What an attention call was made of, and its weights row by row."""
+"""Operands of an attention call, and its weights row by row."""
 
 from __future__ import annotations
 
@@ -436,7 +436,7 @@ def _dim(tensor: Tensor | None) -> int:
 
 
 def _unreadable(query: Any, key: Any, mask: Any) -> str:
-    """Why weights cannot be computed from these; "" if they can."""
+    """Return the reason why weights cannot be computed from these; "" if they can."""
     for part in (query, key, mask):
         if part is None:
             continue

@@ -1,4 +1,4 @@
-"""What attention weights are like, in one number per head: sinks, entropy, diversity."""
+"""Statistics of attention weights, one number per head: sinks, entropy, diversity."""
 
 from __future__ import annotations
 

@@ -141,7 +141,7 @@ def layouts(
 def _arguments(
     model: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]
 ) -> tuple[dict[str, Any], set[str]]:
-    """What a call gives by name, and all names that the model takes."""
+    """Return the arguments of a call by name, and all names that the model takes."""
     signature = inspect.signature(model.forward)
     try:
         given = dict(signature.bind_partial(*inputs, **keywords).arguments)

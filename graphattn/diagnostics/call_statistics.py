@@ -1,4 +1,4 @@
-"""What one call of attention is like, and what is kept of it."""
+"""Statistics of one attention call, and the values that are kept of it."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def _sinks(weights: Tensor, graph: TokenGraph, token: int, valid: Tensor | None)
 
 
 def _places(valid: Tensor, batch: int, token: int) -> Tensor:
-    """Where the token stands among the sources of every sequence, [B]; -1: nowhere."""
+    """Return the place of the token among the sources of every sequence, [B]; -1: nowhere."""
     valid = valid.reshape(-1, valid.shape[-1])
     valid = valid.repeat_interleave(batch // len(valid), dim=0) if len(valid) == 1 else valid
     at = valid & (valid.long().cumsum(dim=1) == token + 1)

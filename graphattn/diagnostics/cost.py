@@ -1,4 +1,4 @@
-"""What a model costs: operations, and the memory that waits for its backward pass."""
+"""Costs of a model: operations, and the memory that waits for its backward pass."""
 
 from __future__ import annotations
 

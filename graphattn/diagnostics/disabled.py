@@ -1,4 +1,4 @@
-"""What is left of a layer when its learned weights are switched off."""
+"""Layers with their learned weights switched off."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _OF_TRANSFORMERS = (
 def disabled_parameters(
     model: nn.Module, layers: dict[str, nn.Module], projections: tuple[str, ...]
 ) -> dict[str, Tensor]:
-    """What stands in for the parameters of `layers`, by their names in the model.
+    """Return substitutes for the parameters of `layers`, by their names in the model.
 
     Attention projections become the identity, norms plain, other linear maps 0 (the perceptron),
     bandwidths and sinks what they were at the start; embeddings stay.
@@ -66,7 +66,7 @@ def disabled_parameters(
 
 
 def _at_start(name: str, layer: nn.Module) -> dict[str, float]:
-    """What an attention layer's own parameters are before training, by their names."""
+    """Return an attention layer's own parameters as they are before training, by name."""
     found = {f"{name}.sink".strip("."): 0.0}
     init_sigma: Any = getattr(layer, "init_sigma", None)
     if init_sigma is not None:

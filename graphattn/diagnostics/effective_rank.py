@@ -1,4 +1,4 @@
-"""In how many directions the tokens of a layer vary."""
+"""Effective rank: the number of directions in which the tokens of a layer vary."""
 
 from __future__ import annotations
 

@@ -69,7 +69,9 @@ class Recording(Sequence[RecordedCall]):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Whose calls they are, as in ``model.named_modules()``; a name comes once per call."""
+        """Names of the modules that were called, as in ``model.named_modules()``; a name comes once
+        per call.
+        """
         return tuple(call.name for call in self.calls)
 
     def select(self, text: str) -> Recording:
@@ -101,7 +103,7 @@ class Recording(Sequence[RecordedCall]):
         return self._numbers([c.diversity.nanmean() for c in self._some()])
 
     def effective_rank(self) -> PerLayer:
-        """In how many directions the outputs of attention vary, :func:`effective_rank`, [calls].
+        """Effective rank of the outputs of attention, by :func:`effective_rank`, [calls].
 
         Outputs are those of the attention call, heads side by side, before the output projection
         (of our own layers: after it). For hidden states see :func:`effective_rank_per_layer` and
@@ -268,7 +270,7 @@ def record(model: nn.Module, *, token: int = 0, keep: Keep = "weights") -> Itera
 
 
 def _only_consensus(model: nn.Module) -> str:
-    """Why there was nothing to record, where all layers of a model are consensus."""
+    """Explain why there was nothing to record: all layers of a model are consensus."""
     layers = [layer for layer in model.modules() if isinstance(layer, GraphLayer)]
     if not layers or not all(isinstance(x, SelfConsensus | CrossConsensus) for x in layers):
         return ""

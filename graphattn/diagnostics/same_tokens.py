@@ -35,7 +35,7 @@ def are_parts_of_one(query: Tensor, key: Tensor) -> bool:
 
 
 def by_name(name: str, module: nn.Module | None) -> bool | None:
-    """What the names of an attention module say: True for self-attention; None for nothing."""
+    """Decide by the names of an attention module: True for self-attention; None for nothing."""
     kinds = [kind.__name__ for kind in type(module).__mro__] if module is not None else []
     place = ".".join(name.split(".")[-2:])  # ESM's is "crossattention.self"
     if getattr(module, "is_cross_attention", False) is True:  # GPT-2 has one class for both

@@ -18,7 +18,7 @@ from graphattn.nn.streaming import StreamingLayer
 
 
 class SeenStep(NamedTuple):
-    """What a step attends from and to."""
+    """Tokens that a step attends from and to."""
 
     targets: tuple[Tensor, ...]
     sources: dict[str, Tensor]
@@ -28,7 +28,7 @@ class SeenStep(NamedTuple):
     cut: Tensor | None  #: [*], whether real tokens stand before the first source; of masked texts
 
     def weights(self, layer: Any) -> Tensor:
-        """Of the edges of the graph, [*, E, H]."""
+        """Compute the weights of the edges of the graph, [*, E, H]."""
         weights: Tensor = layer.step_weights(self.targets, self.sources, self.graph, self.valid)
         return weights
 

@@ -1,4 +1,4 @@
-"""What training a language model costs per token: by the usual formula, and exactly."""
+"""Cost of training a language model per token: by the usual formula, and exactly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which tokens have come together."""
+"""Clusters: tokens that have come together."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from graphattn.ops import dot_product_attention, rbf_attention
 
 @dataclass(frozen=True, eq=False)
 class ParticleFlow:
-    """What the flows return.
+    """Result of the particle flows.
 
     Attributes:
         states: the particles at every step, the first one included, [T + 1, N, C].
@@ -162,7 +162,7 @@ def _average(
     top_k: int | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """What every particle would jump to, [N, C]: itself, where it sees nobody."""
+    """Compute the average that every particle jumps to, [N, C]: itself, where it sees nobody."""
     q = z[:, None]
     if sigma is None:
         average = dot_product_attention(q, q, q, graph, scale=scale)[:, 0]

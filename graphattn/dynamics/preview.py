@@ -17,7 +17,7 @@ from graphattn.graphs.windows import complete_graph
 
 @dataclass(frozen=True)
 class PatternScores:
-    """What one pattern makes of the tokens, after the last step.
+    """Scores of one pattern after the last step.
 
     Attributes:
         num_edges: edges of the graph, what the pattern costs.
@@ -41,7 +41,7 @@ class PatternScores:
 
 @dataclass(frozen=True)
 class Preview:
-    """What :func:`preview` returns; print it.
+    """Result of :func:`preview`; print it.
 
     Attributes:
         pattern: scores of the proposed pattern.

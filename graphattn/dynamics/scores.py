@@ -45,7 +45,7 @@ def silhouette(points: Tensor, labels: Tensor) -> float:
 
 
 class Fragmentation(NamedTuple):
-    """Into how many clusters the tokens of every label fall, labels in ascending order."""
+    """Number of clusters that the tokens of every label fall into, labels in ascending order."""
 
     clusters: Tensor  # number of clusters that hold some token of the label, int64 [L]
     largest_share: Tensor  # share of its tokens in the cluster that holds most, float64 [L]

@@ -25,7 +25,7 @@ Scaling = Literal["sdp", "sq", "sq_inplace"]
 
 @dataclass(frozen=True)
 class AttentionRule:
-    """Which attention is iterated; the arguments of :func:`simulate`."""
+    """Attention rule that is iterated; the arguments of :func:`simulate`."""
 
     score: Score = "dot"
     scaling: Scaling = "sdp"
@@ -49,7 +49,7 @@ class AttentionRule:
         return torch.where(twice[:, None], scaled / root, scaled), scaled, 1.0
 
     def kept(self, x: Tensor) -> Tensor:
-        """What the update is added to: X, or X / sqrt(C) where it was scaled in place."""
+        """State that the update is added to: X, or X / sqrt(C) where it was scaled in place."""
         return x / math.sqrt(x.shape[1]) if self.scaling == "sq_inplace" else x
 
     def attend(self, x: Tensor, value: Tensor, graph: TokenGraph) -> Tensor:
@@ -64,7 +64,7 @@ class AttentionRule:
 
 @dataclass(frozen=True, eq=False)
 class Trajectory:
-    """What :func:`simulate` returns: T steps of N tokens with C features.
+    """Result of :func:`simulate`: T steps of N tokens with C features.
 
     Attributes:
         states: X of every step, the first one included, [T + 1, N, C].

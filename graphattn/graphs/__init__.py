@@ -1,4 +1,6 @@
-"""Who talks to whom: the token graph, what is known of its structure, and its builders."""
+"""Graphs of tokens, which say who attends to whom: the token graph, what is known of its structure,
+and its builders.
+"""
 
 from graphattn.graphs.collate import collate
 from graphattn.graphs.combine import batch, union

@@ -118,7 +118,7 @@ def collate(
 
 
 def _fill_values(padding_value: Any, kinds: dict[str, Kind], padding: bool) -> dict[str, float]:
-    """What stands in the padding of every field per token or source."""
+    """Return the padding value of every field per token or source."""
     rows = [name for name, kind in kinds.items() if kind in ("token", "source")]
     given = (
         padding_value if isinstance(padding_value, Mapping) else dict.fromkeys(rows, padding_value)
@@ -193,7 +193,7 @@ def _rows_of(graphs: list[TokenGraph], num_targets: int, num_sources: int) -> To
 def _positions_of_rows(
     graphs: list[TokenGraph], num_targets: int, num_sources: int
 ) -> tuple[Tensor, Tensor]:
-    """Those of every item, then of its padding, which counts on."""
+    """Return the positions of every item, and then of its padding, which counts on."""
     sides: list[list[Tensor]] = [[], []]
     for graph in graphs:
         for side, rows in enumerate((num_targets, num_sources)):

@@ -123,7 +123,7 @@ def kth_smallest(values: Tensor, k: int) -> Tensor:
 
 
 def with_rounding(limit: Tensor | float, points: Tensor) -> Tensor | float:
-    """What a rounded distance may come to where the exact one is `limit`, generously.
+    """Bound the rounded distance of points whose exact distance is `limit`, generously.
 
     One rounding per coordinate and a few more, and squares that vanish below the smallest number.
     """

@@ -116,7 +116,7 @@ def order_by_source(rowptr: Tensor, source: Tensor, num_sources: int) -> Tensor:
 def _sorted_by_key(
     edge_index: Tensor, num_targets: int, num_sources: int
 ) -> tuple[Tensor, Tensor] | Wrong:
-    """The same by torch, for every device: by one number per edge."""
+    """Sort edges by one key in operations of torch, on every device: by one number per edge."""
     edge_index = edge_index.long()
     for row, count in ((0, num_sources), (1, num_targets)):
         bad = (edge_index[row] < 0) | (edge_index[row] >= count)

@@ -74,5 +74,5 @@ def pyg_batch_of_parts(
 
 
 def _starts(sizes: Tensor) -> Tensor:
-    """Where every part begins, and the last ends."""
+    """Return where every part begins, and where the last one ends."""
     return torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])

@@ -34,7 +34,7 @@ PER_SEQUENCE = 4  # targets, sources, and the positions of the first of each
 
 
 class Facts(Protocol):
-    """What is read of a graph."""
+    """Facts that generated code reads of a graph."""
 
     @property
     def num_targets(self) -> int: ...

@@ -159,7 +159,7 @@ def block_order(grid: GridBlocks, device: torch.device) -> BlockOrder:
 
 
 def _runs(axis: Blocks) -> dict[int, list[int]]:
-    """Where the blocks of one axis begin, by their length."""
+    """Return where the blocks of one axis begin, by their length."""
     borders = [0, *range(axis.shift or axis.block_size, axis.num_tokens, axis.block_size)]
     found: dict[int, list[int]] = {}
     for first, stop in zip(borders, [*borders[1:], axis.num_tokens], strict=True):

@@ -21,7 +21,7 @@ AT_ONCE = 1 << 20  # places of a piece
 
 @dataclass(frozen=True)
 class AxisWindow:
-    """Which places of one axis a place sees.
+    """Window along one axis: the places that a place sees.
 
     The places of one remainder modulo `dilation` form a line of their own, along which a step is a
     hop. On a line of L places, place q sees
@@ -108,7 +108,7 @@ class AxisWindow:
         return change.view(lines, self.step).cumsum(0).view(-1)[: self.size]
 
     def table(self, device: Device, *, transposed: bool) -> tuple[Tensor, Tensor]:
-        """What every place sees (or is seen by), ascending, [size, most], and which are there."""
+        """List the places that each one sees or is seen by, ascending, and a mask, [size, most]."""
         place = torch.arange(self.size, device=device)
         first, last = self.bounds(place)
         slot = torch.arange(int((last - first).max()) + 1, device=device)
@@ -184,7 +184,7 @@ class GridWindows(RowsOfCells):
         return index
 
     def _places(self, token: Tensor) -> list[Tensor]:
-        """Where tokens are along every axis."""
+        """Return the places of tokens along every axis."""
         token, places = token - int(self.class_token), []
         for size in reversed(self.shape):
             places.append(token % size)
@@ -224,7 +224,7 @@ class GridWindows(RowsOfCells):
         return degree
 
     def _degree_of_diamonds(self, device: Device) -> Tensor:
-        """By how many hops away the sources are, [reach + 1, tokens], one axis after the other."""
+        """Count the sources by hops, [reach + 1, tokens], one axis after the other."""
         reach = self._reach
         degree = torch.zeros((reach + 1, 1), dtype=torch.int64, device=device)
         degree[0] = 1

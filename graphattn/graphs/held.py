@@ -117,7 +117,7 @@ class HeldGraph:
         return wide
 
     def _kept(self, name: str, made: T) -> T:
-        """What is made once, kept under its name."""
+        """Keep a value that is made once under a name."""
         if not makes_fakes():
             setattr(self, name, made)
         return made
@@ -158,7 +158,9 @@ class HeldGraph:
 
     @property
     def structure(self) -> GraphStructure | None:
-        """What is known of the graph in closed form; None for a plain edge list or table."""
+        """Structure of the graph in closed form, if it is known; None for a plain edge list or
+        table.
+        """
         return self._structure
 
     @property
@@ -259,7 +261,7 @@ class HeldGraph:
 
     @property
     def device(self) -> torch.device:
-        """Where the edges and positions lie, or will lie once they are asked for."""
+        """Device of the edges and positions, also before they are listed."""
         return self._device
 
     @property
@@ -269,7 +271,8 @@ class HeldGraph:
 
     @property
     def listed(self) -> Tensor | None:
-        """What :attr:`code` does not hold, as it is: a table of neighbours, or a list of edges.
+        """Tensor that lists the part of the graph that :attr:`code` does not hold: a table of
+        neighbours, or a list of edges.
 
         None for a structured graph. It enters an operator beside `code`, which says what it is,
         and has the width that it is held in: int32 on a CPU where numbers fit, int64 elsewhere.
@@ -431,7 +434,9 @@ class HeldGraph:
 
     @property
     def own_positions(self) -> tuple[Tensor, Tensor] | None:
-        """Of targets and of sources after :meth:`permute`; None where both just count up."""
+        """Return positions of targets and sources after :meth:`permute`; None where both just count
+        up.
+        """
         return None if self._own_positions is None else (self.positions, self.source_positions)
 
     def _counted(self, side: int) -> Tensor:
@@ -447,7 +452,7 @@ class HeldGraph:
     # Devices, comparison, pickling.
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:
-        """The same graph on another device (itself where it is there already)."""
+        """Return this graph on another device (itself where it is there already)."""
         device = torch.empty(0, device=device).device  # "cuda" means the current one
         if device == self._device:
             return self
@@ -563,7 +568,9 @@ class HeldGraph:
 
 
 def _check_neighbors(table: Tensor, num_targets: int) -> None:
-    """Its shape and dtype: what it holds is not read, that would wait for its device."""
+    """Check the shape and dtype of a table of neighbors: what it holds is not read, that would wait
+    for its device.
+    """
     if (
         table.dtype not in (torch.int64, torch.int32)
         or table.dim() != 2
@@ -578,7 +585,7 @@ def _check_neighbors(table: Tensor, num_targets: int) -> None:
 def _starts_of(
     starts: tuple[tuple[int, int], ...], sizes: tuple[tuple[int, int], ...]
 ) -> tuple[tuple[int, int], ...]:
-    """0 where there is no first token."""
+    """Return the positions of first tokens, 0 where there is none."""
     if not any(map(any, starts)):
         return starts
     return tuple(
@@ -598,7 +605,7 @@ def _own_positions(
 
 
 def _saved_positions(state: dict[str, Any]) -> tuple[Tensor, Tensor] | None:
-    """Of a file that may be anybody's, or of a version that knew none."""
+    """Read positions from a file of anybody's, or of a version that knew none."""
     of_targets = state.get("_own_positions")
     if of_targets is None:
         return None

@@ -208,7 +208,7 @@ class Columns:
         )
 
     def kinds(self, graphs: list[TokenGraph], sizes: list[tuple[int, int]]) -> dict[str, Kind]:
-        """Of every field by name, otherwise by length."""
+        """Return the kind of every field, by its name or otherwise by its length."""
         kinds: dict[str, Kind] = {}
         for name in self.values:
             kind = self.kind_by_name(name)

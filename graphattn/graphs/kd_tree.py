@@ -125,7 +125,7 @@ def nearest_by_tree(
 
 
 class _TreeSearch(NamedTuple):
-    """Who looks for how many neighbours, and where."""
+    """Search in a tree: the number of neighbors, their sources and their targets."""
 
     points: Floats
     tree: PointTree
@@ -212,7 +212,9 @@ def _fits(points: Floats) -> bool:
 
 
 def _widened(distance: Any, coordinates: int) -> Any:
-    """What a distance up to this may come to in a tree, generously: squares may vanish, too."""
+    """Bound the distance in a tree of points up to this distance, generously: squares may vanish,
+    too.
+    """
     tiny = np.finfo(np.float64).tiny
     return distance * (1 + 2 * ROUNDING) + 2 * (coordinates * tiny) ** 0.5
 

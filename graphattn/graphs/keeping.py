@@ -1,4 +1,4 @@
-"""What graphs keep: made so that autograd, torch.func and fake tensors can live with it."""
+"""Values that graphs keep: made so that autograd, torch.func and fake tensors can live with it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 
 def kept_for_training() -> AbstractContextManager[object]:
-    """What is derived within and kept can be used by autograd later, also in inference mode.
+    """Let values that are derived inside serve autograd later, also from inference mode.
 
     And outside of torch.func, if it is made within.
     """

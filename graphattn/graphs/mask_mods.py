@@ -128,7 +128,7 @@ class _Mask:
 
     @classmethod
     def of(cls, mask_mod: Any, num_targets: Any, num_sources: Any, device: Any) -> _Mask:
-        """With checked arguments."""
+        """Make one from checked arguments."""
         from torch.nn.attention.flex_attention import BlockMask
 
         if isinstance(mask_mod, BlockMask):
@@ -175,7 +175,7 @@ class _Mask:
         return readers.found[0], readers.found[1]
 
     def at(self, rows: Tensor, columns: Tensor, b: int = 0, h: int = 0) -> Tensor:
-        """Its values at some pairs, elementwise."""
+        """Evaluate the mask at some pairs, elementwise."""
         if self._is_small:
             return self._whole(b, h)[rows, columns]
 
@@ -185,7 +185,7 @@ class _Mask:
         return self._evaluated(pair, len(rows), 1)[:, 0]
 
     def rows(self, rows: Tensor, b: int = 0, h: int = 0) -> Tensor:
-        """Its values in some rows, [n, M]."""
+        """Evaluate the mask in some rows, [n, M]."""
         return self._whole(b, h)[rows] if self._is_small else self._of_rows(rows, b, h)
 
     @property
@@ -309,7 +309,7 @@ def _within_blocks(blocks: BlockMask) -> MaskMod:
 
 
 def _dense(num_blocks: Tensor, indices: Tensor | None) -> Tensor:
-    """Which blocks are listed, bool [B, H, rows, columns]."""
+    """Mark the blocks that are listed, bool [B, H, rows, columns]."""
     assert indices is not None
     if indices.dim() != 4:
         raise ValueError(
@@ -342,7 +342,9 @@ def _graph(mask: _Mask, b: int, verify: bool) -> TokenGraph:
 
 
 def _guess(mask: _Mask, b: int) -> ListedRows | None:
-    """What rows see if each sees a run, or every d-th token, around itself; None: they do not."""
+    """Guess the band of a mask whose rows see a run, or every d-th token, around themselves; None:
+    they do not.
+    """
     N, M, device = mask.num_targets, mask.num_sources, mask.device
     samples = mask.samples()
     seen = mask.rows(samples, b)

@@ -153,7 +153,7 @@ def nearest_in_items(
 
 
 class _Search(NamedTuple):
-    """What is looked for, checked."""
+    """Checked arguments of a search."""
 
     tokens: tuple[Tensor, Tensor]  # targets [N, C] and sources [M, C]
     k: int
@@ -309,7 +309,7 @@ def _nearest_in_graph(
     to_self: bool,
     self_loops: bool,
 ) -> Tensor:
-    """The same for the edges of a graph."""
+    """Select the nearest among the edges of a graph."""
     source, target = graph.edge_index
     squared = exact_squared_distances(points, candidates, target, source)
     if to_self:

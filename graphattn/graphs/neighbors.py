@@ -206,7 +206,7 @@ def _sorted_both_ways(pairs: Tensor, points: Tensor, self_loops: bool) -> Tensor
 def _pairs_within_by_differences(
     points: Tensor, reach: float, max_neighbors: int | None, self_loops: bool
 ) -> list[Tensor]:
-    """The same from the distances of all pairs, a tile of rows at a time."""
+    """List pairs within a radius from the distances of all pairs, a tile of rows at a time."""
     N, pieces = len(points), []
     largest = points.nan_to_num(nan=0, posinf=0, neginf=0).abs().sum(dim=1).max() if N else 0
     if largest > torch.finfo(points.dtype).max ** 0.5 / 2:  # rounded distances would overflow

@@ -1,4 +1,4 @@
-"""What a graph looks like, in a few words, for titles and tables."""
+"""Short descriptions of graphs, for titles and tables."""
 
 from __future__ import annotations
 

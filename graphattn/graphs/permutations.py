@@ -100,7 +100,9 @@ def checked_pair(graph: HeldGraph, permutation: Any) -> tuple[Tensor, Tensor]:
 
 
 def _checked(name: str, permutation: Any, graph: HeldGraph, side: int) -> Tensor:
-    """On the graph's device, int64; every token once, and within its part of a batch."""
+    """Return a permutation in int64 on the graph's device; every token once, and within its part of
+    a batch.
+    """
     count = graph.num_sources if side else graph.num_targets
     allowed = f"must hold every token 0 .. {count - 1} once" if count else "must be empty"
     if not isinstance(permutation, Tensor):

@@ -1,4 +1,4 @@
-"""Which structure a graph has whose rows are runs of sources: windows, blocks, sequences packed."""
+"""Recognition of graphs whose rows are runs of sources: windows, blocks, sequences packed."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ class Section(GraphStructure):
 
     @property
     def place(self) -> tuple[int, int, int, int]:
-        """Where it lies in the whole, as the constructor takes it."""
+        """Place of the section in the whole, as the constructor takes it."""
         return self.start, self.stop, self.source_start, self.source_stop
 
     @property
@@ -64,7 +64,9 @@ class Section(GraphStructure):
 
     @property
     def is_causal(self) -> bool:
-        """As in the whole: by where tokens stand there, not by how they are numbered here."""
+        """Whether the section is causal, as the whole is: by where tokens stand there, not by how
+        they are numbered here.
+        """
         return self.whole.is_causal
 
     @property
@@ -147,7 +149,7 @@ class Section(GraphStructure):
                     yield self._inside(edges_of_rows(whole, start, stop, device))
 
     def _inside(self, edge_index: Tensor) -> Tensor:
-        """Those of the whole's edges that are here, numbered as here."""
+        """Return the edges of the whole that lie inside, with the section's numbers."""
         source, target = edge_index
         inside = (target >= self.start) & (target < self.stop)
         inside &= (source >= self.source_start) & (source < self.source_stop)

@@ -1,4 +1,4 @@
-"""What is known of a graph in closed form.
+"""Structures: graphs that are known in closed form.
 
 A structure says which edges a graph has without listing them: building one costs O(1), and fast
 paths read it instead of the edges. Each class answers the same few questions: how many edges, how
@@ -63,7 +63,7 @@ class GraphStructure:
 
     @property
     def offset_table(self) -> OffsetTable | None:
-        """What the rows of a relative-position table over this structure mean; None: no table."""
+        """Table of relative positions over this structure, as its rows are read; None: no table."""
         return None
 
     @property
@@ -105,7 +105,9 @@ class GraphStructure:
         yield self.edges(device)
 
     def transpose(self) -> GraphStructure | None:
-        """The same edges with sources and targets exchanged; None if not known in closed form."""
+        """Return this structure with sources and targets exchanged; None if not known in closed
+        form.
+        """
         raise NotImplementedError
 
 

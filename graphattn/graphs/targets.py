@@ -89,7 +89,9 @@ def _cut_positions(graph: HeldGraph, targets: Run, sources: Run) -> tuple[Tensor
 def _cut_sequences(
     graph: HeldGraph, targets: Run, sources: Run
 ) -> tuple[tuple[Run, ...], tuple[Run, ...]]:
-    """What is left of the sequences of a batch: their sizes, and where they begin in themselves."""
+    """Cut the sequences of a batch to some targets: their sizes, and where they begin in
+    themselves.
+    """
     sizes, starts, t0, s0 = [], [], 0, 0
     for (n, m), (target, source) in zip(graph.sizes, graph.starts, strict=True):
         own, seen = _overlap(targets, (t0, t0 + n)), _overlap(sources, (s0, s0 + m))
@@ -101,7 +103,7 @@ def _cut_sequences(
 
 
 def _overlap(a: Run, b: Run) -> Run:
-    """What both runs hold; where that is nothing, an empty run within b."""
+    """Intersect two runs; where that is nothing, an empty run within b."""
     first = min(max(a[0], b[0]), b[1])
     return first, max(min(a[1], b[1]), first)
 
@@ -109,7 +111,7 @@ def _overlap(a: Run, b: Run) -> Run:
 def section_of(
     whole: GraphStructure, start: int, stop: int, source_start: int, source_stop: int
 ) -> GraphStructure:
-    """These targets and sources of a structure, as the simplest structure that says so."""
+    """Return the section of a structure with these targets and sources, in its simplest form."""
     cut = start, stop, source_start, source_stop
     if cut == (0, whole.num_targets, 0, whole.num_sources):
         return whole
@@ -259,7 +261,9 @@ def _seen_in_section(section: Section, start: int, stop: int) -> tuple[Run | Non
 
 
 def _seen_on_grid(grid: Grid, start: int, stop: int) -> Run | None:
-    """By the windows of the first few cells and of the last few: others see less far."""
+    """Bound the cells that the windows of the first and the last few cells see: others see less
+    far.
+    """
     first, *others = [abs(dy) * grid.width + abs(dx) for dy, dx in grid._moves()]
     reach = max(first, *others, 0) + 1
     runs: list[Run | None] = []

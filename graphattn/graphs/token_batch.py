@@ -149,7 +149,7 @@ class TokenBatch:
 
     @property
     def device(self) -> torch.device:
-        """Where :attr:`graph` lies."""
+        """Device of :attr:`graph`."""
         return self.graph.device
 
     @property
@@ -176,7 +176,7 @@ class TokenBatch:
         return self._fields.items()
 
     def kind(self, name: str) -> Kind:
-        """What a field has one entry for: "token", "source", "edge" or "item"."""
+        """Return the unit that a field has one entry for: "token", "source", "edge" or "item"."""
         self[name]
         return self._kinds[name]
 
@@ -223,7 +223,7 @@ class TokenBatch:
     # Back to items.
 
     def unpack(self, y: Tensor, *, per: Kind = "token") -> list[Tensor]:
-        """What belongs to each item of a tensor over all of them, without padding.
+        """Split a tensor over all tokens into those of every item, without padding.
 
         Args:
             y: values of tokens, [N_total, ...] (padded [B, N, ...]); of edges, [E_total, ...] in
@@ -308,7 +308,7 @@ class TokenBatch:
     # Devices.
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> TokenBatch:
-        """The same batch on another device, graph and lists of tensors included."""
+        """Return this batch on another device, graph and lists of tensors included."""
         device = torch.empty(0, device=device).device
         return self._with_tensors(
             lambda x: x.to(device, non_blocking=non_blocking),
@@ -316,11 +316,11 @@ class TokenBatch:
         )
 
     def cuda(self, device: torch.device | str = "cuda", non_blocking: bool = False) -> TokenBatch:
-        """The same batch on a GPU."""
+        """Return this batch on a GPU."""
         return self.to(device, non_blocking)
 
     def cpu(self) -> TokenBatch:
-        """The same batch in main memory."""
+        """Return this batch in main memory."""
         return self.to("cpu")
 
     def pin_memory(self) -> TokenBatch:

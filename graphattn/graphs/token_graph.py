@@ -115,7 +115,7 @@ class TokenGraph(HeldGraph):
         *,
         return_edge_permutation: bool = False,
     ) -> TokenGraph | tuple[TokenGraph, Tensor]:
-        """The same edges between the same tokens, which are numbered in another order.
+        """Return this graph with its tokens numbered in another order.
 
         Token ``permutation[i]`` of this graph is token i of the new one, so ``x[...,
         permutation, :]`` are the tokens in the new order, and ``graph.permute(p).permute(

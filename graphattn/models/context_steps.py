@@ -1,4 +1,4 @@
-"""Other tracks of a protein: what else is known of its residues, and other chains.
+"""Steps among the other tracks of a protein: what else is known of its residues, and other chains.
 
 A block's tokens look at them before they look at each other: by cross-consensus, or by
 cross-attention.

@@ -18,7 +18,9 @@ Progress = Callable[[int, Tensor], Any]
 
 
 class LanguageModel(Protocol):
-    """What writing asks of a model: it reads tokens through a cache and tells what may follow."""
+    """Interface of a model that can write: it reads tokens through a cache and tells what may
+    follow.
+    """
 
     @property
     def vocab_size(self) -> int: ...

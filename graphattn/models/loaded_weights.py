@@ -71,7 +71,8 @@ def _copy(name: str, value: Tensor, parameter: nn.Parameter) -> None:
 def options_of_mixers(
     config: Any, arguments: Mapping[str, Any], widths: Sequence[float]
 ) -> dict[str, Any]:
-    """Those of the mixers: what was given, dropout as in `config`, and Krause's bandwidth.
+    """Return the options of the mixers: what was given, dropout as in `config`, and Krause's
+    bandwidth.
 
     Args:
         config: of a model of transformers.

@@ -33,7 +33,7 @@ Reach = Literal["all", "window", "near"]
 
 @dataclass(frozen=True)
 class Kind:
-    """What a name stands for.
+    """Meaning of a mixer's name.
 
     Attributes:
         layer: the class.
@@ -152,7 +152,7 @@ def _numbers(name: str, given: Any, depth: int) -> list[int]:
 
 
 def options_taken(mixer: Any, depth: int, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of `options` that some named layer of a model takes."""
+    """Return those of `options` that some named layer of a model takes."""
     named = [entry for entry in one_per_block(mixer, depth) if isinstance(entry, str)]
     taken = {option for name in named for option in KINDS[name].options}
     return {option: value for option, value in options.items() if option in taken}

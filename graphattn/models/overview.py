@@ -1,4 +1,4 @@
-"""Which layer of a model sees what, as rows of a table: for the command line and pictures."""
+"""Overview of a model, a row per layer and the graph it sees: for the command line and pictures."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ class LayerRow(NamedTuple):
 
     @property
     def pattern(self) -> str:
-        """What each token sees."""
+        """Describe the graph that each token sees."""
         return self.neighborhood or pattern_of(self.graph)
 
 
 def layer_rows(
     model: nn.Module, graphs: Sequence[TokenGraph], *, each: bool = False, own: bool = False
 ) -> list[LayerRow]:
-    """What the layers of a model see.
+    """List the graphs of a model's layers.
 
     Args:
         model: with a list of blocks, `blocks`, that have a `mixer` each.
@@ -67,7 +67,9 @@ def layer_rows(
 
 
 def neighborhood(model: nn.Module) -> str | None:
-    """Which edges a model of proteins lists where it is given a structure; None of other models."""
+    """Describe the edges that a model of proteins lists where it is given a structure; None of
+    other models.
+    """
     if not isinstance(model, ProteinModel):
         return None
     parts = ((model.neighbors, "nearest"), (model.window, "along the chain"))

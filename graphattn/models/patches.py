@@ -127,7 +127,7 @@ class PatchEmbedding(nn.Module):
 
 
 def check_images(images: Any, channels: int, dtype: torch.dtype) -> None:
-    """That images are [*, channels, height, width] and of the model's dtype.
+    """Check that images are [*, channels, height, width] and of the model's dtype.
 
     Autocast takes other floating point dtypes, too.
     """

@@ -10,7 +10,7 @@ from graphattn.graphs.arguments import as_choice
 
 @dataclass(frozen=True)
 class Preset:
-    """What a name stands for.
+    """Meaning of a preset's name.
 
     Attributes:
         model: name of the class, in :mod:`graphattn.models`.

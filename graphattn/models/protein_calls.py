@@ -131,7 +131,8 @@ def graph_of_track(
     laid: Laid | None,
     rows: tuple[int, ...],
 ) -> TokenGraph:
-    """Who sees which of the `length` rows of a track: those around its own place, or a chain's all.
+    """Return the graph of the `length` rows of a track: those around its own place, or a chain's
+    all.
 
     Args:
         name: of the track.
@@ -169,7 +170,7 @@ def graph_of_track(
 
 
 class ProteinCall(NamedTuple):
-    """What one call gives the blocks."""
+    """Arguments that one call gives to the blocks."""
 
     tokens: Tensor
     graphs: list[TokenGraph]
@@ -182,7 +183,7 @@ class ProteinCall(NamedTuple):
 
 
 class ProteinCalls(ProteinScores):
-    """What the arguments of a call say to every block."""
+    """Arguments of every block, from those of a call."""
 
     edges: ResidueEdges
     reaches: list[Reach]
@@ -270,7 +271,7 @@ class ProteinCalls(ProteinScores):
         return call
 
     def _of_edges(self, place: int, graph: TokenGraph, call: ProteinCall) -> dict[str, Tensor]:
-        """What is known of the edges of a block, as its mixer takes it."""
+        """Return the features of a block's edges, as its mixer takes them."""
         layer: Any = self.blocks[place].mixer
         takes_bias = str(place) in self.edge_maps
         if not self.structure or not (takes_bias or getattr(layer, "edge_features", None)):

@@ -1,4 +1,4 @@
-"""What a protein model says of proteins as people have them: letters, and structures."""
+"""Scores of a protein model, for proteins as people have them: letters, and structures."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ class ProteinScores(TokenModel):
         return torch.stack(scores) if scores else torch.zeros(0)
 
     def _check_steps(self) -> None:
-        """There are none."""
+        """Refuse nothing: there are no steps."""
         raise ValueError(
             f"a {type(self).__name__} cannot go token by token: residues see those after them, and "
             "others in space. Call it"
@@ -220,7 +220,7 @@ class ProteinScores(TokenModel):
     def _of_proteins(
         self, run: Callable[..., Tensor], proteins: Any, context: Any, batch_size: int
     ) -> Tensor | list[Tensor]:
-        """What `run` says of every residue of one protein, or of each of a list."""
+        """Return the result of `run` for every residue of one protein, or of each of a list."""
         batch_size = as_int("batch_size", batch_size, 1)
         if isinstance(proteins, Protein):
             tokens, call = self._as_call(proteins)
@@ -284,7 +284,7 @@ def _batches(calls: list[tuple[Tensor, dict[str, Any]]], batch_size: int) -> Ite
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Without gradients and dropout, after which every part is as it was."""
+    """Run without gradients and dropout, after which every part is as it was."""
     training = [part for part in model.modules() if part.training]
     try:
         model.eval()

@@ -1,4 +1,4 @@
-"""What a protein model knows of an edge between two residues: their distance, and their offset."""
+"""Edge features of a protein model, for two residues: their distance, and their offset."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from graphattn.nn.offsets import offsets_of_table
 
 
 class Residues(NamedTuple):
-    """Where the residues of a call stand; None is not known of them.
+    """Places of the residues of a call; None is not known of them.
 
     Attributes:
         ca_positions: [N, 3], Angstrom; NaN where the atom is not known.

@@ -49,7 +49,9 @@ class Sampling:
         return self.temperature == 0
 
     def probabilities(self, logits: Tensor) -> Tensor:
-        """Of every token, [*, V], at least in float32; 0 for those that take no part."""
+        """Return the probability of every token, [*, V], at least in float32; 0 for those that take
+        no part.
+        """
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         if self.top_k is not None and self.top_k < logits.shape[-1]:
             # Before the temperature: a huge one makes all as likely as the last.

@@ -1,4 +1,4 @@
-"""What all models share: a stack of blocks over token graphs."""
+"""Base of all models: a stack of blocks over token graphs."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class BlockStack(Configured, nn.Module):
 
     @classmethod
     def advice(cls, name: str) -> str | None:
-        """What to do in place of an argument that the model does not have: an option of mixers."""
+        """Advise on an argument that the model does not have: an option of mixers."""
         takes = [mixer for mixer, kind in KINDS.items() if name in kind.options]
         if takes and "mixer_options" in inspect.signature(cls.__init__).parameters:
             mixers = " and ".join(filter(None, (", ".join(map(repr, takes[:-1])), repr(takes[-1]))))
@@ -163,7 +163,7 @@ class BlockStack(Configured, nn.Module):
         return found
 
     def _of_blocks(self, of_edges: dict[str, Any]) -> list[dict[str, Any]]:
-        """What the edges of every block have: one for all that take it, or one per block."""
+        """Return the edge features of every block: one for all that take it, or one per block."""
         given: list[dict[str, Any]] = [{} for _ in self.blocks]
         for name, tensors in of_edges.items():
             if tensors is None:

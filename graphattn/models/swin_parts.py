@@ -1,4 +1,4 @@
-"""What Swin adds to blocks: windows on padded grids, biases by position, and merging."""
+"""Parts of Swin beside its blocks: windows on padded grids, biases by position, and merging."""
 
 from __future__ import annotations
 

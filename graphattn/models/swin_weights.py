@@ -98,7 +98,7 @@ def arguments_of(model: Any) -> dict[str, Any]:
 
 
 def _check_windows(config: Any, patch: int) -> None:
-    """Of smaller grids transformers cuts windows but not tables of biases, and then fails."""
+    """Refuse small grids: transformers cuts windows there, but no tables of biases, and fails."""
     size = config.image_size
     sides = size if isinstance(size, list | tuple) else (size, size)
     smallest = min(-(-side // patch) for side in sides)

@@ -20,7 +20,7 @@ class TiedModel(TokenModel):
     tie_weights: bool = False
 
     def _keep_tied(self, tie_weights: bool) -> None:
-        """For the constructor, when `embedding` and `head` are there."""
+        """Tie the weights in a constructor, when `embedding` and `head` are there."""
         self.tie_weights = tie_weights
         self._tie()
         self.register_load_state_dict_post_hook(_tie_again)

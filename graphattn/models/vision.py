@@ -154,7 +154,7 @@ class VisionTransformer(BlockStack):
         self.graphs()  # refuses a radius that does not fit
 
     def _check_reaches(self, mixer: Any) -> None:
-        """That windows have a radius, a radius a window, and the head something to read."""
+        """Check that windows have a radius, a radius a window, and the head something to read."""
         reaches = {*self.reaches}
         if self.radius is None and "dot-window" in (
             mixer if isinstance(mixer, list | tuple) else [mixer]
@@ -272,7 +272,7 @@ class VisionTransformer(BlockStack):
         return [of_reach[reach] for reach in self.reaches]
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the graphs, which are made again where they are needed."""
+        """Return the state without graphs, which are made again where they are needed."""
         return {**self.__dict__, "_graphs": {}}
 
     def encode(
@@ -320,5 +320,5 @@ class VisionTransformer(BlockStack):
 
 
 def _rising(last: float, depth: int) -> list[float]:
-    """From 0 to `last`, evenly."""
+    """Return numbers that rise evenly from 0 to `last`."""
     return [last * i / max(depth - 1, 1) for i in range(depth)]

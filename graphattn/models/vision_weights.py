@@ -87,7 +87,7 @@ def _check_class(model: Any) -> None:
 
 
 def _arguments(config: Any, weights: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Of the constructor, as a config of transformers says."""
+    """Return the constructor's arguments for a config of transformers."""
     if config.hidden_act != "gelu":
         raise ValueError(f"model must have hidden_act='gelu', got {config.hidden_act!r}")
     dim, hidden = config.hidden_size, config.intermediate_size

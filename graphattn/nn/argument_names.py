@@ -1,4 +1,4 @@
-"""What to say to an argument that is called otherwise here, or belongs elsewhere.
+"""Answers to arguments that have another name here, or belong elsewhere.
 
 People bring names from torch, timm, Hugging Face and PyTorch Geometric. Every one below is answered
 with ours; other unknown names with what is allowed.
@@ -198,7 +198,7 @@ def _answer(
     elsewhere: tuple[str, Collection[str]],
     advice: Callable[[str], str | None],
 ) -> str:
-    """What to do instead, by the name as it is usually written."""
+    """Return advice for an argument by its usual name."""
     key = name.lower()
     if key == "head_dim" and "heads" in allowed:
         return "a head is dim / heads wide: leave it out"

@@ -1,4 +1,4 @@
-"""What the three attention layers share: project, weigh the edges, average, project."""
+"""Base of the three attention layers: project, weigh the edges, average, project."""
 
 from __future__ import annotations
 
@@ -191,7 +191,7 @@ class GraphAttention(StreamingLayer):
     def turned(
         self, query: Tensor, key: Tensor, value: Tensor, rotations: Rotations
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """What projections gave, [*, N, H * D], by head; queries and keys rotated."""
+        """Return the projections [*, N, H * D] by head; queries and keys rotated."""
         query, key = self.split(query, self.heads), self.split(key, self.kv_heads)
         query, key = self.rotate(query, key, rotations)
         # Autocast leaves an unprojected value in float32 beside bfloat16 queries.
@@ -295,7 +295,9 @@ class GraphAttention(StreamingLayer):
         return self.attention_dropout if self.training else 0.0
 
     def kept_edges(self, query: Tensor, graph: TokenGraph) -> Tensor | None:
-        """Which edges the dropout of a call through `propagate` leaves, [*, E, H]; None: all."""
+        """Mark the edges that the dropout of a call through `propagate` leaves, [*, E, H]; None:
+        all.
+        """
         p = self.current_dropout
         if p == 0:
             return None
@@ -314,7 +316,7 @@ class GraphAttention(StreamingLayer):
         return None if self.sink is None else self.sink.to(like.dtype)
 
     def without_dropout(self) -> Self:
-        """This layer, or one with the same weights that is not in training."""
+        """Return this layer, or one with its weights that is not in training."""
         if self.current_dropout == 0:
             return self
         same = copy.copy(self)
@@ -586,7 +588,8 @@ class GraphAttention(StreamingLayer):
         return query, key, x if self.value_proj is None else self.value_proj(x)
 
     def step_scale(self) -> tuple[Tensor | None, float]:
-        """What compiled steps are given: log(sigma) [heads] or [1], or None, and a factor.
+        """Return the scales that compiled steps are given: log(sigma) [heads] or [1], or None, and
+        a factor.
 
         None says that scores are scaled products.
         """

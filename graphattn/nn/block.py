@@ -158,7 +158,7 @@ class PreNormBlock(Configured, nn.Module):
         return x + self._branch(gate_mapped(mapped), graph)
 
     def _branch(self, y: Tensor, graph: Any) -> Tensor:
-        """What a part adds, after what training drops of it."""
+        """Return the contribution of a part, after the drops of training."""
         y = self.dropout(y)
         return drop_paths(y, self.drop_path, graph) if self.training else y
 

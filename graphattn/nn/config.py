@@ -1,4 +1,5 @@
-"""What a layer or model was made with: kept beside its weights, compared when they are loaded.
+"""Arguments that a layer or model was made with: kept beside its weights, compared when they are
+loaded.
 
 A layer's weights do not tell its options: those of ``top_k=2`` fit a layer of ``top_k=8``. So
 every layer and model remembers the arguments of its constructor, `config`, in plain values, and
@@ -59,7 +60,7 @@ TOLD_BY_NAMES = {"step_size": "learned"}
 
 
 class Configured(Described):
-    """What a module inherits to know the arguments it was made with, and to answer unknown ones.
+    """Base of modules that know their constructor's arguments, and answer unknown ones.
 
     It stands before the module class: ``class Layer(Configured, nn.Module)``. Constructors are
     ordinary ones; what they were called with is recorded around them.
@@ -128,7 +129,7 @@ class Configured(Described):
 
     @classmethod
     def advice(cls, name: str) -> str | None:
-        """What to do in place of an argument that the constructor does not have, where known."""
+        """Advise on an argument that the constructor does not have, where advice is known."""
         return None
 
     # What torch calls for every module of a state dict.
@@ -188,7 +189,7 @@ def plain(value: Any) -> Any:
 
 
 def record(module: Configured) -> dict[str, Any]:
-    """What the metadata of a state dict says of a module.
+    """Return the record of a module in the metadata of a state dict.
 
     Of somebody's subclass also the class of graphattn below it and that one's arguments, so that
     weights of one can be compared with the other.
@@ -201,7 +202,7 @@ def record(module: Configured) -> dict[str, Any]:
 
 
 def differences(module: Configured, saved: Any) -> list[str]:
-    """In what a module and the record of a file differ that its weights cannot show."""
+    """List the differences of a module and the record of a file that weights cannot show."""
     if not isinstance(saved, dict) or "config" not in saved or not _is_recorded(module):
         return []
     own = record(module)

@@ -40,7 +40,7 @@ HiddenPair = tuple[Tensor | FirstLayer, Tensor | FirstLayer]  # of targets and o
 
 
 class _Consensus(GraphLayer):
-    """What self- and cross-consensus share; `update_rule` says which ends of an edge move."""
+    """Base of self- and cross-consensus; `update_rule` says which ends of an edge move."""
 
     attribute_of: ClassVar = {"update": "update_rule"}
     # What PyG's generated code passes on; pairs are (sources, targets).
@@ -267,7 +267,7 @@ class _Consensus(GraphLayer):
         valid: ValidPair,
         edge_hidden: Tensor | FirstLayer | None = None,
     ) -> Tensor:
-        """The same by messages to the target of every edge, and for "energy" to its source too."""
+        """Run messages to the target of every edge, and for "energy" to the source, too."""
         self.check_message_masks(valid)
         if edge_hidden is not None:
             self.check_message_features()

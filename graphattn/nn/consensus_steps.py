@@ -19,7 +19,7 @@ from graphattn.ops.consensus.step import step_kernel
 
 
 class CompiledSteps(StreamingLayer):
-    """What compiled code needs to know of a consensus layer for a step.
+    """Facts of a consensus layer that compiled steps need.
 
     The layer says in operations of torch what a step is; here is the same, for one token, by one
     call. What somebody put into a layer, a projection or a first layer, runs as it is.

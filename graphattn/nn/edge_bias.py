@@ -121,7 +121,7 @@ class DistanceBias(Configured, nn.Module):
             return basis.masked_fill(~(known & also_known), 0)
 
     def _places(self, positions: Any, graph: Any) -> tuple[Tensor, Tensor]:
-        """Where targets and sources are, checked."""
+        """Return the checked positions of targets and sources."""
         if not isinstance(graph, TokenGraph):
             raise ValueError(
                 "graph must be a TokenGraph, the second argument after positions, got "

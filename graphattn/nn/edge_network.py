@@ -108,7 +108,7 @@ class EdgeNetwork(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """As torch's Linear: uniform in +-1/sqrt(fan_in).
+        """Draw parameters as torch's Linear does: uniform in +-1/sqrt(fan_in).
 
         Lambda's rows thus start away from zero, where R has no gradient with respect to them.
         """

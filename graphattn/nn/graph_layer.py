@@ -1,4 +1,4 @@
-"""What every layer over a token graph shares: PyG's MessagePassing on [*, N, H, D] tensors."""
+"""Base of every layer over a token graph: PyG's MessagePassing on [*, N, H, D] tensors."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ class GraphLayer(Configured, MessagePassing):
         return graph.derived(key, lambda: rotary.rotation(positions, like.dtype))
 
     def rotate(self, target: Tensor, source: Tensor, rotations: Rotations) -> tuple[Tensor, Tensor]:
-        """Both tensors, rotated by the positions of targets and of sources where rope is on."""
+        """Rotate two tensors by the positions of targets and of sources, where rope is on."""
         if self.rotary is None or rotations is None:
             return target, source
         if target.shape[-3] == 1 and source is not target and rotations[0] is rotations[1]:

@@ -1,4 +1,4 @@
-"""What one layer keeps of the tokens it has seen, to generate the next one."""
+"""Cache of one layer: the tokens it has seen, to generate the next one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ANGLES_AHEAD = 64  # positions whose rotations are computed at a time
 
 
 class LayerCache:
-    r"""What one layer keeps of the tokens it has seen; made by ``layer.init_cache``.
+    r"""Cache of the tokens that one layer has seen; made by ``layer.init_cache``.
 
     It keeps K = W + d tokens, W being the window and d the `rollback`: the next token sees the last
     W, and :meth:`truncate` may take back d at any time. The newest stand side by side, oldest
@@ -120,13 +120,13 @@ class LayerCache:
         return found[0] if len(found) == 1 else torch.cat(found, dim=1)
 
     def tokens(self, name: str, count: int) -> Tensor:
-        """The same as a layer has them, [*, count, heads, width]."""
+        """Return the newest tokens as a layer has them, [*, count, heads, width]."""
         rows = self.rows(name, count)
         heads = self.fields[name][0] if name in self.fields else 1
         return rows.view(*self.batch, heads, count, rows.shape[-1]).transpose(-3, -2)
 
     def valid(self, count: int) -> Tensor | None:
-        """Which of the newest `count` tokens are real, [*, count]; None where all are."""
+        """Mark the newest `count` tokens that are real, [*, count]; None where all are."""
         return self.tokens("valid", count)[..., 0, 0] if "valid" in self.buffers else None
 
     def append(self, tokens: dict[str, Tensor], valid: Tensor | None) -> None:
@@ -198,7 +198,7 @@ class LayerCache:
         self.end = stay
 
     def rotation(self, rotary: RotaryEmbedding, n: int, dtype: torch.dtype) -> Rotation:
-        """Of the next n positions, from angles computed a few positions ahead."""
+        """Return the rotation of the next n positions; angles are computed a few positions ahead."""
         first = self.position
         if n > ANGLES_AHEAD:
             return rotary.rotation(torch.arange(first, first + n, device=self.device), dtype)

@@ -239,7 +239,7 @@ class LinearAttention(StreamingLayer):
         return averages.to(self.mixed_dtype(query))
 
     def mixed_dtype(self, like: Tensor) -> torch.dtype:
-        """What the output projection reads: its own dtype, or autocast's."""
+        """Return the dtype that the output projection reads: its own dtype, or autocast's."""
         device = like.device.type
         if device != "meta" and torch.is_autocast_enabled(device):
             return torch.get_autocast_dtype(device)

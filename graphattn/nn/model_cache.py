@@ -101,7 +101,7 @@ class ModelCache:
         return twin
 
     def _each(self, name: str) -> list[Any]:
-        """What every layer's cache has under a name."""
+        """Return an attribute of every layer's cache."""
         for layer in self.layers:
             if not hasattr(layer, name):
                 raise TypeError(
@@ -111,7 +111,7 @@ class ModelCache:
         return [getattr(layer, name) for layer in self.layers]
 
     def _common(self, name: str) -> Any:
-        """What all layers' caches agree on."""
+        """Return the value that all layers' caches agree on."""
         first, *others = found = self._each(name)
         for other in others:
             if other != first:

@@ -1,4 +1,4 @@
-"""What a subclass, or somebody at an instance, has put in the place of a layer's own methods.
+"""Overrides: methods of a layer that a subclass, or somebody at an instance, has replaced.
 
 Fused operations know the mathematics of the library's layers and no other, so a layer whose
 `message()` was replaced must not be handed to them. PyG's hooks and explainers count too: they look
@@ -69,10 +69,12 @@ class ClassOverrides(NamedTuple):
 
 
 def overrides_of_class(cls: type) -> ClassOverrides:
-    """To be called from ``__init_subclass__``: later PyG puts its own `propagate` into classes."""
+    """Find the overrides of a class, called from ``__init_subclass__``: later PyG puts its own
+    `propagate` into classes.
+    """
 
     def depth(name: str) -> int:
-        """Which of the classes that `cls` is made of replaces a method of the library's, if any."""
+        """Return the place of the base of `cls` that replaces a method of the library's, if any."""
         for place, base in enumerate(cls.__mro__):
             if name in base.__dict__:
                 if not is_ours(base):
@@ -86,7 +88,7 @@ def overrides_of_class(cls: type) -> ClassOverrides:
         return NOWHERE
 
     def replaced(names: tuple[str, ...], *twins: str) -> tuple[str, ...]:
-        """Those that are replaced and have no twin that was replaced with them, or after them."""
+        """Return the methods that are replaced without a twin replaced along with them or later."""
         last = min(depth(twin) for twin in twins)
         return tuple(name for name in names if depth(name) < last)
 
@@ -120,7 +122,7 @@ def is_ours(cls: type) -> bool:
 
 
 def own_methods(layer: Any, names: tuple[str, ...], *twins: str) -> tuple[str, ...]:
-    """Of `names`, those that an instance has as attributes, or its class since it was made."""
+    """Return those of `names` that an instance has as attributes, or its class since then."""
     cls, attributes = type(layer), vars(layer)
     methods = cls.class_overrides.methods
     found: tuple[str, ...] = ()
@@ -131,7 +133,9 @@ def own_methods(layer: Any, names: tuple[str, ...], *twins: str) -> tuple[str, .
 
 
 def overridden_edges(layer: Any) -> tuple[str, ...]:
-    """Why `fused` would not give what `propagate` gives: what was replaced, by name."""
+    """List the overrides that keep `fused` from giving the result of `propagate`: what was
+    replaced, by name.
+    """
     found: tuple[str, ...] = layer.class_overrides.at_edges
     found += own_methods(layer, EDGE_METHODS, "fused")
     if not torch.compiler.is_compiling():  # PyG's own propagate then runs no hooks either
@@ -143,24 +147,28 @@ def overridden_edges(layer: Any) -> tuple[str, ...]:
 
 
 def overridden_rows(layer: Any) -> tuple[str, ...]:
-    """Why one row by itself would not give what the layer gives: what was replaced, by name."""
+    """List the overrides that keep a single row from giving the layer's result: what was replaced,
+    by name.
+    """
     return layer.class_overrides.in_rows + own_methods(layer, ROW_METHODS, *ROW_TWINS)
 
 
 def overridden_kernel(layer: Any) -> tuple[str, ...]:
-    """Why a compiled step would not give what `step_row` gives, beside :func:`overridden_rows`."""
+    """List what keeps a compiled step from `step_row`, beside :func:`overridden_rows`."""
     return layer.class_overrides.in_kernel + own_methods(layer, KERNEL_METHODS)
 
 
 def overridden_weights(layer: Any) -> tuple[str, ...]:
-    """Why `edge_weights` would not be those of the messages: what was replaced, by name."""
+    """List the overrides that keep `edge_weights` from being those of the messages: what was
+    replaced, by name.
+    """
     found: tuple[str, ...] = layer.class_overrides.weights_unknown
     found += own_methods(layer, WEIGHT_METHODS, "edge_weights")
     return tuple(dict.fromkeys(found))
 
 
 def replaced_beside(module: Any, names: tuple[str, ...], twins: tuple[str, ...]) -> tuple[str, ...]:
-    """Of a block's or model's `names`, those replaced without one of `twins` along with or after.
+    """Return those of a module's `names` that are replaced without one of `twins`, then or later.
 
     By an instance, by a subclass, or in the class itself; the library's own class has the twins.
     """

@@ -108,7 +108,7 @@ def _where(config: dict[str, Any], foreign: str) -> str:
 
 
 def _check_is_as_configured(module: Described, config: dict[str, Any], state: Any) -> None:
-    """That a module made from the config would take the numbers, and compute the same with them."""
+    """Check that a module of this config takes the numbers and computes the same with them."""
     try:
         again = _on_meta(lambda: build({"class": None, **config}, type(module)))
     except (ValueError, TypeError) as error:
@@ -257,7 +257,9 @@ def _make(description: dict[str, Any], kind: type | None, names: list[str]) -> n
 
 
 def _on_meta(make: Callable[[], nn.Module]) -> nn.Module:
-    """What `make` makes, without numbers; with them where its constructor computes with some."""
+    """Make a module on the meta device, without numbers; with them where its constructor computes
+    with some.
+    """
     try:
         with torch.device("meta"):
             return make()
@@ -266,7 +268,7 @@ def _on_meta(make: Callable[[], nn.Module]) -> nn.Module:
 
 
 def _undisturbed(make: Callable[[], nn.Module]) -> nn.Module:
-    """What `make` makes, without drawing from the caller's random numbers."""
+    """Make a module without drawing from the caller's random numbers."""
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         return make()
 

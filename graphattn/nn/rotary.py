@@ -62,7 +62,7 @@ class RotaryEmbedding(Configured, nn.Module):
         return self.turn(x, self.rotation(positions.to(x.device), x.dtype), back=back)
 
     def rotation(self, positions: Tensor, dtype: torch.dtype) -> Rotation:
-        """What :meth:`turn` needs of `positions` [*, N], to turn features of this dtype."""
+        """Return the rotation of features of this dtype at `positions` [*, N], for :meth:`turn`."""
         # Angles in float64: at position 1,000,000 a float32 angle is off by 0.03.
         k = torch.arange(self.dim // 2, dtype=torch.float64, device=positions.device)
         frequency = self.base ** (-2 * k / self.dim)

@@ -1,4 +1,4 @@
-"""What linear attention keeps of the tokens it has seen: sums over them, and none of them."""
+"""Cache of linear attention: sums over the tokens it has seen: sums over them, and none of them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from graphattn.ops.inputs import clear_invalid, compute_dtype
 
 
 class RunningCache(LayerCache):
-    r"""What linear attention keeps of a text without a window: sums, in constant memory.
+    r"""Cache of linear attention over a text without a window: sums, in constant memory.
 
     Made by ``LinearAttention.init_cache(batch, window=None)``. Every head keeps the sums
 

@@ -27,13 +27,15 @@ class StreamingLayer(GraphLayer):
     # What a subclass states.
 
     def cache_fields(self) -> dict[str, tuple[int, int]]:
-        """What is kept of a token: name -> (heads, width); a ValueError where steps cannot be."""
+        """Name the tensors that are kept of a token: name -> (heads, width); a ValueError where
+        steps cannot be.
+        """
         raise NotImplementedError
 
     def project_step(
         self, x: Tensor, rotations: Rotations
     ) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
-        """What tokens [*, n, dim] are as targets, and as sources: one tensor per field."""
+        """Project tokens [*, n, dim] as targets, and as sources: one tensor per field."""
         raise NotImplementedError
 
     def step_row(self, targets: tuple[Tensor, ...], cache: LayerCache) -> Tensor:

@@ -1,4 +1,4 @@
-"""What a model's hidden states owe to the attention of each block."""
+"""Contribution of each block's attention to a model's hidden states."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def attention_ablation(
     measure: Literal["participation_ratio", "leading_share"] = "participation_ratio",
     ax: Axes | None = None,
 ) -> Axes:
-    """What the hidden states lose or gain where one block's attention is disabled, as a map.
+    """Map the change of the hidden states where one block's attention is disabled.
 
     One row per disabled block, one column per state: the difference from the model with all its
     attention. Left of the diagonal nothing can change.

@@ -1,4 +1,6 @@
-"""What `graphattn bench` recorded: ratios to graphattn, and growth with the number of tokens."""
+"""Figures of records of `graphattn bench`: ratios to graphattn, and growth with the number of
+tokens.
+"""
 
 from __future__ import annotations
 

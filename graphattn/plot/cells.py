@@ -31,7 +31,7 @@ class Cut(NamedTuple):
     number: int
 
     def bounds(self) -> Tensor:
-        """Where the cells begin, and the end of the last: [number + 1]."""
+        """Return where the cells begin, and the end of the last: [number + 1]."""
         cell = torch.arange(self.number + 1)
         return self.start + cell * (self.stop - self.start) // self.number
 
@@ -40,7 +40,7 @@ class Cut(NamedTuple):
         return ((token - self.start + 1) * self.number - 1) // (self.stop - self.start)
 
     def rows(self, length: int, first: int) -> Tensor:
-        """Those of `length` tokens that are cut up here, token 0 being number `first`."""
+        """Return the cells of `length` tokens, token 0 being number `first`."""
         low, high = max(0, self.start - first), min(length, self.stop - first)
         return torch.arange(low, max(low, high))
 

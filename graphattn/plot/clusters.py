@@ -1,4 +1,4 @@
-"""What attention without weights does to tokens: clusters, spectra, and how many are left."""
+"""Figures of tokens under attention without weights: clusters, spectra, and how many are left."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the diagnostics found: bandwidths, sinks and ranks per layer, attention on an image."""
+"""Figures of diagnostics: bandwidths, sinks and ranks per layer, attention on an image."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What repeated consensus steps leave of every frequency of a graph."""
+"""Figures of the frequencies of a graph under repeated consensus steps."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def filter_response(
     edge_weight: Tensor | None = None,
     ax: Axes | None = None,
 ) -> Axes:
-    r"""What is left of a mode of eigenvalue lambda after n consensus steps.
+    r"""Plot the rest of a mode of eigenvalue lambda after n consensus steps.
 
     One step is :math:`H = I - 2 \eta L_{sym}` (consensus paper, Eq. 7 and 9), so a mode keeps
     the share :math:`(1 - 2 \eta \lambda)^n`. Dots are the eigenvalues the graph has (up to 1,024

@@ -28,7 +28,7 @@ DENSITIES = ("#4f9bcf", COLOURS[0], "#00253d")
 
 
 def adjacency(graph: TokenGraph, *, colorbar: bool = True, ax: Axes | None = None) -> Axes:
-    """Who talks to whom: row i is what target i sees.
+    """Plot the adjacency matrix of a graph: row i is what target i sees.
 
     Where targets and sources are equally many, cells on the diagonal are darker: in one track those
     are tokens that see themselves.
@@ -223,7 +223,7 @@ def attention_weights(
 
 
 def least_share(rows: int, columns: int) -> float:
-    """That of one edge in a cell of so many rows and columns."""
+    """Return the share of one edge in a cell of so many rows and columns."""
     return 1 / max(2, (rows + 1) * (columns + 1))  # some cells have one token more
 
 

@@ -1,4 +1,4 @@
-"""Which layer of a model sees what: all graphs of a model on one page."""
+"""Figures of the graphs of a model's layers: all graphs of a model on one page."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def model_graphs(
     figure: Figure | SubFigure | None = None,
     **named_sizes: Any,
 ) -> list[Axes]:
-    """Which layer sees what: the graphs of all layers of a model as matrices, side by side.
+    """Plot the graph of every layer: the graphs of all layers of a model as matrices, side by side.
 
     Layers of one kind over one graph share a panel, whose title lists them, then what mixes the
     tokens, what each token sees, and the number of edges. Panels are drawn as by
@@ -113,7 +113,7 @@ def _graphs(
 
 
 def _columns(panels: int) -> int:
-    """So many in a row that the last row is as full as can be."""
+    """Return the number of columns that fills the last row as well as can be."""
     rows = math.ceil(panels / COLUMNS)
     return math.ceil(panels / rows)
 

@@ -293,7 +293,7 @@ def _rows(run: Run | Sequence[Row], split: str) -> Iterator[Row]:
 
 
 def _points(run: Run | Sequence[Row], split: str, measure: str) -> list[tuple[int, float]]:
-    """What can be drawn; in the log, a number that is not finite is None."""
+    """Return the points that can be drawn; in the log, a number that is not finite is None."""
     return [
         (row["step"], row[measure]) for row in _rows(run, split) if _is_finite(row.get(measure))
     ]
@@ -343,7 +343,7 @@ def _cut_off(ax: Axes, curves: list[dict[str, list[Any]]], reference: list[float
 
 
 def _some(names: list[str]) -> list[str]:
-    """Those of many lines that a legend names: first, last, and some between."""
+    """Select those of many lines that a legend names: first, last, and some between."""
     if len(names) <= FEW:
         return names
     places = {round(k * (len(names) - 1) / (FEW - 3)) for k in range(FEW - 2)}

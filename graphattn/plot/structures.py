@@ -228,7 +228,7 @@ def _strongest_pairs(
 
 
 def _depth(turned: Tensor) -> Tensor:
-    """Of every residue: 0 at the back, 1 in front."""
+    """Return the depth of every residue: 0 at the back, 1 in front."""
     z = turned[:, 2]
     low, high = (float(end(z[z.isfinite()])) for end in (torch.amin, torch.amax))
     return (z - low) / max(high - low, 1e-9)

@@ -1,4 +1,4 @@
-"""Where an axis has its ticks. This module imports matplotlib: import it where it is used."""
+"""Ticks of axes. This module imports matplotlib: import it where it is used."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ class BlockLaplacian:
 
     @cached_property
     def adjacency(self) -> scipy.sparse.csr_array:
-        """The same graph with a number per pair of tokens, the mean eigenvalue of its R."""
+        """Graph with one number per pair of tokens, the mean eigenvalue of R."""
         mean = self.alpha + np.square(self.rows).sum(axis=(1, 2)) / self.features
         mean = mean * self.root[self.source] * self.root[self.target]
         shape = self.num_tokens, self.num_tokens

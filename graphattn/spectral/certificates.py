@@ -1,4 +1,4 @@
-"""What theory says of a graph or a layer, beside what is measured on it."""
+"""Certificates: claims of theory about a graph or a layer, beside measurements."""
 
 from __future__ import annotations
 

@@ -296,7 +296,9 @@ def _as_bandwidth(sigma: Any, heads: int) -> list[float]:
 
 
 def _squared_distances(q: Tensor, k: Tensor, target: Tensor, source: Tensor) -> Tensor:
-    """Of every edge, float64, [E]; from differences, so a common offset costs nothing."""
+    """Compute the squared distance of every edge, float64, [E]; from differences, so a common
+    offset costs nothing.
+    """
     squared = torch.empty(len(target), dtype=torch.float64, device=q.device)
     for e in range(0, len(target), EDGES):
         edges = slice(e, e + EDGES)

@@ -322,7 +322,7 @@ def _slowest_pair_of_wide_graph(
 
 
 def polished(pseudo_inverse: Callable[[Array], Array], u: Array) -> Array:
-    """What Lanczos leaves of fast modes in the vector, two steps of inverse iteration remove."""
+    """Remove the rest of fast modes from a Lanczos vector by two steps of inverse iteration."""
     for _ in range(2):
         u = pseudo_inverse(u / np.linalg.norm(u))
     return u / np.linalg.norm(u)

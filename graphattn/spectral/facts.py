@@ -1,4 +1,4 @@
-"""What a certificate is: facts, in a table; of several layers or sequences, the worst of each."""
+"""Parts of a certificate: facts, in a table; of several layers or sequences, the worst of each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What theory says of a layer on the tokens of one sequence, beside what is measured."""
+"""Certificates of a layer on the tokens of one sequence, beside measurements."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ ATTEMPTS = ((40, 400),)  # (basis size, restarts)
 
 
 class MatrixFiedlerBounds(NamedTuple):
-    """What :func:`matrix_fiedler_bounds` returns.
+    """Result of :func:`matrix_fiedler_bounds`.
 
     Example:
         >>> import torch, graphattn as ga

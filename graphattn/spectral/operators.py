@@ -77,7 +77,7 @@ def connections(graph: TokenGraph, edge_weight: Tensor | None) -> scipy.sparse.c
 
 
 def component_of(graph: TokenGraph, edge_weight: Tensor | None) -> NDArray[np.int32]:
-    """Which connected part every token belongs to, [N]; an edge of weight 0 connects nothing."""
+    """Return the connected component of every token, [N]; an edge of weight 0 connects nothing."""
     if graph.num_targets == 0:
         return np.empty(0, dtype=np.int32)
     return connected_components(connections(graph, edge_weight), directed=False)[1]

@@ -1,4 +1,4 @@
-"""What guessing costs without a model: by the frequency of tokens, and by pairs of tokens."""
+"""Losses of guessing without a model: by the frequency of tokens, and by pairs of tokens."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Sequences = Tensor | Iterable[Any]
 def frequency_loss(
     train: Sequences, held_out: Sequences, vocab_size: int, *, smoothing: float = 1.0
 ) -> float:
-    r"""What guessing held-out tokens by their frequency in the training set costs, in nats a token.
+    r"""Return the loss of guessing held-out tokens by their frequency in training, in nats a token.
 
     .. math::
         p(a) = \frac{c(a) + s}{n + s V}
@@ -52,7 +52,7 @@ def frequency_loss(
 def bigram_loss(
     train: Sequences, held_out: Sequences, vocab_size: int, *, smoothing: float | None = None
 ) -> float:
-    r"""What guessing every held-out token by the one before it costs, in nats a token.
+    r"""Return the loss of guessing every held-out token by the one before it, in nats a token.
 
     Pairs are counted within sequences, so the first token of each is not guessed: these are the
     tokens that :class:`NextToken` asks for. Without `smoothing`, counts of pairs are mixed with

@@ -34,7 +34,7 @@ def unwrapped(model: Any) -> Any:
 def answers_at(
     model: nn.Module, tokens: Tensor, batch: Batch, where: Tensor, *, packed: bool = False
 ) -> Tensor:
-    """What a model says of some of the tokens of a batch, [n, K], in their order.
+    """Return a model's answers for some of the tokens of a batch, [n, K], in their order.
 
     Args:
         model: gives [B, N, K] for tokens [B, N].
@@ -56,7 +56,8 @@ def answers_at(
 
 
 def pooled_answers(model: nn.Module, batch: Batch, *, packed: bool = False) -> Tensor:
-    """What a model says of every sequence, [B, K]: its own answer, or the mean over its tokens.
+    """Return a model's answers for every sequence, [B, K]: its own answer, or the mean over its
+    tokens.
 
     The head of a model is linear: the mean of its answers is that to the mean of its features.
     """

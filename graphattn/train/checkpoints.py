@@ -24,7 +24,7 @@ LEFT = re.compile(r"\.(step-\d{8,}|model)\.(unfinished|removed)")
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:
-    """Where the checkpoint of a step lies in the folder of a run."""
+    """Return the path of a step's checkpoint in the folder of a run."""
     return folder / "checkpoints" / f"step-{step:08d}"
 
 
@@ -67,7 +67,7 @@ def check_newest(folder: Path) -> None:
 
 
 def _what_is_wrong(file: Path) -> str | None:
-    """What can be seen at the ends of a file: that it is there, and was not cut off."""
+    """Describe a fault that the ends of a file show: that it is there, and was not cut off."""
     from safetensors import SafetensorError, safe_open
 
     if not file.is_file():
@@ -98,7 +98,7 @@ def remove_unfinished(folder: Path) -> None:
 
 
 def unfinished_path(folder: Path, step: int) -> Path:
-    """Where the checkpoint of a step is written before it is complete."""
+    """Return the path where a step's checkpoint is written before it is complete."""
     return folder / "checkpoints" / f"{UNFINISHED}step-{step:08d}.unfinished"
 
 

@@ -1,4 +1,4 @@
-"""Which model and which objective fit the data, and which of them do not go together."""
+"""Choice of a model and an objective that fit the data and each other."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def choose_model(config: RunConfig, corpus: Corpus) -> tuple[RunConfig, nn.Modul
 
 
 def objective_options(config: RunConfig, corpus: Corpus, model: nn.Module) -> dict[str, Any]:
-    """What the objective is told of the data, where nothing else was said."""
+    """Return the objective's options that follow from the data, where nothing else was said."""
     options = dict(config.objective_options)
     if config.objective in _WITH_MASK:
         least = _tokens_of(corpus)
@@ -318,7 +318,7 @@ def _tokens_of(corpus: Corpus) -> int:
 
 
 def _num_classes(corpus: Corpus) -> int:
-    """Of tokens: GenBank's labels say whether a base is coding."""
+    """Return the number of classes of tokens: GenBank's labels say whether a base is coding."""
     return 2
 
 

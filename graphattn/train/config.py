@@ -19,7 +19,7 @@ from graphattn.graphs.arguments import as_float, as_int
 
 @dataclass
 class RunConfig:
-    """What a training run depends on.
+    """Config of a training run.
 
     Every name is an option of ``graphattn train`` (``batch_tokens`` is ``--batch-tokens``) and a
     key of its YAML file. "auto" is resolved from the data before training starts, and the resolved
@@ -271,7 +271,7 @@ def _plain(name: str, value: Any) -> Any:
 
 
 def from_yaml(text: str) -> Any:
-    """What YAML says, with numbers as YAML 1.2 and JSON have them: ``1e-4`` is one, ``010`` is 10.
+    """Read YAML, with numbers as YAML 1.2 and JSON have them: ``1e-4`` is one, ``010`` is 10.
 
     Example:
         >>> from graphattn.train.config import from_yaml

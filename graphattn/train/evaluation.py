@@ -1,4 +1,4 @@
-"""What a trained model is worth: its numbers on data, beside what guessing gives."""
+"""Evaluation of a trained model: its numbers on data, beside what guessing gives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What guessing without a model costs, on the examples that a model is judged by."""
+"""Losses of guessing without a model, on the examples that a model is judged by."""
 
 from __future__ import annotations
 

@@ -212,7 +212,7 @@ def _step_sizes(layer: SelfConsensus, given: dict[str, Any]) -> tuple[float | No
 
 
 def _first(value: Any, dims: int) -> Tensor:
-    """What belongs to the first sequence of a batch."""
+    """Return the part of the first sequence of a batch."""
     value = (value[0] if isinstance(value, tuple) else value).detach().cpu()
     value = value.double() if value.is_floating_point() else value
     return value[:1] if dims > 2 and value.dim() >= dims - 1 and value.dim() > 1 else value

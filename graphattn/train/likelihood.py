@@ -13,7 +13,7 @@ from graphattn.train.objective import Batch, Loss, Objective
 
 
 class LikelihoodObjective(Objective):
-    """What a model learns from by guessing one of K choices: a token, a class.
+    """Objective of guessing one of K choices: a token, a class.
 
     Subclasses say which choices (:meth:`guesses`); the loss is the negative logarithm of the
     probability of the right one, in nats, and beside it the share of guesses that are right.

@@ -1,4 +1,6 @@
-"""What a model learns from: how examples become a batch, and what its answers to it lose."""
+"""Objectives, from which a model learns: how examples become a batch, and what its answers to it
+lose.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ Batch = dict[str, Any]  # tensors, and what models take beside tensors
 
 @dataclass
 class Loss:
-    """What a model lost on a batch: sums, so that batches of any size add up.
+    """Loss of a model on a batch: sums, so that batches of any size add up.
 
     Attributes:
         total: the sum over all answers, in nats for likelihoods: a scalar with a gradient.
@@ -45,7 +47,7 @@ class Loss:
 
 
 class Objective(abc.ABC):
-    """What a model learns from.
+    """Objective that a model learns from.
 
     A subclass says how examples are put together (:meth:`collate`) and what a model's answers lose
     (:meth:`loss`). Random numbers, such as those of a mask, are drawn in `loss`: from `generator`,
@@ -80,7 +82,7 @@ class Objective(abc.ABC):
     def loss(
         self, model: nn.Module, batch: Batch, generator: torch.Generator | None = None
     ) -> Loss:
-        """What the model's answers lose."""
+        """Compute the loss of the model's answers."""
 
     def __repr__(self) -> str:
         given = [

@@ -1,4 +1,4 @@
-"""In which order a run sees its examples: batches without end, split among processes."""
+"""Order in which a run sees its examples: batches without end, split among processes."""
 
 from __future__ import annotations
 

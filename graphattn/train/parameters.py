@@ -1,4 +1,4 @@
-"""Which parameters weight decay may shrink."""
+"""Parameter groups with and without weight decay."""
 
 from __future__ import annotations
 

@@ -144,7 +144,7 @@ def _device_of(generator: torch.Generator | None) -> torch.device:
 
 
 def _of_copies(key: str, value: Any, copies: int, device: torch.device) -> Any:
-    """What a batch of one sequence holds, for several copies of it."""
+    """Repeat a batch of one sequence for several copies of it."""
     if key == "context":
         return {name: _of_copies("", track, copies, device) for name, track in value.items()}
     if isinstance(value, Tensor):

@@ -112,7 +112,7 @@ class ResidueRegression(Objective):
         return Loss(total, int(known.sum()), self._sums(answers.detach(), labels, known))
 
     def _sums(self, answers: Tensor, labels: Tensor, known: Tensor) -> dict[str, float]:
-        """What the errors and Pearson's correlation of every target are made of, in float64."""
+        """Return the sums for errors and Pearson's correlation of every target, in float64."""
         found = {}
         for target in range(self.targets):
             own = known[:, target]

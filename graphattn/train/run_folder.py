@@ -27,7 +27,7 @@ OVER = ("finished", "diverged")  # a run that is a result already
 
 @dataclass(frozen=True)
 class Run:
-    """What a training run has left in its folder.
+    """Files that a training run has left in its folder.
 
     Attributes:
         path: the folder.
@@ -100,7 +100,7 @@ def read_run(folder: str | os.PathLike[str]) -> Run:
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """What run.json holds; nothing where there is none yet."""
+    """Read run.json; nothing where there is none yet."""
     file = path / STATE
     if not file.is_file():
         return {}
@@ -270,12 +270,12 @@ def _lock(handle: int, patience: float = 0.0) -> bool:
 
 
 def provenance(config: RunConfig, device: str, processes: int) -> dict[str, Any]:
-    """What a result depends on beside its config: commit, versions, machine."""
+    """Return the facts behind a result that its config does not hold: commit, versions, machine."""
     return {**origin(config), "device": device, "processes": processes}
 
 
 def origin(config: RunConfig) -> dict[str, Any]:
-    """Where a number comes from: commit, digest of the config, seed, versions."""
+    """Describe the origin of a number: commit, digest of the config, seed, versions."""
     names = ("torch", "transformers", "accelerate", "datasets", "numpy")
     return {
         "commit": commit(),

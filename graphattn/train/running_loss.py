@@ -1,4 +1,4 @@
-"""What a run knows of its loss between two rows of the log, and whether it runs away."""
+"""Loss of a run between two rows of the log, and whether it runs away."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ class RunningLoss:
         self._step_count += count
 
     def of_step(self) -> list[float]:
-        """What processes add up at the end of a step: losses, answers, wishes to stop."""
+        """Return the numbers that processes add up at the end of a step: losses, answers, wishes to
+        stop.
+        """
         return [self._step_total, self._step_count, float(self.asked)]
 
     def finish_step(self, total: float, count: float, stopped: bool) -> None:
@@ -52,7 +54,7 @@ class RunningLoss:
         return mean
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps."""
+        """Return the state that a checkpoint keeps."""
         return {"total": self.total, "count": self.count, "first": self.first, "above": self.above}
 
     def load_state(self, state: dict[str, Any]) -> None:

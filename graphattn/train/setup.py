@@ -1,4 +1,4 @@
-"""From a config to all that a run needs: what is "auto" is chosen by the data."""
+"""Setup of a run from its config: what is "auto" is chosen by the data."""
 
 from __future__ import annotations
 
@@ -86,7 +86,9 @@ class Examples(Sequence[Example]):
 
     @property
     def fingerprint(self) -> str:
-        """Of the data that the windows are cut from: a run does not go on with others."""
+        """Return the fingerprint of the data that the windows are cut from: a run does not go on
+        with others.
+        """
         found: str = self.windows.part.corpus.fingerprint
         return found
 
@@ -200,7 +202,9 @@ def examples_of(
 
 
 def _tokenizer_name(config: RunConfig, corpus: Corpus) -> str:
-    """As the option has it; of sequences, whose letters follow from their kind, "auto"."""
+    """Return the name of the tokenizer, as the option has it; of sequences, whose letters follow
+    from their kind, "auto".
+    """
     if os.path.isfile(config.tokenizer):
         return os.path.abspath(config.tokenizer)
     if corpus.kind == "text" and config.tokenizer == "auto":

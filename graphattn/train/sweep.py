@@ -217,7 +217,7 @@ def _with_whole_paths(config: RunConfig) -> RunConfig:
 
 
 def _try_to_prepare(trials: Sequence[Trial], config: RunConfig, folder: Path) -> None:
-    """What is wrong with data or model is told before a hundred trials fail of it."""
+    """Check data and model before a hundred trials fail of them."""
     from graphattn.train.setup import prepare
 
     for own in {trial.mixer: trial for trial in trials}.values():

@@ -1,4 +1,4 @@
-"""What a sweep compares: mixers, learning rates and seeds, each combination a trial."""
+"""Grid of a sweep: mixers, learning rates and seeds, each combination a trial."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Trial:
 
     @property
     def name(self) -> str:
-        """What it is called, and its folder below ``trials``."""
+        """Name of the trial, and of its folder below ``trials``."""
         return f"mixer={self.mixer},lr={self.lr!r},seed={self.seed}"
 
     def config(self, shared: RunConfig, out: str) -> RunConfig:

@@ -35,7 +35,7 @@ class Interrupted(KeyboardInterrupt):
 
 
 class TrialQueue:
-    """What is to be trained, who is at it, and what came out.
+    """Queue of trials, their workers and their outcomes.
 
     Trials are put there and taken while a lock of the folder is held: SQLite alone would let two
     processes take the same one, as reading a trial's state and writing it are two statements. A
@@ -204,7 +204,7 @@ class TrialQueue:
         return self.finished
 
     def _train(self, trial: Any, train: Train) -> float:
-        """What Optuna calls while the folder's lock is held, which ends here."""
+        """Train a trial, called by Optuna while the folder's lock is held, which ends here."""
         attributes = trial.user_attrs
         own = Trial(attributes["mixer"], attributes["lr"], attributes["seed"])
         self.alone = self._lock_of(own.name)

@@ -1,4 +1,4 @@
-"""What a sweep found: a row per trial, and per mixer the learning rates that it bears."""
+"""Results of a sweep: a row per trial, and per mixer the learning rates that it bears."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ORIGIN = ("commit", "config", "versions")  # of the numbers of a row, beside its
 
 
 def outcome(run: Run) -> Row:
-    """What a sweep keeps of a run that is over.
+    """Return the outcome that a sweep keeps of a run that is over.
 
     It has diverged if the engine said so, or if its last validation loss is not finite, or above
     ten times its first training loss.
@@ -45,7 +45,7 @@ def outcome(run: Run) -> Row:
 
 @dataclass(frozen=True)
 class MixerSummary:
-    """What the trials of one mixer say.
+    """Summary of the trials of one mixer.
 
     Attributes:
         mixer: its name.

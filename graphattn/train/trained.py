@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Trained:
-    """What a run has learned, made by :func:`load_trained`.
+    """Trained model of a run, made by :func:`load_trained`.
 
     Attributes:
         run: the folder's :class:`~graphattn.train.Run`.

@@ -32,7 +32,7 @@ SCHEDULES = {"cosine": "cosine", "linear": "linear", "constant": "constant_with_
 def training_arguments(
     config: RunConfig, *, evaluates: bool, use_cpu: bool = False
 ) -> TrainingArguments:
-    """What transformers is told of a run."""
+    """Return the arguments of transformers' Trainer for a run."""
     return TrainingArguments(
         output_dir=config.out,
         max_steps=config.steps,
@@ -215,7 +215,7 @@ class GraphTrainer(Trainer):
         )
 
     def _prepare_input(self, data: Any) -> Any:
-        """On the device; graphs and structures too."""
+        """Move an input to the device; graphs and structures too."""
         if not isinstance(data, Tensor) and callable(getattr(data, "to", None)):
             return data.to(self.args.device)
         return super()._prepare_input(data)
@@ -267,7 +267,7 @@ class GraphTrainer(Trainer):
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
-        """What the objective reports, on every process: the same numbers on each."""
+        """Return the objective's report, on every process: the same numbers on each."""
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         batches = map(self._prepare_inputs, self.batches_of(dataset))
         with self.accelerator.autocast():
@@ -363,7 +363,7 @@ class GraphTrainer(Trainer):
 
 
 class _Flow(TrainerCallback):
-    """When a run stops, and what it does last."""
+    """Decide when a run stops, and its last actions."""
 
     def __init__(self, trainer: GraphTrainer) -> None:
         self.trainer = trainer

@@ -22,7 +22,8 @@ from graphattn.graphs.arguments import as_int
 
 
 class Corpus:
-    """What models learn from: records of tokens, or images. :func:`load_corpus` makes one of files.
+    """Corpus that models learn from: records of tokens, or images. :func:`load_corpus` makes one of
+    files.
 
     The records lie in Arrow files that are mapped into memory, so that a corpus may be larger than
     the memory, and what is read of a record is no more than what is asked for. ``corpus[i]`` is a
@@ -120,7 +121,7 @@ class Corpus:
 
     @property
     def names(self) -> list[str]:
-        """What the records are called."""
+        """Names of the records."""
         return self._records.column("name").to_pylist()
 
     @property
@@ -221,7 +222,7 @@ def _remove(folder: Path, process: int) -> None:
 
 
 def read_facts(folder: Path) -> dict[str, Any] | None:
-    """What ``corpus.json`` says; None where the files are not there as it says."""
+    """Read ``corpus.json``; None where the files are not there as it says."""
     try:
         facts = json.loads((folder / FACTS).read_text(encoding="utf-8"))
         sizes = {name: (folder / name).stat().st_size for name in (VALUES, RECORDS)}

@@ -23,7 +23,8 @@ def token_dtype(vocab_size: int) -> Any:
 
 
 class LetterTable:
-    """Which token every letter is: a table by code point, for tokenizers that go letter by letter.
+    """Table of the token of every letter: a table by code point, for tokenizers that go letter by
+    letter.
 
     It does what the tokenizer's ``encode`` does, many times faster.
     """
@@ -94,7 +95,7 @@ def _letter_tokens(
 
 
 def unknown_letter(letter: str, tokenizer: Any) -> str:
-    """What is wrong with a letter."""
+    """Describe the fault of a letter."""
     name = f"{letter!a} (U+{ord(letter):04X})"
     if isinstance(tokenizer, CharacterTokenizer):
         return f"{name} is not in the tokenizer's vocabulary of {tokenizer.vocab_size} characters"

@@ -198,7 +198,7 @@ def _write(folder: Path, source: Source, kind: str, asked: str | Tokenizer) -> N
 
 
 def _tokenizer_for(source: Source, kind: str, asked: str | Tokenizer) -> Tokenizer | None:
-    """What makes tokens of the source; None of images."""
+    """Return the tokenizer of the source; None of images."""
     by_letter = (ProteinTokenizer, NucleotideTokenizer, CharacterTokenizer)
     if source.format in ("image", "idx"):
         if asked != "auto":

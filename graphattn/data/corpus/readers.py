@@ -74,7 +74,7 @@ _LETTERS_TO_TELL = 10_000
 
 
 def tokenizer_of_fasta(source: Source) -> ProteinTokenizer | NucleotideTokenizer:
-    """By the first letters of the first file."""
+    """Choose a tokenizer by the first letters of the first file."""
     letters: list[str] = []
     is_sequence = False
     for _, begins, line in line_pieces(source.files[0][0]):

@@ -1,4 +1,4 @@
-"""What a path holds: which files, and of what format."""
+"""Sources of a corpus: which files, and of what format."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Source:
     beside: tuple[Path, ...] = ()
 
     def state(self) -> list[Any]:
-        """Where the files are, their sizes and times of change."""
+        """Return the files' paths, sizes and times of change."""
         found = []
         for path in [*(path for path, _ in self.files), *self.beside]:
             try:
@@ -125,7 +125,7 @@ def _wanted(path: str | os.PathLike[str], kind: str, formats: Iterable[str], sin
 
 
 def format_of(path: Path) -> str:
-    """By the name, with or without ``.gz``, else by what a file begins with."""
+    """Return the format by the name, with or without ``.gz``, else by a file's beginning."""
     name = path.name.lower().removesuffix(".gz")
     known = _BY_EXTENSION.get(os.path.splitext(name)[1])
     if known is not None:

@@ -58,7 +58,7 @@ def open_text(path: str | os.PathLike[str]) -> Iterator[io.TextIOWrapper]:
 
 
 def _not_utf8(path: str | os.PathLike[str]) -> FileFormatError:
-    """What is wrong with a file that is no UTF-8: it is read again, line by line."""
+    """Describe the fault of a file that is no UTF-8: it is read again, line by line."""
     decoder, line = codecs.getincrementaldecoder("utf-8")(), 1
     after_return = False
     with open_bytes(path) as file:

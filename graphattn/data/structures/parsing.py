@@ -21,7 +21,7 @@ def require_biotite(purpose: str) -> None:
 
 @contextmanager
 def biotite_at_work(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Whatever stops biotite becomes one line about the file; its warnings stay quiet.
+    """Turn every error of biotite into one line about the file; its warnings stay quiet.
 
     It warns of guessed elements and missing optional columns, which this reader does not use.
     """

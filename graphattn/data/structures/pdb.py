@@ -93,7 +93,7 @@ def _check_coordinate_record(path: str | os.PathLike[str], number: int, line: st
 
 
 def pdb_assemblies(path: str | os.PathLike[str], text: str) -> Assemblies:
-    """What REMARK 350 says of copies: the chains of each, and how they are moved."""
+    """Read the copies that REMARK 350 describes: the chains of each, and how they are moved."""
     assemblies: Assemblies = {}
     name, of_chains = "1", False  # whether the last line named chains: "AND CHAINS" goes on
     for number, line in enumerate(text.split("\n"), start=1):

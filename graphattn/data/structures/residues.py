@@ -1,4 +1,4 @@
-"""Which atoms are a residue: one token per C-alpha atom of an amino acid."""
+"""Residues, found among atoms: one token per C-alpha atom of an amino acid."""
 
 from __future__ import annotations
 
@@ -146,7 +146,9 @@ def _annotation(atoms: Any, name: str, default: Any) -> Any:
 
 
 def _b_factors(residues: Any) -> Tensor:
-    """As numbers, NaN where there is none: PDB files give floats, mmCIF files what stands there."""
+    """Return B factors as numbers, NaN where there is none: PDB files give floats, mmCIF files what
+    stands there.
+    """
     column = _annotation(residues, "b_factor", None)
     if column is None:
         column = _annotation(residues, "B_iso_or_equiv", [None] * residues.array_length())

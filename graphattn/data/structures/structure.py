@@ -245,7 +245,7 @@ class Structure:
         return [self.select(chains=[name]) for name in self.chain_ids]
 
     def to(self, device: torch.device | str) -> Structure:
-        """The same structure on another device."""
+        """Return this structure on another device."""
         names = ("chain_index", "residue_numbers", "b_factors", "ca_positions")
         changed: dict[str, Any] = {name: getattr(self, name).to(device) for name in names}
         changed["atoms"] = {name: value.to(device) for name, value in self.atoms.items()}
@@ -309,7 +309,7 @@ class Structure:
         max_distance: float = 20.0,
         max_offset: int = 32,
     ) -> Tensor:
-        r"""What is known of every edge, and does not change when the structure is moved or turned.
+        r"""Return features of every edge that do not change when the structure is moved or turned.
 
         First the distance d of the C-alpha atoms, as radial basis functions
         :math:`\exp(-(\min(d, r) - \mu_k)^2 / 2 \delta^2)` with centres :math:`\mu_k` evenly from 0

@@ -1,4 +1,4 @@
-"""What biotite computes of a structure: secondary structure, and the surface water reaches."""
+"""Tracks of a structure by biotite: secondary structure, and the surface that water reaches."""
 
 from __future__ import annotations
 

@@ -137,7 +137,7 @@ def convert(
 
 
 def _hint(module: nn.Module) -> str:
-    """For a model of transformers: whose call it is. Nothing is imported for that."""
+    """Return a hint for a model of transformers: whose call it is. Nothing is imported for that."""
     if not any(kind.__name__ == "PreTrainedModel" for kind in type(module).__mro__):
         return ""
     return "; for models of transformers use graphattn.integrations.transformers.configure"

@@ -1,4 +1,4 @@
-"""What targets see: a graph given in code, within the masks of a call."""
+"""Masks of torch's attention as graphs: a graph given in code, within the masks of a call."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ GraphOf = Callable[[int, int], TokenGraph]
 
 
 class Places(NamedTuple):
-    """Who may see whom before any mask: everybody, a window on each side, or a graph."""
+    """Pairs that are seen without any mask: everybody, a window on each side, or a graph."""
 
     graph: TokenGraph | GraphOf | None = None
     window: int | None = None
@@ -73,7 +73,7 @@ def _checked(graph: TokenGraph | GraphOf, num_targets: int, num_sources: int) ->
 
 
 class SeenMask(NamedTuple):
-    """What the targets of a batch see.
+    """Pairs that the targets of a batch see.
 
     Attributes:
         graph: N targets and M sources, which all samples share; B N and B M where `packed`.
@@ -138,7 +138,7 @@ def seen_everywhere(
     valid: Tensor | None = None,
     key_bias: Tensor | None = None,
 ) -> SeenMask:
-    """What is seen without a mask of pairs; nothing is read from a tensor."""
+    """Return the pairs that are seen without a mask; nothing is read from a tensor."""
     if not causal:
         return SeenMask(places.of(num_targets, num_sources, device), valid, key_bias=key_bias)
     n, window = num_targets, places.window
@@ -158,7 +158,7 @@ def seen_in_mask(
     valid: Tensor | None = None,
     key_bias: Tensor | None = None,
 ) -> list[SeenMask]:
-    """What a mask of pairs lets through: one for all heads, or one for each.
+    """Return the pairs that a mask lets through: one for all heads, or one for each.
 
     Args:
         places: who may be seen at all.

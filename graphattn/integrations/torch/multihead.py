@@ -40,7 +40,7 @@ class MultiheadOptions:
 
 
 class ConvertedAttention(nn.Module):
-    """What all converted modules share: the call of `nn.MultiheadAttention`, and its masks.
+    """Base of all converted modules: the call of `nn.MultiheadAttention`, and its masks.
 
     They are no `nn.MultiheadAttention`, and say of themselves what PyTorch's fused paths do not
     take (``_qkv_same_embed_dim = False``): `nn.TransformerEncoderLayer` would otherwise read the
@@ -387,7 +387,7 @@ def _check_mask(name: str, mask: Tensor) -> None:
 
 
 def _read_padding(mask: Tensor | None, B: int, S: int) -> tuple[Tensor | None, Tensor | None]:
-    """Which keys are real, bool [B, S], and what is added to their logits, or None."""
+    """Return a mask of real keys, bool [B, S], and the bias of their logits, or None."""
     if mask is None:
         return None, None
     _check_mask("key_padding_mask", mask)

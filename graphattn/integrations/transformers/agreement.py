@@ -159,7 +159,7 @@ def seen_at_all(graph: TokenGraph, valid: Tensor | None) -> Tensor:
 
 
 def components(graph: TokenGraph) -> TokenGraph:
-    """The same edges as a batch of runs of tokens that no edge joins.
+    """Split edges into a batch of runs of tokens that no edge joins.
 
     A safe step is one number per sequence, so it must know where sequences end: within a padded
     batch, and among several that are packed in a row.

@@ -137,7 +137,9 @@ class CallLogits(NamedTuple):
         return self if self.sink is None else self._replace(sink=self.sink[head : head + 1])
 
     def arguments(self, features: int) -> dict[str, Any]:
-        """What `attention_weights` takes; `rbf_attention` and `dot_product_attention` too."""
+        """Return the arguments of `attention_weights`; `rbf_attention` and `dot_product_attention`
+        too.
+        """
         scale = features**-0.5 if self.scaling is None else self.scaling
         given: dict[str, Any] = {"top_k": self.options.top_k}
         if self.sink is not None:
@@ -148,7 +150,7 @@ class CallLogits(NamedTuple):
         return given | {"sigma": scale**-0.5 if sigma is None else sigma}
 
     def of_pairs(self, features: int) -> all_pairs.Logits:
-        """The same for all pairs."""
+        """Return the weights of all pairs."""
         scale = features**-0.5 if self.scaling is None else self.scaling
         options, rest = self.options, (self.softcap, self.sink, self.dropout)
         if options.mixer == "dot":

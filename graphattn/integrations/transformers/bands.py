@@ -53,7 +53,9 @@ class NoBandError(Exception):
 
 
 class Symbol:
-    """What stands for a number: nothing can be asked of it but what the classes below answer."""
+    """Symbol in the place of a number: nothing can be asked of it but what the classes below
+    answer.
+    """
 
     __hash__ = None  # type: ignore[assignment]
 

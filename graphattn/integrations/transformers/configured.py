@@ -1,4 +1,4 @@
-"""What was done to a model, layer by layer."""
+"""Record of the changes to a model, layer by layer."""
 
 from __future__ import annotations
 

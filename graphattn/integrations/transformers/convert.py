@@ -178,7 +178,7 @@ def check_options(mixer: str, options: dict[str, Any]) -> None:
 
 
 def checked_family(name: str, module: nn.Module, where: str) -> Family:
-    """What the module is made of, or why it cannot be converted."""
+    """Return the family of a module, or refuse to convert it."""
     if is_replacement(module):
         mixer = getattr(module, "mixer", None)
         raise ValueError(f"layers must be attention of the model itself: {where} is {mixer!r} now")
@@ -211,7 +211,7 @@ def checked_family(name: str, module: nn.Module, where: str) -> Family:
 
 
 def check_needs(mixer: str, module: nn.Module, family: Family, where: str) -> None:
-    """What a mixer needs of a layer."""
+    """Check that a layer has the parts that a mixer needs."""
     if mixer == "krause":
         return
     heads, head_dim = heads_of(module, family), int(getattr(module, family.head_dim))

@@ -29,7 +29,7 @@ DENSE = 1 / 64
 
 
 class SeenEdges(NamedTuple):
-    """What Q queries see of a batch: a graph that all share, or one over the packed batch.
+    """Edges that Q queries of a batch see: a graph that all share, or one over the packed batch.
 
     Attributes:
         graph: Q targets and ``len(keys)`` sources; or B Q targets and B n sources where `packed`.
@@ -57,7 +57,7 @@ def seen_through(
     graph_of: GraphOf | None = None,
     device: Any,
 ) -> SeenEdges:
-    """What queries see through whatever mask a model hands to its attention.
+    """Return the edges that queries see through the mask that a model hands to its attention.
 
     Args:
         mask: None, a sketch of :func:`.masks.graph_mask`, or a dense mask [B or 1, 1, Q or 1, n]
@@ -157,7 +157,8 @@ def _band(before: int, after: int, num_tokens: int) -> TokenGraph:
 def seen_in_mask(
     mask: Tensor, batch: int, num_targets: int, band: MaskBand | None, graph_of: GraphOf | None
 ) -> SeenEdges:
-    """What a dense mask lets through, within a band and a graph; once per mask, not per layer.
+    """Return the edges that a dense mask lets through, within a band and a graph; once per mask,
+    not per layer.
 
     Args:
         mask: bool, or floats that are added, [B or 1, 1, Q or 1, n]; the queries are the last of
@@ -226,7 +227,7 @@ def _seen_by_one(mask: Tensor, batch: int, band: MaskBand | None) -> SeenEdges:
 
 
 def read_mask(mask: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Which pairs a mask lets through, and what it adds to the logits of those."""
+    """Read a mask: the pairs that it lets through, and its bias of their logits."""
     if mask.dtype == torch.bool:
         return mask, None
     seen = mask > torch.finfo(mask.dtype).min / 2  # transformers writes that, or -inf
@@ -291,7 +292,7 @@ def _structure(flat: Tensor, B: int, Q: int, n: int) -> Any:
 
 
 def own_places(mask: Tensor) -> Tensor:
-    """Which key is the query's own, [B or 1, Q].
+    """Return the key that is the query's own, [B or 1, Q].
 
     Of as many queries as keys, each its own; of one query, the last that it sees, since a static
     cache has room beyond the newest token. A few queries beside a cache end where the furthest

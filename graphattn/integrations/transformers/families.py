@@ -1,4 +1,4 @@
-"""What the attention modules of each model family are made of: the table that `convert` reads."""
+"""Parts of the attention modules of each model family: the table that `convert` reads."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ FAMILIES: dict[str, Family] = {
 
 
 def family_of(module: nn.Module) -> Family | None:
-    """What a module is made of; None for one whose `forward` is not of a class in the table.
+    """Return the family of a module; None for one whose `forward` is not of a class in the table.
 
     A subclass that keeps the `forward` of a known class is of its family.
     """
@@ -174,7 +174,7 @@ def dropout_of(module: nn.Module, family: Family) -> float:
 
 
 def scale_of(module: Any, family: Family) -> float:
-    """What the products of queries and keys are multiplied by."""
+    """Return the factor of the products of queries and keys."""
     if family.scale == "scaling":
         return float(module.scaling)
     return float(getattr(module, family.head_dim)) ** -0.5

@@ -123,7 +123,7 @@ def _placed(
 def _padding(
     attention_mask: Tensor | None, kv_offset: Any, num_keys: int, device: Any
 ) -> Tensor | None:
-    """Which keys are real, bool [B, n]; None where all are."""
+    """Mark the keys that are real, bool [B, n]; None where all are."""
     if attention_mask is None:
         return None
     real = attention_mask[:, kv_offset : kv_offset + num_keys].to(device)

@@ -1,4 +1,4 @@
-"""Which modules of a Hugging Face model are its attention."""
+"""Attention modules of a Hugging Face model."""
 
 from __future__ import annotations
 

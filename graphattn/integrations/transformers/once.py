@@ -1,4 +1,4 @@
-"""What is found out about a mask once, and kept for as long as the mask is in memory.
+"""Facts of a mask that are found once, and kept for as long as the mask is in memory.
 
 All layers of a model get the same mask, and a checkpoint hands them views of its memory. So what is
 derived from a mask is kept by the memory that the mask stands in, and goes when that is released.
@@ -33,7 +33,7 @@ class _OnceEntry(NamedTuple):
 def once(
     mask: Tensor, options: Any, make: Callable[[], Found], *, graph: TokenGraph | None = None
 ) -> Found:
-    """What `make` returns, or what it returned for this very mask, options and an equal graph.
+    """Return the result of `make`, or an earlier one for this mask, options and an equal graph.
 
     Args:
         mask: recognized by where it stands in memory, and compared with a copy: nobody counts what

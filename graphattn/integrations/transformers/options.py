@@ -1,4 +1,4 @@
-"""What `configure` takes: checked, kept in the model's config, and found again by its modules."""
+"""Options of `configure`: checked, kept in the model's config, and found again by its modules."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from graphattn.integrations.transformers.options import GraphOf
 
 
 class Pairs(NamedTuple):
-    """What Q queries see of the keys in `keys`, pair by pair.
+    """Pairs of Q queries and the keys in `keys`.
 
     Attributes:
         keys: the range of keys that are read.
@@ -88,7 +88,7 @@ def _pairs(
 
 
 def _span(allowed: Tensor) -> tuple[range, bool]:
-    """From the first to the last key that any row sees, and whether all see all of these."""
+    """Return the first to the last key that any row sees, and whether all see all of these."""
     seen = allowed.flatten(0, 2).any(0).nonzero()
     if len(seen) == 0:
         return range(min(1, allowed.shape[-1])), False

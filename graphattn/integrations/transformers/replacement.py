@@ -1,4 +1,4 @@
-"""What every module shares that `convert` puts in the place of a model's attention."""
+"""Base of the modules that `convert` puts in the place of a model's attention."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ IMPLEMENTATIONS = ("graphattn", "sdpa", "eager")  # whose masks say who sees who
 
 
 class ReplacedCall(NamedTuple):
-    """What one call of an attention module brings beside the hidden states."""
+    """Arguments of an attention module beside the hidden states."""
 
     mask: Tensor | None
     rotation: tuple[Tensor, Tensor] | None  # cos and sin at the positions of the queries
@@ -79,7 +79,7 @@ class Replacement(nn.Module):
         return mixed, None
 
     def mix(self, hidden: Tensor, call: ReplacedCall) -> Tensor:
-        """What tokens hand to the output projection, [B, Q, H, D]."""
+        """Mix the states that go to the output projection, [B, Q, H, D]."""
         raise NotImplementedError
 
     def read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, ReplacedCall]:
@@ -110,7 +110,7 @@ class Replacement(nn.Module):
         return hidden, call
 
     def check_implementation(self) -> None:
-        """Other implementations keep the mask to themselves, or hand on none."""
+        """Refuse implementations that keep the mask to themselves, or hand on none."""
         name = self.config._attn_implementation
         if name is not None and name not in IMPLEMENTATIONS:
             raise ValueError(
@@ -152,7 +152,7 @@ class Replacement(nn.Module):
         return key, value
 
     def seen(self, call: ReplacedCall, hidden: Tensor, num_keys: int) -> SeenEdges:
-        """Who sees whom."""
+        """Return the edges that queries see."""
         mask, window, Q = call.mask, self.window, hidden.shape[1]
         if mask is not None and not is_sketch(mask):
             if mask.dim() != 4 or mask.shape[1] != 1:

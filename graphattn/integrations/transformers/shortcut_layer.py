@@ -343,7 +343,7 @@ def _by_name(attention: Any, args: Any, kwargs: dict[str, Any]) -> dict[str, Any
 
 
 def refuse_continuous_batching(kwargs: dict[str, Any]) -> None:
-    """Its cache is a store of pages that the model reads by index, with no room for more heads."""
+    """Refuse a cache of pages, read by index, which has no room for more heads."""
     for name in ("read_index", "write_index", "block_table"):
         if kwargs.get(name) is not None:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""What a model's own attention mask leaves of the last `window` tokens, as a graph.
+"""Graphs of the last `window` tokens within a model's own attention mask.
 
 Every attention implementation of transformers hands another kind of mask to its layers: none,
 booleans, numbers that are added to scores, blocks of FlexAttention. The shortcut sees exactly what
@@ -24,7 +24,7 @@ from graphattn.integrations.transformers.once import once
 
 
 class Reach(NamedTuple):
-    """Which slots of the cache the queries look at, and how.
+    """Slots of the cache that the queries look at.
 
     `graph` and `valid` speak of the slots `start` .. `stop` - 1. Where `packed`, the texts of a
     batch stand side by side in the graph, and `valid` is a pair [B * N], [B * M].
@@ -124,7 +124,7 @@ def dense(mask: Any, call: ShortcutCall) -> Tensor:
 
 
 def _from_scores(mask: Tensor) -> Tensor:
-    """Where a mask that is added to scores adds nothing; elsewhere it must forbid."""
+    """Mark the places where a mask adds nothing to scores; elsewhere it must forbid."""
     if not mask.is_floating_point():
         raise ValueError(
             "attention_mask must be bool, or floating-point where it is added to scores, got "

@@ -117,7 +117,7 @@ def _outdated(folder: Path, written: set[str]) -> list[Path]:
 
 
 def _set_of(name: str) -> tuple[str, str] | None:
-    """Which set of weights a file belongs to: its stem and its variant."""
+    """Return the set of weights that a file belongs to: its stem and its variant."""
     found = WEIGHTS.fullmatch(name) or INDEX.fullmatch(name)
     return None if found is None else (found[1], (found[2] or "").lstrip("."))
 

@@ -79,7 +79,9 @@ def without_dropout(model: Any) -> Iterator[None]:
 
 
 def device_of(model: Any, *others: Any) -> torch.device:
-    """Where `model` has its parameters; else where the first of the others is that is somewhere."""
+    """Return the device of a model's parameters; else where the first of the others is that is
+    somewhere.
+    """
     if isinstance(model, nn.Module):
         for parameter in model.parameters():
             return parameter.device

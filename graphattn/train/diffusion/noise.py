@@ -32,14 +32,14 @@ class Noise(abc.ABC):
 
     @abc.abstractmethod
     def rate(self, t: Tensor) -> Tensor:
-        """Its derivative by time, d sigma / dt."""
+        """Return the derivative of sigma by time, d sigma / dt."""
 
     def mask_probability(self, t: Tensor) -> Tensor:
         """The probability that a token is masked by time t, 1 - exp(-sigma(t))."""
         return -torch.expm1(-self.total(t))
 
     def weight(self, t: Tensor) -> Tensor:
-        """What a masked token counts at time t, rate / (exp(sigma) - 1)."""
+        """Return the weight of a masked token at time t, rate / (exp(sigma) - 1)."""
         return self.rate(t) / torch.expm1(self.total(t))
 
     def range(self) -> tuple[float, float]:

@@ -196,7 +196,7 @@ def diffusion_losses(
 
 
 def prior_loss(noise: Noise, num_tokens: int) -> float:
-    r"""What the start of generation costs per token, in nats: e^{-sigma(1)} log V.
+    r"""Return the cost of the start of generation per token, in nats: e^{-sigma(1)} log V.
 
     Generation is bounded as if it started from tokens that are masked with the probability of
     t = 1 and any of the V with even chances else; the divergence of a true token's noise from that.

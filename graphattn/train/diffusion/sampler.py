@@ -192,7 +192,9 @@ def _surest_first(
     mask_token: int,
     noise: Noise,
 ) -> Any:
-    """As :func:`_back_in_time`; the noise level is that of the share of tokens that are masked."""
+    """Unmask the surest tokens first, with the arguments of :func:`_back_in_time`; the noise level
+    is that of the share of tokens that are masked.
+    """
     least, most = noise.range()
     real = torch.ones_like(gaps) if valid is None else valid.expand(gaps.shape)
     steps = min(steps, int(gaps.sum(-1).max()) if gaps.numel() else 0)
