@@ -1,4 +1,4 @@
-"""What the pretrained models read: published antibodies, and sentences older than copyright."""
+"""Data of the pretrained models: published antibodies, and sentences older than copyright."""
 
 from __future__ import annotations
 

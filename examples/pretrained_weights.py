@@ -44,7 +44,7 @@ class SentenceModel(NamedTuple):
 
 
 def package_folder(package: str, requirement: str) -> Path:
-    """Where an installed package lies, found without importing it.
+    """Return the folder of an installed package, found without importing it.
 
     Raises:
         ImportError: if it is not installed; the message names the requirement to install.
@@ -56,7 +56,7 @@ def package_folder(package: str, requirement: str) -> Path:
 
 
 def version(package: str) -> str | None:
-    """Of an installed package; None where it is not."""
+    """Return the version of an installed package; None where it is not."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

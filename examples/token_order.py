@@ -1,4 +1,4 @@
-"""What the order of tokens is worth: attention over neighbours, before and after graph.reorder().
+"""Gain of an order of tokens: attention over neighbours, before and after graph.reorder().
 
 Points of a cloud, atoms and shuffled pixels stand anywhere in memory. The same graph, attended over
 in four orders: as it came, shuffled, by its edges (reverse Cuthill-McKee) and along a Hilbert curve
@@ -24,7 +24,7 @@ HEADS, WIDTH = 8, 64
 
 
 class Tokens(NamedTuple):
-    """Where tokens are, and which of them see each other."""
+    """Tokens in space, and the graph of those that see each other."""
 
     name: str
     points: Tensor  # [N, C]
@@ -71,7 +71,7 @@ def atoms_of(path: str, copies: int) -> Tokens:
 
 
 def orders_of(tokens: Tokens, generator: torch.Generator) -> Iterator[Order]:
-    """As it came, shuffled, and what reorder() finds for the shuffled tokens."""
+    """Return the tokens as they came, shuffled, and as reorder() orders the shuffled ones."""
     count = tokens.graph.num_tokens
     yield Order("as it came", tokens.graph, torch.arange(count), 0)
     shuffle = torch.randperm(count, generator=generator)

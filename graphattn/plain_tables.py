@@ -31,7 +31,7 @@ def counted(number: int, noun: str) -> str:
 
 
 class Cells(NamedTuple):
-    """What a table says, without markup: the report lays it out anew."""
+    """Cells of a table, without markup: the report lays it out anew."""
 
     title: str
     caption: str

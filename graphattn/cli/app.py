@@ -361,7 +361,7 @@ def graph(
         Path | None, typer.Option(dir_okay=False, help="Write all numbers into this file.")
     ] = None,
 ) -> None:
-    """What is known of a token graph: sizes, reach, spectrum, memory, and a picture."""
+    """Print facts about a token graph: sizes, reach, spectrum, memory, and a picture."""
     from graphattn.cli.graph import run_graph
 
     sizes = {

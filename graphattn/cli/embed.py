@@ -205,7 +205,7 @@ def model_of(folder: Path | None, preset: str | None, seed: int) -> Any:
 
 
 def features_of(model: Any, proteins: list[Protein], batch_size: int) -> list[Tensor]:
-    """Of every protein the features of its residues, float32 [N, dim]."""
+    """Return the features of every protein's residues, float32 [N, dim]."""
     if isinstance(model, ga.models.ProteinModel):
         found = model.embed([own.content for own in proteins], batch_size=batch_size)
         return [own.float().cpu() for own in found]

@@ -74,7 +74,7 @@ def run_evaluate(
 
 
 def _data_of(trained: Trained, data: str | None, split: str) -> tuple[Examples, Part | None, str]:
-    """What is evaluated, what was learned from (None if it is gone), and a name for the first."""
+    """Return the data to evaluate, the training data (None if gone), and a name for the first."""
     config = trained.run.config
     of_image = tokens_of_image(trained.model) if config.kind == "images" else None
     own: dict[str, Part] | None = None
@@ -127,7 +127,7 @@ def _check_images(trained: Trained, corpus: Any) -> None:
 
 
 def _before(path: Path) -> dict[str, Any]:
-    """What was evaluated before; a file that is broken is replaced."""
+    """Return earlier evaluations; a file that is broken is replaced."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):

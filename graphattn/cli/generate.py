@@ -130,7 +130,7 @@ def _is_text(trained: Trained) -> bool:
 
 
 def _first_token(trained: Trained, generator: torch.Generator) -> Tensor:
-    """What a text without a prompt begins behind: a new line, or else any token."""
+    """Return the first token of a text without a prompt: a new line, or else any token."""
     assert trained.tokenizer is not None
     if _is_text(trained):
         try:
@@ -191,7 +191,7 @@ class TextStream:
 
 
 def _to_stdout(piece: str) -> None:
-    """Without what would steer a terminal."""
+    """Write to stdout without characters that would steer a terminal."""
     kept = "".join(own if own.isprintable() or own in "\n\t" else UNREAD for own in piece)
     sys.stdout.write(kept)
     sys.stdout.flush()

@@ -74,7 +74,7 @@ def presets_table() -> Table:
 
 
 def arguments_table(model: Any, given: dict[str, Any]) -> Table:
-    """What the constructor is called with; what the preset leaves as it is comes last."""
+    """Table of the constructor's arguments; what the preset leaves as it is comes last."""
     table = plain_table("Arguments")
     table.add_column("argument", no_wrap=True)
     table.add_column("value")

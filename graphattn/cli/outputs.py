@@ -34,7 +34,7 @@ def write_json(path: Path, record: dict[str, Any]) -> None:
 
 
 def as_json(record: dict[str, Any]) -> str:
-    """What :func:`write_json` writes."""
+    """Return the text that :func:`write_json` writes."""
     text = json.dumps(_without_infinities(record), indent=1, ensure_ascii=False, allow_nan=False)
     return text + "\n"
 

@@ -108,7 +108,7 @@ def _section(section: ReportSection) -> dict[str, Any]:
 
 
 def _parts(parts: Iterable[Any]) -> Iterable[tuple[str, Any]]:
-    """What the template makes of every part; figures that follow each other stay together."""
+    """Return the template's variables for every part; successive figures stay together."""
     for kind, group in groupby(parts, type):
         if kind is Figure:
             yield "figures", [_picture(one) for one in group]

@@ -79,7 +79,7 @@ def config_of(file: Any, options: dict[str, Any]) -> RunConfig:
 
 
 def descriptions() -> dict[str, str]:
-    """What the docstring of RunConfig says of every field."""
+    """Return the description of every field in the docstring of RunConfig."""
     text = inspect.getdoc(RunConfig) or ""
     entries = re.search(r"^Args:\n(.*?)^\S", text, re.S | re.M)
     assert entries is not None
@@ -92,7 +92,7 @@ def descriptions() -> dict[str, str]:
 
 
 def _kind(hint: Any) -> tuple[Any, str | None]:
-    """What typer is told of a field; texts are read by RunConfig, whose messages are one line."""
+    """Return typer's type of a field; texts are read by RunConfig, whose messages are one line."""
     if hint is bool:
         return bool, None
     if typing.get_origin(hint) is Literal:

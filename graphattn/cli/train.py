@@ -119,7 +119,7 @@ def tell_end(run: Run, prepared: Prepared, console: Console) -> int:
 
 
 def what_is_trained(prepared: Prepared) -> Table:
-    """What the data and the options have become."""
+    """Describe the run that data and options have become."""
     config, model = prepared.config, prepared.model
     parameters = sum(parameter.numel() for parameter in model.parameters())
     unit = "images" if config.kind == "images" else "tokens"

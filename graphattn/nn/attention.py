@@ -580,7 +580,7 @@ class GraphAttention(StreamingLayer):
         return out
 
     def project_flat(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None] | None:
-        """What :meth:`project_step` gives of tokens [*, dim], before they are turned.
+        """Return the projections of :meth:`project_step` of tokens [*, dim], not yet turned.
 
         No value where values are keys; nothing at all where turning is not the last to be done.
         """

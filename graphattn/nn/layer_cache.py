@@ -198,7 +198,7 @@ class LayerCache:
         self.end = stay
 
     def rotation(self, rotary: RotaryEmbedding, n: int, dtype: torch.dtype) -> Rotation:
-        """Return the rotation of the next n positions; angles are computed a few positions ahead."""
+        """Return the rotation of the next n positions, computed a few positions ahead."""
         first = self.position
         if n > ANGLES_AHEAD:
             return rotary.rotation(torch.arange(first, first + n, device=self.device), dtype)

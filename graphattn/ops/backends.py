@@ -23,7 +23,7 @@ _override_when_compiled = "auto"
 
 @contextmanager
 def use_backend(backend: str) -> Iterator[None]:
-    """Within the block, ``backend="auto"`` means `backend`; explicit choices stay.
+    """Let ``backend="auto"`` mean `backend` within the block; explicit choices stay.
 
     It holds for the current thread or task (a context variable), not for threads started inside.
 
@@ -49,7 +49,7 @@ def check_backend(backend: str) -> str:
 
 
 def wanted_backend(backend: str) -> str:
-    """What a caller's `backend` argument asks for, the surrounding `use_backend` included."""
+    """Return the backend that an argument asks for, the surrounding `use_backend` included."""
     if type(backend) is not str or backend not in NAMES:
         check_backend(backend)
     if backend != "auto":

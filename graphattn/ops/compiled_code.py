@@ -1,4 +1,4 @@
-"""When compiled code of the CPU may run a call: asked by every engine that has some."""
+"""Conditions under which compiled code of the CPU runs a call, asked by every engine."""
 
 from __future__ import annotations
 

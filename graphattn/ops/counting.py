@@ -47,7 +47,7 @@ def is_watched(like: Tensor) -> bool:
 
 @contextmanager
 def uncounted_calls() -> Iterator[dict[str, None]]:
-    """Within the block, the names of what ran by elementwise operations, which nobody counts."""
+    """List within the block the names of elementwise operations, which nobody counts."""
     seen: dict[str, None] = {}
     token = _uncounted.set(seen)
     try:
@@ -72,7 +72,7 @@ def attention_operations(
     top_k: int | None = None,
     backward: bool = False,
 ) -> int:
-    """Those of attention over a graph, RBF or dot product, for a batch of so many entries.
+    """Count the operations of RBF or dot-product attention over a graph, for some batch entries.
 
     Example:
         >>> import graphattn as ga
@@ -100,7 +100,7 @@ def consensus_operations(
     edge_hidden: int,
     backward: bool = False,
 ) -> int:
-    """Those of a consensus step behind the edge network's first layer.
+    """Count the operations of a consensus step behind the edge network's first layer.
 
     Per edge and head alpha, beta and Lambda from xi hidden numbers, and Lambda and its transpose
     applied to a difference: 2 (xi (r D + 2) + 2 r D), the O(N d w r (xi + 1)) of Table 1 of the
@@ -122,7 +122,7 @@ def consensus_operations(
 def linear_sum_operations(
     graph: TokenGraph, entries: int, heads: int, features: int, value_features: int
 ) -> int:
-    """Those of the sums of linear attention, numerator or denominator, or both in one.
+    """Count the sums of linear attention, numerator or denominator, or both in one.
 
     On a complete or causal graph, or parts of such, a source adds the matrix k v^T and a target is
     multiplied by a sum of them: 2 (N + M) D Dv per head, in whatever chunks that is done. Windows

@@ -1,4 +1,4 @@
-"""Which edges dropout drops: a hash of seed, batch entry, head, target and source.
+"""Dropout of edges: a hash of seed, batch entry, head, target and source.
 
 A hash in the place of a stream of random numbers, because backends go over edges in different
 orders, twice where a backward computes its weights again, and must drop the same ones. It is
@@ -52,7 +52,7 @@ class Dropout(NamedTuple):
     columns: Tensor
 
     def some(self, targets: Any, sources: Any) -> Dropout:
-        """For the marked targets and sources: slices, or tensors of their numbers."""
+        """Restrict dropout to some targets and sources: slices, or tensors of their numbers."""
         return Dropout(self.p, self.rows[:, targets], self.columns[sources])
 
     def kept_edges(self, source: Tensor, target: Tensor, batch: torch.Size) -> Tensor:
@@ -72,11 +72,13 @@ class Kept(NamedTuple):
     edges: Tensor
 
     def weights(self, weights: Tensor) -> Tensor:
-        """0 where dropped, and the others larger by 1 / (1 - p): the mean over draws stays."""
+        """Return the factors of weights, 0 where dropped, and otherwise 1 / (1 - p): the mean over
+        draws stays.
+        """
         return weights.masked_fill(~self.edges, 0) / (1 - self.p)
 
     def among(self, keep: Tensor | None) -> Tensor:
-        """Those of `keep` that are not dropped."""
+        """Return those of `keep` that are not dropped."""
         return self.edges if keep is None else self.edges & keep
 
 
@@ -117,7 +119,7 @@ def dropout_of(
 def _hashes(
     seed: Tensor, batch: int, heads: int, num_targets: int, num_sources: int
 ) -> tuple[Tensor, Tensor]:
-    """Of rows, int64 [B, N, H], and of columns, int32 [M]."""
+    """Hash rows, int64 [B, N, H], and columns, int32 [M]."""
     device = seed.device
     b, h, i, j = (torch.arange(n, device=device) for n in (batch, heads, num_targets, num_sources))
     start = _next(torch.zeros_like(seed), seed)

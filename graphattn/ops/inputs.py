@@ -1,4 +1,4 @@
-"""What every operation checks and prepares in the same way."""
+"""Checks and preparations that every operation shares."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is made of a graph's list of edges, kept as long as the list lives."""
+"""Values that are made of a graph's list of edges, kept as long as the list lives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the C library does with memory that tensors give back."""
+"""Memory that tensors give back to the C library."""
 
 from __future__ import annotations
 

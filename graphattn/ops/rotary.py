@@ -68,7 +68,7 @@ def turn(x: Tensor, cosines: Tensor, sines: Tensor, *, back: bool = False) -> Te
 
 
 class _Turned(torch.autograd.Function):
-    """Its gradient is the same the other way round, which can be differentiated again."""
+    """Rotation whose gradient is the rotation back, which can be differentiated again."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cosines: Tensor, sines: Tensor, back: bool) -> Tensor:
@@ -144,7 +144,7 @@ class KnownTurn:
         return turned
 
     def back(self, query: Tensor, key: Tensor | None) -> None:
-        """Both turned back where they lie."""
+        """Turn both tensors back in place."""
         self._run(query, key, query, key, is_back=True)
 
     def _run(

@@ -1,4 +1,4 @@
-"""Which backends can run a case."""
+"""Backends that can run a case."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def backends(
     softcap: float | None = None,
     dropout: float = 0.0,
 ) -> dict[str, str | None]:
-    """Which backends can run an operation on these inputs, and why the others cannot.
+    """Say for every backend whether it can run an operation on these inputs, or why not.
 
     Args:
         op: "rbf_attention", "dot_product_attention", "linear_attention" or "consensus_update".

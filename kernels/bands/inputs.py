@@ -1,4 +1,4 @@
-"""What the band kernels are given, checked and laid out once for forward and backward."""
+"""Inputs of the band kernels, checked and laid out once for forward and backward."""
 
 from __future__ import annotations
 
@@ -75,13 +75,16 @@ class BandInputs:
         return self.rbf and not self.is_centered and self.bands.window >= SEEN_OFTEN * rows
 
     def parts(self, rows: int, columns: int) -> int:
-        """3 where whole tiles may be seen by all rows, and need no mask; otherwise 1."""
+        """Number of parts: 3 where whole tiles may be seen by all rows, and need no mask; otherwise
+        1.
+        """
         plain = self.valid_source is None and self.valid_target is None
         plain = plain and not self.bands.has_holes and self.kept is None
         return 3 if plain and self.bands.window >= rows + columns - 1 else 1
 
     def centers(self, side: Side, tiles: Tensor, rows: int) -> Tensor:
-        """What the keys of every tile are measured from, [B, tiles, Hk, D]; any if not centred.
+        """Centers that the keys of every tile are measured from, [B, tiles, Hk, D]; any if not
+        centred.
 
         A token of the tile's own slice that lies in no row's future; where that one is invalid or
         not finite, the last good one of its sequence before it, or else the next.

@@ -1,4 +1,4 @@
-"""What every band kernel does with a tile, and nothing else."""
+"""Arithmetic of every band kernel on a tile, and nothing else."""
 
 from __future__ import annotations
 
@@ -72,7 +72,10 @@ def store_tile(
 
 @triton.jit
 def row_pointers(p_first, i_row, i_step, BLOCK: tl.constexpr, STRIDED: tl.constexpr):
-    """Where the numbers of rows i_row, i_row + 1, ... lie: one number a token, [BLOCK]."""
+    """Return pointers to the numbers of rows i_row, i_row + 1, ...
+
+    lie: one number a token, [BLOCK].
+    """
     o_row = tl.arange(0, BLOCK)
     if STRIDED:
         p_rows = p_first + (i_row + o_row) * i_step
@@ -138,7 +141,9 @@ def load_bias(p_table, o_hop, m_pair, i_origin, heads, i_h):
 
 @triton.jit
 def load_center(p_center, i_slot, D: tl.constexpr, BLOCK_D: tl.constexpr, CENTERED: tl.constexpr):
-    """What a tile is measured from, [BLOCK_D]; numbers nobody reads if not CENTERED."""
+    """Load the center that a tile is measured from, [BLOCK_D]; numbers nobody reads if not
+    CENTERED.
+    """
     o_feature = tl.arange(0, BLOCK_D)
     b_center = o_feature.to(tl.float32)
     if CENTERED:
@@ -240,7 +245,9 @@ def around_center(b_saved, b_query, i_scale):
 
 @triton.jit
 def own_tile(p_tiles, p_sequences, num_tiles, heads):
-    """What a program takes: batch, head, tile, first row, and the row of its sequence."""
+    """Return the tile that a program takes: batch, head, tile, first row, and the row of its
+    sequence.
+    """
     i_b, i_h, i_tile = heads_first(num_tiles, heads)
     p_own = p_tiles + 2 * i_tile
     return i_b, i_h, i_tile, tl.load(p_own + 1), p_sequences + 8 * tl.load(p_own)

@@ -346,7 +346,7 @@ def shared_backward(
 
 
 def _arguments(x: BandInputs, choice: tuning.Choice) -> dict[str, Any]:
-    """What both kernels are started with."""
+    """Return the arguments of both kernels."""
     B, _, H, _ = x.query.shape
     common, tiles = x.common(), x.bands.tiles("targets", choice.rows)
     stored = x.stores_half_squares(choice.rows)

@@ -1,4 +1,4 @@
-"""Which tile of which sequence every program of a band kernel takes: index arrays, made once."""
+"""Schedule of the tiles and sequences of a band kernel's programs: index arrays, made once."""
 
 from __future__ import annotations
 

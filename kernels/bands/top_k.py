@@ -83,7 +83,9 @@ def widened(b_low, b_most, b_rank):
 
 @triton.jit
 def turns(b_rank, b_low, i_column, COLUMNS: tl.constexpr):
-    """In which order sources are taken: -1 above `low`, their column if equal, never if below."""
+    """Return the order in which sources are taken: -1 above `low`, their column if equal, never if
+    below.
+    """
     o_column = i_column + tl.arange(0, COLUMNS)
     b_turn = tl.where(b_rank == b_low[:, None], o_column[None, :], LARGEST)
     return tl.where(b_rank > b_low[:, None], -1, b_turn)
@@ -104,7 +106,7 @@ def narrowed(b_low, b_high, b_of_low, b_of_high, b_try, b_reach, top_k):
 
 @triton.jit
 def halved(b_end, b_start, b_try, b_reach, top_k):
-    """Where the last source that is kept lies: before `end`, not before `start`; after a try."""
+    """Bisect for the last source that is kept: before `end`, not before `start`; after a try."""
     m_enough = b_reach >= top_k
     return tl.where(m_enough, b_try, b_end), tl.where(m_enough, b_start, b_try)
 

@@ -23,7 +23,7 @@ KIB = 1024
 
 
 class Architecture(NamedTuple):
-    """What Triton calls a device, what one program may use on it, and its matrix instruction."""
+    """Triton's name of a device, the limits of one program on it, and its matrix instruction."""
 
     backend: str
     name: int | str
@@ -59,7 +59,7 @@ _DTYPES = {
 
 
 class Compiled(NamedTuple):
-    """What one kernel needs on one architecture.
+    """Resources of one kernel on one architecture.
 
     `matrix` counts the matrix instructions of the whole kernel by their full name. `loop_*`
     counts, per warp, the instructions of one pass through the main loop: the innermost loop with
@@ -207,7 +207,8 @@ def _fits_buffer_instructions(value: Any) -> bool:
 
 
 def problems(compiled: Compiled, *, main: bool = True) -> list[str]:
-    """What keeps a kernel from running as meant, one sentence each; nothing if all is well.
+    """List the reasons why a kernel does not run as meant, one sentence each; nothing if all is
+    well.
 
     Args:
         compiled: from :func:`compile_launch`.

@@ -48,7 +48,7 @@ class Prediction(NamedTuple):
 
     @property
     def limit(self) -> str:
-        """What the largest belongs to."""
+        """Name the limit that the largest belongs to."""
         names = ("bytes", "gathers", "matrix", "issue slots", "special functions")
         return names[self.index(max(self))]
 

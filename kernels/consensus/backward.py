@@ -47,7 +47,7 @@ WIDE = 64  # hidden features at a time on the way back
 def row_gradients(
     b_rows, b_d, b_e, b_along_d, b_along_e, b_share, b_inverse, b_scale, D: tl.constexpr
 ):  # fmt: skip
-    """Of e . R d with respect to the raw rows l, [ROWS, RANKS, BLOCK_D].
+    """Compute the gradient of e . R d with respect to the raw rows l, [ROWS, RANKS, BLOCK_D].
 
     The formula above for m = s l, then times s: `b_along_d` and `b_along_e` are m . d and m . e,
     `b_inverse` is 1 / |m|^2 and `b_share` beta / (r |m|^2). `b_rows` is l, hence the first scale.
@@ -207,7 +207,7 @@ def consensus_backward_kernel(
 
 
 class Gradients(NamedTuple):
-    """Of the tensors of :class:`~graphattn.kernels.consensus.inputs.ConsensusInputs`.
+    """Gradients of the tensors of :class:`~graphattn.kernels.consensus.inputs.ConsensusInputs`.
 
     Those of the network (float32) and of hidden vectors are None where they were not asked for. If
     u and v are one tensor, `u` is the whole gradient and `v` None.
@@ -227,7 +227,7 @@ def backward(
     *,
     network: bool,
 ) -> Gradients:
-    """From the gradients of g [B, N, H, D] and of the degrees [B, N, H].
+    """Compute gradients from those of g [B, N, H, D] and of the degrees [B, N, H].
 
     `network`: whether those of the edge network and of its hidden vectors are wanted, too.
     """

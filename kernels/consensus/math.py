@@ -1,4 +1,4 @@
-"""What the consensus kernels do with a tile of edges, and nothing else.
+"""Arithmetic of the consensus kernels on a tile of edges, and nothing else.
 
 A tile is ROWS edges of one head: `b_rows` holds the raw rows of Lambda, [ROWS, RANKS, BLOCK_D], as
 many of an edge's rows as fit into registers at a time.
@@ -59,7 +59,7 @@ def load_edges(
 
 @triton.jit
 def row_of(p_first, b_token, i_stride):
-    """Where the features of tokens begin, [ROWS]."""
+    """Return where the features of tokens begin, [ROWS]."""
     return p_first + b_token.to(tl.int64) * i_stride
 
 
@@ -68,7 +68,7 @@ def both_valid(
     m_edge, b_target, b_source, p_valid_target, p_valid_source,
     VALID_TARGET: tl.constexpr, VALID_SOURCE: tl.constexpr,
 ):  # fmt: skip
-    """Which edges join two valid tokens."""
+    """Mark the edges that join two valid tokens."""
     if VALID_TARGET:
         m_edge = m_edge & (tl.load(p_valid_target + b_target, mask=m_edge, other=0) != 0)
     if VALID_SOURCE:
@@ -118,7 +118,7 @@ def gelu(b_x, HALF: tl.constexpr):
 
 @triton.jit
 def gelu_slope(b_x, HALF: tl.constexpr):
-    """Its derivative."""
+    """Return the derivative of GELU."""
     if HALF:
         b_x, b_inner, b_square, b_root = gelu_parts(b_x)
         b_share = b_root * b_root

@@ -21,7 +21,7 @@ BAD_SOURCE, BAD_TARGET, REPEATED = 1, 2, 3
 
 
 class Wrong(NamedTuple):
-    """What is wrong with a list of edges.
+    """Fault of a list of edges.
 
     Attributes:
         kind: `BAD_SOURCE`, `BAD_TARGET` or `REPEATED`.
@@ -81,7 +81,7 @@ def sorted_edges(
 def edges_by_source(
     rowptr: Tensor, source: Tensor, num_sources: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Where the edges of every source begin [M + 1], and of each its target and number, [E].
+    """Return where the edges of every source begin [M + 1], and the target and number of each, [E].
 
     All as wide as `rowptr` [N + 1] and `source` [E], both int32 or both int64, and contiguous.
     """

@@ -108,7 +108,8 @@ def edges_within(points: Tensor, radius: float, self_loops: bool) -> Tensor:
 
 
 def squared_distances(points: Tensor, candidates: Tensor, row: Tensor, column: Tensor) -> Tensor:
-    """From point row[i] to candidate column[i], float64 [pairs]; infinite where that is -1.
+    """Compute squared distances from point row[i] to candidate column[i], float64 [pairs]; infinite
+    where that is -1.
 
     Args:
         points, candidates: [*, C], in one dtype.

@@ -9,7 +9,7 @@ KINDS = {ctypes.c_int64: "q", ctypes.c_void_p: "P", ctypes.c_double: "d"}
 
 
 def packer(call: type[ctypes.Structure]) -> struct.Struct:
-    """What packs the numbers of a structure, in the order of its fields."""
+    """Return a packer of the numbers of a structure, in the order of its fields."""
     return struct.Struct(_format(call))
 
 
@@ -21,6 +21,6 @@ def _format(call: type[ctypes.Structure]) -> str:
 
 
 def steps_of(shape: tuple[int, ...]) -> tuple[int, int, int, int]:
-    """What a view of a contiguous tensor [B, N, H, D] says beside its address."""
+    """Return the fields of a view of a contiguous tensor [B, N, H, D] beside its address."""
     _, N, H, D = shape
     return N * H * D, H * D, D, 0

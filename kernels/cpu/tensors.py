@@ -30,7 +30,7 @@ def view(x: Tensor) -> TokenView:
 
 
 def address(x: Tensor | None) -> Any:
-    """Where x lies; None where there is none."""
+    """Return the address of x; None where there is none."""
     return None if x is None else x.data_ptr()
 
 

@@ -1,4 +1,4 @@
-"""What the edge kernels are given, checked and laid out once for forward and backward."""
+"""Inputs of the edge kernels, checked and laid out once for forward and backward."""
 
 from __future__ import annotations
 

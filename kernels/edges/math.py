@@ -1,4 +1,4 @@
-"""What every edge kernel does with its rows of edges, and nothing else.
+"""Arithmetic of every edge kernel on its rows of edges, and nothing else.
 
 A program takes ROWS rows and goes over their edges, SLOTS of each at a time: tiles of pairs are
 [ROWS, SLOTS], gathered features [ROWS, SLOTS, width].
@@ -14,8 +14,9 @@ from graphattn.kernels.shared.programs import heads_first
 
 @triton.jit
 def own_segments(p_segments, num_segments, num_groups, heads, ROWS: tl.constexpr):
-    """What a program takes: batch, head, and of its rows [ROWS] each: the token, its first edge,
-    how many, and its part. Rows that do not exist are -1, those that are not split have part -1.
+    """Return the segments that a program takes: batch, head, and of its rows [ROWS] each: the
+    token, its first edge, how many, and its part. Rows that do not exist are -1, those that are not
+    split have part -1.
     """
     i_b, i_h, i_group = heads_first(num_groups, heads)
     o_segment = i_group * ROWS + tl.arange(0, ROWS)

@@ -1,4 +1,4 @@
-"""Which edges every program of an edge kernel takes: index arrays, made on the device.
+"""Schedule of the edges that programs of an edge kernel take: index arrays, made on the device.
 
 Nothing here waits for the device: sizes follow from shapes, or are bounded by them (there are at
 most E // LONGEST_SEGMENT segments more than rows), and what is left over is marked -1.
@@ -85,7 +85,9 @@ class EdgeSchedule:
 
     @cached_property
     def _edge_ids(self) -> Tensor | None:
-        """Of a table's entries, [E]: empty ones take none. None: an edge's id is its place."""
+        """Return the number of the edge of a table's entries, [E]: empty ones take none. None: an
+        edge's id is its place.
+        """
         return None if self.neighbors is None else (self._sources >= 0).cumsum(0) - 1
 
     @cached_property

@@ -18,7 +18,9 @@ PARTS = 16  # of a split row, read at a time
 
 @triton.jit
 def own_split(p_split, num_split, heads):
-    """What a merging program takes: batch, head, the row (-1: none), its first part, how many."""
+    """Return the split row that a merging program takes: batch, head, the row (-1: none), its first
+    part, how many.
+    """
     i_b, i_h, i_split = heads_first(num_split, heads)
     p_row = p_split + 3 * i_split
     return i_b, i_h, tl.load(p_row), tl.load(p_row + 1), tl.load(p_row + 2).to(tl.int32)

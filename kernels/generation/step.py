@@ -65,7 +65,7 @@ def load_logits(
 
 @triton.jit
 def best(b_rank, top_k):
-    """Which of a row are the `top_k` largest, all that are edges if there are fewer, [tokens].
+    """Mark the `top_k` largest of a row, all that are edges if there are fewer, [tokens].
 
     Always: `i_reach_low` ranks are at least `i_low`, `top_k` or more of them if there are so many,
     and fewer than `top_k` are at least `i_high`.

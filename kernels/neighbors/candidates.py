@@ -136,7 +136,7 @@ def candidates_kernel(
 
 
 class Sizes(NamedTuple):
-    """Of the tiles of `candidates_kernel`, and the candidates it keeps of every target."""
+    """Sizes of the tiles of `candidates_kernel`, and of the candidates it keeps of every target."""
 
     rows: int
     columns: int

@@ -1,4 +1,6 @@
-"""What several families of kernels use. It imports none of them.
+"""Parts that several families of kernels use.
+
+It imports none of them.
 
 - `launch`: which tensors kernels take, and how a kernel is started, or only recorded.
 - `tuning`: sizes of tiles.

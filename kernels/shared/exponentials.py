@@ -11,7 +11,9 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def level_of(b_max):
-    """What is subtracted before exponentials: the maximum, or 0 where nothing is seen."""
+    """Return the number that is subtracted before exponentials: the maximum, or 0 where nothing is
+    seen.
+    """
     return tl.where(b_max == float("-inf"), 0.0, b_max)
 
 

@@ -38,7 +38,7 @@ def why_not_on(x: Tensor) -> str | None:
 
 
 def why_not_heads(x: Tensor, *widths: int) -> str | None:
-    """The same for heads of `widths` features (x's own if none are given), x [*, H, D]."""
+    """Return why kernels refuse heads of `widths` features (x's own by default), x [*, H, D]."""
     if (reason := why_not_on(x)) is not None:
         return reason
     for width in widths or (x.shape[-1],):
@@ -110,7 +110,8 @@ def launch(
 
 @contextmanager
 def recording() -> Iterator[list[Launch]]:
-    """Within the block nothing runs: launches are listed, also those of tensors on "meta".
+    """Record launches within the block, where nothing runs: launches are listed, also those of
+    tensors on "meta".
 
     That is how kernels are compiled ahead of time with the very arguments they are started with.
     """

@@ -11,7 +11,8 @@ from graphattn.kernels.shared.launch import is_interpreted
 
 
 def product_precision(dtype: torch.dtype) -> str:
-    """What kernels take as PRECISION for tiles of `dtype`; half-precision products do not ask.
+    """Return the argument PRECISION of kernels for tiles of `dtype`; half-precision products do not
+    ask.
 
     Three products of tf32 on NVIDIA's tensor cores are as good as float32 to rounding.
     """

@@ -1,4 +1,4 @@
-"""Which batch entry, head and tile a program takes: its number, taken apart."""
+"""Batch entry, head and tile of a program: its number, taken apart."""
 
 from __future__ import annotations
 

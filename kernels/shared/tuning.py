@@ -113,7 +113,7 @@ _architecture: str | None = None
 
 
 def choose(kernel: str, dtype: torch.dtype, width: int, window: int) -> Choice:
-    """For heads of `width` features and at most `window` sources a target.
+    """Choose sizes for heads of `width` features and at most `window` sources a target.
 
     Example:
         >>> import torch
@@ -137,7 +137,8 @@ def choose(kernel: str, dtype: torch.dtype, width: int, window: int) -> Choice:
 
 
 def choose_for_edges(kernel: str, width: int, degree: float) -> Choice:
-    """For heads of `width` features and rows of `degree` edges on average; columns are slots.
+    """Choose sizes for heads of `width` features and rows of `degree` edges on average; columns are
+    slots.
 
     Example:
         >>> from graphattn.kernels.shared import tuning
@@ -172,7 +173,9 @@ def _table(dtype: torch.dtype) -> Table:
 
 
 def architecture() -> str:
-    """What kernels are compiled for: "sm_90", "gfx942", or another of their makers' names."""
+    """Return the architecture that kernels are compiled for: "sm_90", "gfx942", or another of their
+    makers' names.
+    """
     return _architecture or _of_device()
 
 
@@ -182,7 +185,7 @@ def reads_weights_on_chip() -> bool:
 
 
 def most_columns(dtype: torch.dtype) -> int:
-    """Of a product of a tile of edges with weights, whose sums stay in registers meanwhile."""
+    """Bound the columns of a product of edges with weights, whose sums stay in registers."""
     if dtype == torch.float32:
         return 64
     return 256 if reads_weights_on_chip() else 128
@@ -205,7 +208,7 @@ def _of_device() -> str:
 
 @contextmanager
 def compiling_for(architecture: str) -> Iterator[None]:
-    """Within the block launches are those of another architecture: for compiling ahead of time."""
+    """Launch as on another architecture within the block: for compiling ahead of time."""
     global _architecture
     before, _architecture = _architecture, architecture
     try:
@@ -216,7 +219,7 @@ def compiling_for(architecture: str) -> Iterator[None]:
 
 @contextmanager
 def override(**choices: Choice) -> Iterator[None]:
-    """Within the block the named kernels take these sizes.
+    """Let the named kernels take these sizes within the block.
 
     Raises:
         ValueError: for a kernel that does not exist, or sizes that are no powers of two, from 16

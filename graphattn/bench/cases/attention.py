@@ -118,7 +118,7 @@ WINDOWED_DOTS: dict[str, other.Run] = {
 def in_both_passes(
     rivals: tuple[str, ...], forward: float, both: float, *own: str
 ) -> tuple[Target, ...]:
-    """So many times as fast as the fastest rival on a CPU; graphattn, or what else is named."""
+    """Require a speed relative to the fastest rival on a CPU; graphattn, or what else is named."""
     return tuple(
         Target("time", rivals, at_least=times, of=of, passes=passes)
         for of in own or (OURS,)
@@ -127,7 +127,7 @@ def in_both_passes(
 
 
 def share_on_a_cpu(share: float, *own: str) -> tuple[Target, ...]:
-    """So much of what a CPU could do at best, in both passes."""
+    """Require a share of the best that a CPU could do, in both passes."""
     return tuple(
         Target("share of bound", at_least=share, of=of, passes=passes)
         for of in own or (OURS,)
@@ -145,7 +145,7 @@ def on_gpu(*targets: tuple[str, str, float]) -> tuple[Target, ...]:
 
 
 def most_of_the_bound() -> tuple[Target, ...]:
-    """60 % of what the GPU could do at best."""
+    """Require 60 % of the best that the GPU could do."""
     return tuple(
         Target("share of bound", at_least=0.6, passes=passes, device="cuda")
         for passes in (FORWARD, BOTH)

@@ -19,7 +19,7 @@ TWICE = f"{OURS}, twice the tokens"
 
 
 class Entry(NamedTuple):
-    """What is run under one name."""
+    """Contender that is run under one name."""
 
     contender: str
     run: Run

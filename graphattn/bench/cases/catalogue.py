@@ -1,4 +1,4 @@
-"""What is measured: one case per row of the performance targets, in three sizes.
+"""Catalogue of cases: one case per row of the performance targets, in three sizes.
 
 The targets are those of ``--size paper``, of a CPU with two cores and of a data-centre GPU; at
 other sizes their numbers are shown and say little.

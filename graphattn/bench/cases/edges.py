@@ -49,12 +49,12 @@ def near_in_space(size: Size, device: torch.device, dtype: torch.dtype) -> Atten
 
 
 def points_in_a_cube(size: Size) -> Tensor:
-    """In no order, [N, 3]."""
+    """Draw points in no order, [N, 3]."""
     return torch.rand(size["tokens"], 3, generator=torch.Generator().manual_seed(0))
 
 
 def near_in_memory(size: Size, device: torch.device, dtype: torch.dtype) -> AttentionInputs:
-    """The same graph, its tokens in reverse Cuthill-McKee order: neighbours have near numbers."""
+    """Order the tokens of a graph by reverse Cuthill-McKee: neighbours have near numbers."""
     graph, _ = ga.knn_graph(points_in_a_cube(size), size["k"]).reorder()
     return attention_inputs(graph, size["heads"], size["features"], device, dtype)
 
@@ -109,7 +109,7 @@ def num_random_edges(size: Size) -> int:
 def times_as_fast_and_small(
     rivals: tuple[str, ...], times: float, smaller: float
 ) -> tuple[Target, ...]:
-    """So many times as fast as the fastest rival, in so much less memory, in both passes."""
+    """Require a speed and a share of memory relative to the fastest rival, in both passes."""
     return tuple(
         target
         for passes in (FORWARD, BOTH)

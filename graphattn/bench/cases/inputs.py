@@ -1,4 +1,4 @@
-"""What the contenders of a case are given, all of them the same."""
+"""Inputs of a case, alike for all contenders."""
 
 from __future__ import annotations
 
@@ -14,11 +14,14 @@ import graphattn as ga
 
 
 class MissingError(Exception):
-    """Why a contender, or a whole case, cannot run here."""
+    """Error of a contender, or a whole case, that cannot run here."""
 
 
 class ForwardOnlyError(MissingError):
-    """Why a contender has no backward pass here. Its forward pass, without gradients, may run."""
+    """Error of a contender that has no backward pass here.
+
+    Its forward pass, without gradients, may run.
+    """
 
 
 @dataclass(frozen=True)
@@ -34,11 +37,11 @@ class AttentionInputs:
     prepared: dict[str, Any] = field(default_factory=dict)  # what peers derive from the graph once
 
     def learned(self) -> list[Tensor]:
-        """What gradients are taken of: one tensor, or three."""
+        """Tensors that gradients are taken of: one tensor, or three."""
         return [self.query] if self.query is self.key else [self.query, self.key, self.value]
 
     def like(self, learned: list[Tensor], graph: ga.TokenGraph) -> AttentionInputs:
-        """The same with other tensors and edges."""
+        """Return inputs of the same kind with other tensors and edges."""
         query, key, value = learned * 3 if len(learned) == 1 else learned
         return replace(self, query=query, key=key, value=value, graph=graph, prepared={})
 
@@ -55,7 +58,7 @@ class ConsensusTensors:
     step_size: float = 0.1
 
     def learned(self) -> list[Tensor]:
-        """What gradients are taken of."""
+        """Tensors that gradients are taken of."""
         return [self.state, self.target_hidden, self.source_hidden, *self.network]
 
     @property
@@ -71,7 +74,7 @@ class ConsensusTensors:
         return torch.randn(H, edges, xi).to(self.state).requires_grad_()
 
     def like(self, learned: list[Tensor], graph: ga.TokenGraph) -> ConsensusTensors:
-        """The same with other tensors and edges."""
+        """Return inputs of the same kind with other tensors and edges."""
         state, target_hidden, source_hidden, *network = learned
         return ConsensusTensors(
             state,
@@ -92,13 +95,13 @@ class LayerInputs:
     graph: ga.TokenGraph
 
     def learned(self) -> list[Tensor]:
-        """What gradients are taken of."""
+        """Tensors that gradients are taken of."""
         return [self.tokens, *self.layer.parameters()]
 
 
 @dataclass(frozen=True)
 class ConsensusLayerInputs(LayerInputs):
-    """The same of a :class:`graphattn.nn.SelfConsensus`."""
+    """Inputs of a :class:`graphattn.nn.SelfConsensus`."""
 
     @property
     def num_sequences(self) -> int:

@@ -1,4 +1,4 @@
-"""What no implementation can avoid: (operations, bytes) of one pass over so many numbers."""
+"""Least work of any implementation: (operations, bytes) of one pass over so many numbers."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def consensus(size: Size, itemsize: int, backward: bool) -> Work:
 
 
 def consensus_layer(size: Size, itemsize: int, backward: bool) -> Work:
-    """The same product, and those of the two projections and the edge network's first layer.
+    """Count the products of a consensus layer: its two projections and the first layer included.
 
     Tokens, outputs and weights are moved once; hidden vectors may stay where they are made. The
     backward pass has two products for each of the layer's projections, and reads the weights and

@@ -99,7 +99,7 @@ def per_block(row: Row | None) -> str:
 
 
 def share(own: dict[str, Row], part: str, whole: str) -> str:
-    """Of its time that a model spends in its operations, by the ratios of single rounds."""
+    """Return the share of a model's time in its operations, by the ratios of single rounds."""
     if part not in own or whole not in own:
         return ""
     of_part, of_whole = own[part].ratio, own[whole].ratio
@@ -107,7 +107,7 @@ def share(own: dict[str, Row], part: str, whole: str) -> str:
 
 
 def parts(own: dict[str, Row]) -> str:
-    """What operations and all else take together, of what the model takes."""
+    """Return the share of operations and all else together in the time of the model."""
     ratios = [own[name].ratio for name in (OPERATIONS, REST) if name in own]
     known = [ratio for ratio in ratios if ratio is not None]
     return f"{sum(known):.0%}" if len(known) == 2 else ""

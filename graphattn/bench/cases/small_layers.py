@@ -28,7 +28,7 @@ ATTENTION_SECONDS, CONSENSUS_SECONDS = 0.2e-3, 0.9e-3  # of a forward pass; with
 
 @dataclass(frozen=True)
 class SmallLayer:
-    """What makes the inputs: a layer of so wide tokens and so many heads, and its graph."""
+    """Maker of a layer's inputs: the layer, by the width of tokens and its heads, and its graph."""
 
     make: Callable[[int, int], Any]
     graph: Callable[[int], ga.TokenGraph]
@@ -48,7 +48,7 @@ class SmallLayer:
 
 
 def projections_alone(x: LayerInputs) -> Tensor:
-    """As many products of the tokens with a square matrix as the layer has projections."""
+    """Multiply the tokens by a square matrix as often as the layer has projections."""
     y = x.tokens
     for module in x.layer.children():
         if isinstance(module, nn.Linear):
@@ -57,7 +57,7 @@ def projections_alone(x: LayerInputs) -> Tensor:
 
 
 def by_messages(x: LayerInputs) -> Tensor:
-    """The same layer by one message per edge."""
+    """Run the layer by one message per edge."""
     with ga.use_backend("reference"):
         out: Tensor = x.layer(x.tokens, x.graph)
     return out

@@ -1,4 +1,4 @@
-"""What a run is held to: bounds on single numbers of it, stated as data beside every case."""
+"""Targets of a run: bounds on single numbers of it, stated as data beside every case."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Target:
     device: str = "cpu"
 
     def judge(self, case: str, rows: Mapping[str, Row], timings: Mapping[str, Timing]) -> Verdict:
-        """What the rows of one pass, by contender, say; nothing measured where one is missing."""
+        """Judge the rows of one pass, by contender; nothing measured where one is missing."""
         timed = [name for name in self.over if name in timings]
         other = min(timed, key=lambda name: timings[name].median, default=None)
         measured, spread = None, None

@@ -20,7 +20,7 @@ def gather_scatter_consensus(x: ConsensusTensors) -> Tensor:
 
 
 def compiled_consensus(x: ConsensusTensors) -> Tensor:
-    """The same, compiled."""
+    """Run the operation compiled."""
     return _consensus_of(x, _compiled_on_gpu(_consensus_step, x.state))
 
 
@@ -30,7 +30,7 @@ def gather_scatter_layer(x: ConsensusLayerInputs) -> Tensor:
 
 
 def compiled_layer(x: ConsensusLayerInputs) -> Tensor:
-    """The same, compiled as one."""
+    """Run the layer compiled as one."""
     return _consensus_layer_of(x, _compiled_on_gpu(_consensus_layer, x.tokens))
 
 

@@ -35,7 +35,7 @@ def flex_rbf(x: AttentionInputs) -> Tensor:
 
 
 def flex_kept(x: AttentionInputs) -> Tensor:
-    """The same over the top-k sources of every target, which are chosen once, before the clock."""
+    """Attend over the top-k sources of every target, which are chosen once, before the clock."""
     return by_distance(x, kept_mask)
 
 
@@ -60,7 +60,7 @@ def operands(x: AttentionInputs) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def dot_product(query: Tensor, key: Tensor, value: Tensor, mask: Any) -> Tensor:
-    """With the scale 1 / sqrt(D)."""
+    """Attend by dot products with the scale 1 / sqrt(D)."""
     from torch.nn.attention.flex_attention import flex_attention
 
     return flex_attention(query, key, value, block_mask=mask)
@@ -87,7 +87,7 @@ def biased(
 
 @cache
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """For the sizes of one case: what FlexAttention does uncompiled is no fused attention."""
+    """Compile for the sizes of one case: FlexAttention is not fused without that."""
     return torch.compile(function, dynamic=False)
 
 
@@ -128,7 +128,7 @@ def list_blocks(mask: Contains, batch: int | None, heads: int | None, x: Attenti
 
 
 def block_size(x: AttentionInputs) -> int:
-    """What is fastest on a CPU, of 128 (FlexAttention's own choice), 64 and 32.
+    """Return the fastest block size on a CPU, of 128 (FlexAttention's own choice), 64 and 32.
 
     Measured: 4,096 tokens, 8 heads of 64, one thread. 98, 69 and 90 ms for a causal window of 256
     tokens, 80, 59 and 33 ms for a window of 17.
@@ -215,7 +215,7 @@ def kept_in_window(x: AttentionInputs) -> Tensor:
 
 
 def looked_up(mask: Tensor) -> Contains:
-    """Of a list of edges: its dense mask."""
+    """Look up the pairs of a list of edges: its dense mask."""
     return lambda i, j: mask[i, j]
 
 

@@ -28,7 +28,7 @@ def sdpa(backend: SDPBackend, *, is_causal: bool = False) -> Run:
 
 
 def refuse_cudnn_on_a_cpu(backend: SDPBackend, device: torch.device) -> None:
-    """It would warn five times first."""
+    """Refuse cuDNN on a CPU, where it warns five times first."""
     if backend is SDPBackend.CUDNN_ATTENTION and device.type == "cpu":
         raise MissingError("cuDNN needs a GPU")
 

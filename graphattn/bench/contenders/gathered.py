@@ -38,12 +38,13 @@ class Tables(NamedTuple):
 
     @property
     def places(self) -> int:
-        """In all tables, edges or not."""
+        """Count the places in all tables, edges or not."""
         return sum(table.ends.numel() for table in self.tables)
 
 
 def tables_of(rows: Tensor, ends: Tensor, num_rows: int) -> Tables:
-    """Of edges between `ends` and `rows`, in any order: one table where padding costs little.
+    """Make tables of edges between `ends` and `rows`, in any order: one table where padding costs
+    little.
 
     Otherwise widths are those of the widest row between two powers of two.
     """
@@ -83,7 +84,9 @@ def compiled(x: AttentionInputs) -> Tensor:
 
 
 class Gathered(Function):
-    """Its backward pass is written down: autograd's own scatters what was gathered."""
+    """Gathered rows with a backward pass that is written down: autograd's own scatters what was
+    gathered.
+    """
 
     @staticmethod
     def forward(
@@ -110,7 +113,7 @@ class Gathered(Function):
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor) -> Any:
-        """By query, key and value."""
+        """Return the gradients of query, key and value."""
         query, key, value, out, *weights = ctx.saved_tensors
         sigma, of_targets, of_sources = ctx.given
         parts = []
@@ -202,5 +205,5 @@ def gathered(x: Tensor, index: Tensor) -> Tensor:
 
 @cache
 def compile_once(function: Any) -> Any:
-    """For the sizes of one case."""
+    """Compile once for the sizes of one case."""
     return torch.compile(function, dynamic=False)

@@ -69,7 +69,7 @@ class SlicedWindows(Function):
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor) -> Any:
-        """By query, key and value."""
+        """Return the gradients of query, key and value."""
         query, key, value, out, weight = ctx.saved_tensors
         sigma, before, after, form = ctx.given
         d_query, pull = compile_once(form.d_targets)(
@@ -83,7 +83,7 @@ class SlicedWindows(Function):
 
 @cache
 def compile_once(function: Callable[..., Any]) -> Callable[..., Any]:
-    """For the sizes of one case."""
+    """Compile once for the sizes of one case."""
     return torch.compile(function, dynamic=False)
 
 
@@ -141,7 +141,7 @@ def d_sources_by_slices(
 
 
 def sum_of(parts: Any) -> Tensor:
-    """Of tensors."""
+    """Add up tensors."""
     first, *others = parts
     for part in others:
         first = first + part

@@ -1,4 +1,4 @@
-"""What graphattn does with the inputs of every case, as its users would write it."""
+"""Contenders by graphattn, written as its users would."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def rbf_structured(x: AttentionInputs) -> Tensor:
 
 
 def rbf_without_top_k(x: AttentionInputs) -> Tensor:
-    """The same without top-k: what selection costs."""
+    """Attend without top-k: what selection costs."""
     return rbf(replace(x, top_k=None))
 
 
@@ -75,7 +75,7 @@ def build_graph(x: WindowSize) -> ga.TokenGraph:
 
 
 def list_edges(x: WindowSize) -> Tensor:
-    """The same, and its edges."""
+    """List a graph's edges after making it."""
     return build_graph(x).edge_index
 
 

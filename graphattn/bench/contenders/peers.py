@@ -1,4 +1,4 @@
-"""Other ways to compute the same: what a benchmark compares graphattn with.
+"""Peers: other ways to compute a case: what a benchmark compares graphattn with.
 
 Each takes the inputs of a case and returns its output. They are written as their users write them.
 """
@@ -100,7 +100,7 @@ def _logits(query: Tensor, key: Tensor, sigma: float) -> Tensor:
 
 @contextmanager
 def products_in_tf32() -> Iterator[None]:
-    """On a GPU the faster products of float32, which are exact for numbers that were bfloat16."""
+    """Multiply in TF32 on a GPU, which is exact for numbers that were bfloat16."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")
     try:

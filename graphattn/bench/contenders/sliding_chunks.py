@@ -42,7 +42,7 @@ class Chunks(NamedTuple):
 
 
 def chunks_of(x: AttentionInputs) -> Chunks:
-    """From the graph alone."""
+    """Derive chunks from the graph alone."""
     if "chunks" not in x.prepared:
         structure = x.graph.structure
         match structure.parts if isinstance(structure, Union) else ():
@@ -95,7 +95,7 @@ class Chunked(Function):
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor) -> Any:
-        """By query, key and value."""
+        """Return the gradients of query, key and value."""
         query, key, value, out, log_sum, scores, of_rows, log_rows = ctx.saved_tensors
         scale, (blocks, tokens) = ctx.given
         d_rest = d_out.index_fill(0, tokens, 0.0)  # the global rows are no part of the window

@@ -37,7 +37,7 @@ class SparseRows(NamedTuple):
 
 
 def rows_of(x: AttentionInputs) -> SparseRows:
-    """From the graph alone."""
+    """Derive rows from the graph alone."""
     if "rows" not in x.prepared:
         rowptr, source = x.graph.csr()
         degree = rowptr.diff()
@@ -85,7 +85,7 @@ class Sparse(Function):
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor) -> Any:
-        """By query, key and value."""
+        """Return the gradients of query, key and value."""
         q, k, v, weight, out = ctx.saved_tensors
         sigma, rows = ctx.given
         d = d_out.transpose(0, 1).contiguous()
@@ -130,7 +130,7 @@ def at_edges(of_targets: Tensor, of_sources: Tensor, rows: SparseRows) -> Tensor
 
 
 def softmax_of_rows(logits: Tensor, rows: SparseRows) -> Tensor:
-    """Of [H, E], over the edges of every target."""
+    """Take the softmax of [H, E] over the edges of every target."""
     if rows.equal:
         return logits.unflatten(1, (-1, rows.equal)).softmax(-1).flatten(1)
     highest = segments(logits, "max", rows)
@@ -162,7 +162,7 @@ def numba_rows(x: AttentionInputs) -> Tensor:
 
 @cache
 def compiled_loops() -> tuple[Any, Any]:
-    """Both passes."""
+    """Compile both passes."""
     numba = installed("numba")
     loops.prange = numba.prange
     compiled = numba.njit(parallel=True, fastmath=True, boundscheck=False)
@@ -195,7 +195,7 @@ class Looped(Function):
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor) -> Any:
-        """By query, key and value."""
+        """Return the gradients of query, key and value."""
         query, key, value, out, log_sum, scale = ctx.saved_tensors
         rows, backward = ctx.given
         gradients = [torch.empty_like(t) for t in (query, key, value)]

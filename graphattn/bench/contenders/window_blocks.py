@@ -86,7 +86,7 @@ def in_blocks(x: Tensor, blocks: WindowBlocks) -> Tensor:
 
 
 def looked_at(of_keys: Tensor, blocks: WindowBlocks) -> Tensor:
-    """What belongs to the keys of every block, [blocks, *, B + W] of [N, *], as a view."""
+    """Return the keys of every block, [blocks, *, B + W] of [N, *], as a view."""
     before, after = blocks.band.before, blocks.band.after
     last = blocks.number * blocks.size - len(of_keys)
     around = (0, 0) * (of_keys.dim() - 1) + (before, after + last)

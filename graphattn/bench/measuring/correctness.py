@@ -38,14 +38,14 @@ ALLOWED = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 3e-2, torch
 
 
 class Truth(Protocol):
-    """What the results of a case should be."""
+    """Truth: the right results of a case."""
 
     def errors_of(self, run: Run) -> tuple[float, float]:
         """Relative errors of a contender's output and, worst of all inputs, its gradients."""
 
 
 def truth_of(inputs: Any, *, backward: bool, dot_product: bool = False) -> Truth:
-    """For one case, computed once for all its contenders; of attention, by either score."""
+    """Compute the truth of one case once for all its contenders; of attention, by either score."""
     match inputs:
         case NeighborInputs():
             return NeighborTruth(inputs)
@@ -118,7 +118,7 @@ class OperationTruth:
         return edges_at(self.rows, self.inputs.graph, both_ends=is_energy)
 
     def errors_of(self, run: Run) -> tuple[float, float]:
-        """Of the output and of the gradients."""
+        """Return the errors of the output and of the gradients."""
         out = self.rows_of(run)
         gradients: list[Tensor] = []
         if self.gradients:
@@ -129,12 +129,12 @@ class OperationTruth:
         return relative_error(out, self.out), worst(relative_error(g, t) for g, t in pairs)
 
     def forward_error_of(self, run: Run) -> float:
-        """Of the output of a contender that has no backward pass."""
+        """Return the error of the output of a contender that has no backward pass."""
         with torch.no_grad():
             return relative_error(self.rows_of(run), self.out)
 
     def rows_of(self, run: Run) -> Tensor:
-        """What a contender gives for the sampled rows."""
+        """Return a contender's results for the sampled rows."""
         return run(self.inputs)[self.last][..., self.rows, :, :]
 
 
@@ -264,7 +264,7 @@ class StreamTruth:
         return relative_error(out, expected[moved]), 0.0
 
     def next_of(self, stream: Stream) -> Tensor:
-        """What the next step should give, [texts, dim]."""
+        """Return the right result of the next step, [texts, dim]."""
         tokens = stream.seen().double()
         graph = ga.causal_graph(tokens.shape[1]).to(tokens.device)
         with torch.no_grad(), ga.use_backend("reference"):
@@ -290,7 +290,7 @@ class LayerTruth:
         self.out = out.detach()
 
     def errors_of(self, run: Run) -> tuple[float, float]:
-        """Of the output, and of the gradients by tokens and weights."""
+        """Return the errors of the output, and of the gradients by tokens and weights."""
         out = run(self.inputs)[:, self.rows]
         gradients: tuple[Tensor, ...] = ()
         if self.gradients:
@@ -307,7 +307,7 @@ class ModelTruth:
         self.inputs = inputs
 
     def errors_of(self, run: Run) -> tuple[float, float]:
-        """Of the logits, and of all gradients together."""
+        """Return the errors of the logits, and of all gradients together."""
         assert isinstance(run, VisionRun)
         x, last = self.inputs, slice(-1, None)
         parameters = list(x.trained[run.mixer].model.parameters())
@@ -333,7 +333,7 @@ class LanguageTruth:
         self.out, self.gradients = language_in_float64(inputs)
 
     def errors_of(self, run: Run) -> tuple[float, float]:
-        """Of the state, and of all gradients together."""
+        """Return the errors of the state, and of all gradients together."""
         assert isinstance(run, LanguageRun)
         out = run(self.inputs)[:, -1]
         parameters = list(self.inputs.models[run.name].parameters())

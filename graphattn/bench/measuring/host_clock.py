@@ -25,7 +25,7 @@ WATCHED = 1024  # the side of the matrices whose product tells how fast the mach
 
 @contextmanager
 def threads(count: int) -> Iterator[None]:
-    """So many of torch's threads, which are OpenMP's, for a while."""
+    """Use a number of torch's threads, which are OpenMP's, for a while."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
@@ -108,7 +108,7 @@ class Watch:
         self.best = min(self._seconds() for _ in range(5))
 
     def speed(self) -> float:
-        """Of a product of matrices by all threads, the median of three tries."""
+        """Measure the speed of a product of matrices by all threads, the median of three tries."""
         seconds = sorted(self._seconds() for _ in range(3))[1]
         self.best = min(self.best, seconds)
         return self.best / seconds

@@ -27,7 +27,8 @@ class Timing(NamedTuple):
 
     @property
     def median(self) -> float:
-        """Of all rounds; of nine or more, the least of the medians of three parts of them.
+        """Return the median of all rounds; of nine or more, the least of the medians of three parts
+        of them.
 
         A machine that is busy for a while, during one part, shows in the spread.
         """
@@ -91,7 +92,7 @@ Clock = HostClock | GpuClock
 def clock(
     run: Run, inputs: Any, *, backward: bool, device: torch.device, long_passes: bool = False
 ) -> Clock:
-    """What times a pass of this run, after some that warm up (and compile, if anything does)."""
+    """Return the clock of a pass of this run, after some that warm up (and compile)."""
 
     def work() -> None:
         one_pass(run, inputs, backward=backward)
@@ -137,7 +138,7 @@ def time_interleaved(
 
 
 class Machine(NamedTuple):
-    """What it reaches on what it does best: products of large matrices, and copies."""
+    """Machine: its speed on its best work: products of large matrices, and copies."""
 
     flops: float  # per second
     bytes: float  # per second

@@ -144,7 +144,7 @@ class Runner:
         return inputs, errors
 
     def errors_of(self, truth: Truth, run: Run) -> tuple[float, float | None]:
-        """Of a result that is right, of the output alone where there are no gradients."""
+        """Return the errors of a result that is right, of the output alone without gradients."""
         try:
             error, worst = truth.errors_of(run)
         except ForwardOnlyError:
@@ -198,14 +198,14 @@ class Runner:
         return errors[0]
 
     def tell(self, doing: str) -> None:
-        """What is being done, which takes minutes: beside a spinner, or in a line of a log."""
+        """Report progress, as runs take minutes: beside a spinner, or in a line of a log."""
         if self.status is not None:
             self.status.update(doing)
         if not self.console.is_terminal:
             print(doing, file=sys.stderr, flush=True)
 
     def note(self, line: str) -> None:
-        """What was not measured, and why."""
+        """Note a measurement that is missing, and the reason."""
         self.record.missing.append(line)
 
     def row(

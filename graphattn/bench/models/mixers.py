@@ -73,7 +73,7 @@ class FusedCausalAttention(nn.Module):
 
 @dataclass(frozen=True)
 class Operation:
-    """What one block's operation was called with, gave, and was given back in one pass."""
+    """Record of one block's operation: its arguments, results and gradients in one pass."""
 
     call: Callable[..., Tensor]
     args: tuple[Any, ...]
@@ -83,7 +83,7 @@ class Operation:
     gradients: list[Tensor | None]  # of the tensors among its arguments
 
     def __call__(self) -> Tensor:
-        """The same again."""
+        """Run the operation again."""
         return self.call(*self.args, **self.options)
 
 
@@ -98,7 +98,7 @@ class MixerInputs:
     _operations: list[Operation] = field(default_factory=list)
 
     def operations(self) -> list[Operation]:
-        """Those of graphattn's model, one per block, from one pass that is made when asked for."""
+        """Operations of graphattn's model, one per block, from one pass that is made on demand."""
         if not self._operations:
             with torch.enable_grad():
                 self._operations = captured(self)
@@ -240,7 +240,7 @@ def operations_by(model: Any, call: Callable[..., Tensor]) -> Iterator[None]:
 
 
 def captured(x: MixerInputs) -> list[Operation]:
-    """What went in and out of the operations of graphattn's model in one pass."""
+    """Capture the inputs and outputs of the operations of graphattn's model in one pass."""
     calls: list[tuple[Callable[..., Tensor], Any, list[Tensor], Tensor]] = []
 
     def call(own: Callable[..., Tensor], *args: Any, **options: Any) -> Tensor:
@@ -274,7 +274,7 @@ def _tensors(given: Any) -> list[Tensor]:
 
 
 def _detached(given: Any) -> tuple[Any, list[Tensor]]:
-    """The same arguments without their history, and the tensors among them."""
+    """Detach arguments from their history, and list the tensors among them."""
     own = {id(t): t.detach().requires_grad_(t.requires_grad) for t in _tensors(given)}
     return pytree.tree_map(lambda t: own.get(id(t), t), given), list(own.values())
 

@@ -157,7 +157,7 @@ class VisionRun:
         return self.logits(x, x.images)
 
     def logits(self, x: VisionInputs, images: Tensor) -> Tensor:
-        """Of some images."""
+        """Return the logits of some images."""
         refuse_cudnn_on_a_cpu(self.backend, images.device)
         with sdpa_kernel(self.backend):
             logits: Tensor = x.trained[self.mixer].model(images)

@@ -1,4 +1,4 @@
-"""What a run of the benchmark found, as JSON, with where it comes from."""
+"""Records of benchmark runs as JSON, with their provenance."""
 
 from __future__ import annotations
 
@@ -95,14 +95,16 @@ class Record:
     missing: list[str] = field(default_factory=list)
 
     def write(self, path: Path) -> None:
-        """As JSON: one object with a key per field. A file that is there is never half of one."""
+        """Write the record as JSON: one object with a key per field. A file that is there is never
+        half of one.
+        """
         unfinished = path.with_name(path.name + ".part")
         unfinished.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
         unfinished.replace(path)
 
 
 def read(path: Path) -> Record:
-    """What :meth:`Record.write` wrote; a ValueError for anything else."""
+    """Read a record of :meth:`Record.write`; a ValueError for anything else."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         return Record(
@@ -117,7 +119,7 @@ def read(path: Path) -> Record:
 
 
 def provenance(device: torch.device, size: str) -> dict[str, Any]:
-    """Where the numbers of a record come from."""
+    """Return the provenance of a record's numbers."""
     if device.type == "cuda":
         hardware = f"{torch.cuda.get_device_name(device)}, CUDA {torch.version.cuda}"
     else:
@@ -144,7 +146,7 @@ def _huge_pages() -> str:
 
 
 def _version(package: str) -> str | None:
-    """Of an installed package; None where it is not."""
+    """Return the version of an installed package; None where it is not."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

@@ -61,7 +61,9 @@ def notes(rows: list[Row]) -> Iterable[str]:
 
 
 def threads_and_speed(rows: list[Row]) -> Iterable[str]:
-    """On a CPU: whom other threads only slow down, and when others used the machine."""
+    """Describe the threads and the speed of a CPU: whom other threads only slow down, and when
+    others used the machine.
+    """
     has_more = any((row.threads or 1) > 1 for row in rows)
     for passes in dict.fromkeys(row.passes for row in rows):
         own = [row for row in rows if row.passes == passes]
@@ -124,7 +126,7 @@ def times(ratio: float | None) -> str:
 
 
 def target_table(targets: list[Verdict], size_name: str) -> Table:
-    """What was measured beside what it should be."""
+    """Table of measurements beside their targets."""
     table = plain_table("Targets")
     table.add_column("", min_width=30)
     for name in TARGET_HEADER:
@@ -194,5 +196,5 @@ def comparison(older: Record, rows: list[Row]) -> Table:
 
 
 def key_of(row: Row) -> tuple[object, ...]:
-    """What makes rows of two records comparable."""
+    """Return the key by which rows of two records are compared."""
     return row.case, row.passes, row.contender, tuple(row.size.items())

@@ -54,7 +54,7 @@ def is_missing(cell: str) -> bool:
 
 
 def one_column(option: str, wanted: str, names: list[str]) -> int:
-    """By name, or by number: 1 is the first, -1 the last."""
+    """Find a column by name, or by number: 1 is the first, -1 the last."""
     if wanted in names:
         return names.index(wanted)
     try:

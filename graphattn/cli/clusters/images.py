@@ -30,7 +30,7 @@ PET = {1: 1, 2: 0, 3: BOUNDARY}  # Oxford-IIIT Pet's trimaps: foreground, backgr
 
 
 def image_format(data: bytes) -> str | None:
-    """What an image file is, by its first bytes; None for no image."""
+    """Return the format of an image file, by its first bytes; None for no image."""
     if data[:4] == b"RIFF" and data[8:12] == b"WEBP":
         return "WEBP"
     return next((name for start, name in SIGNATURES.items() if data.startswith(start)), None)
@@ -113,7 +113,7 @@ def read_mask(
 def _classes(
     file: Path, centre: NDArray[np.int64], values: set[int], indexed: bool
 ) -> tuple[NDArray[np.int64], bool, str | None]:
-    """What the numbers of a mask mean."""
+    """Name the classes of the numbers of a mask."""
     note, others = None, sorted(values - {0, BOUNDARY})
     if {1, 2} <= values <= set(PET):
         classes = np.select([centre == value for value in PET], list(PET.values()))

@@ -26,7 +26,7 @@ MOST_CLASSES = 50
 
 @dataclass(frozen=True)
 class Tokens:
-    """What the simulation runs on."""
+    """Tokens that the simulation runs on."""
 
     title: str
     x: Tensor  # [N, C], standardised, float64

@@ -81,7 +81,7 @@ def _graphs(sample: Sample, path: Path) -> Picture:
 
 
 def _first(lengths: tuple[int, ...], room: int) -> tuple[int, ...]:
-    """As much of the packed sequences as `room` tokens hold, shared evenly."""
+    """Return the first `room` tokens of the packed sequences, shared evenly."""
     each = room // max(len(lengths), 1)
     return tuple(min(length, each) for length in lengths)
 

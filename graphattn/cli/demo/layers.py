@@ -27,7 +27,7 @@ class Measurement(NamedTuple):
     after: float
 
     def cells(self) -> tuple[str, str, str, str]:
-        """What, before, after and the change in percent."""
+        """Cells of a row: name, before, after and the change in percent."""
         change = f"{self.after / self.before - 1:+.1%}" if self.before > 0 else ""
         return self.what, short(self.before), short(self.after), change
 

@@ -124,7 +124,8 @@ def hide(batch: Batch, mask_token: int, generator: torch.Generator) -> MaskedBat
 
 
 def evaluation(pieces: Sequence[DemoPiece], mask_token: int, tokens: int) -> list[MaskedBatch]:
-    """What every model is measured on: pieces spread over all, few several times, masks differing.
+    """Return the pieces that every model is measured on: pieces spread over all, few several times,
+    masks differing.
 
     About so many `tokens` in all, a share of them hidden.
     """

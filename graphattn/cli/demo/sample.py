@@ -28,7 +28,7 @@ SHORTEST_CHAIN = 8  # of a folder: shorter ones are peptides
 
 @dataclass(frozen=True)
 class Sample:
-    """What a demonstration runs on."""
+    """Sample that a demonstration runs on."""
 
     title: str
     tokens: Tensor  # [N], what graphs and layers are shown on

@@ -1,4 +1,4 @@
-"""Which sequences are learnt from and which are held out, so that no copy stands on both sides."""
+"""Split of sequences into those to learn from and those held out, with no copy on both sides."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ class DemoTraining:
 
 @dataclass(frozen=True)
 class Training:
-    """Both models, and the loss of guessing by frequency alone."""
+    """Training of both models, and the loss of guessing by frequency alone."""
 
     runs: list[DemoTraining]
     frequency_loss: float  # on the tokens that models are judged on
@@ -132,7 +132,7 @@ def one_thread() -> Iterator[None]:
 
 
 def material_of(sample: Sample, seed: int) -> Material | None:
-    """What to learn from and what to judge by; None where there are too few tokens."""
+    """Return the tokens to learn from and to judge by; None where there are too few tokens."""
     if sum(map(len, sample.sequences)) < FEWEST_TOKENS:
         return None
     pieces = cut(sample.sequences, sample.structures)
@@ -226,7 +226,7 @@ def frequency_losses(log_share: Tensor, batches: Sequence[MaskedBatch]) -> Tenso
 
 
 def standard_error(difference: Tensor, group: Tensor) -> float:
-    """Of the mean of differences [n] of which those of one `group` [n] may lean the same way.
+    """Return the standard error of a mean of differences [n], which a `group` [n] may share.
 
     Cluster-robust: deviations are added up in each group before they are squared (Cameron and
     Miller 2015, *A Practitioner's Guide to Cluster-Robust Inference*, of a regression on 1).
@@ -243,7 +243,7 @@ def standard_error(difference: Tensor, group: Tensor) -> float:
 def gain_of(
     model: nn.Module, batches: Sequence[MaskedBatch], log_share: Tensor
 ) -> tuple[float, float]:
-    """What a model gains over guessing by frequency on the same tokens, and its standard error.
+    """Return the gain of a model over guessing by frequency, and its standard error.
 
     The larger of two: over positions (one hidden several times counts once), and over pieces where
     there are enough of them, for a model may do well or badly on a whole protein.

@@ -1,4 +1,4 @@
-"""What a run of the demo found, in a table and in sentences that its own numbers make."""
+"""Verdict on a run of the demo, in a table and in sentences that its own numbers make."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CERTAIN = 2.0  # standard errors from 0
 
 
 def training_table(training: Training) -> Table:
-    """What both models lost before and after, and what they gain over guessing by frequency."""
+    """Table of both models' losses before and after, and of gains over guessing by frequency."""
     material = training.material
     others = "others" if material.is_held_out else "the same"
     table = plain_table(

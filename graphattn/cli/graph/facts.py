@@ -1,4 +1,4 @@
-"""What can be said of a graph before anything is trained on it."""
+"""Facts about a graph before anything is trained on it."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def farthest_path(adjacency: scipy.sparse.csr_array, start: int) -> list[int]:
 def spectrum(
     graph: ga.TokenGraph, theory: Theory | None, step_size: float | None
 ) -> list[GraphFact]:
-    """Both ends of the Laplacian's spectrum, and what follows for consensus with R = I."""
+    """Return both ends of the Laplacian's spectrum, and what follows for consensus with R = I."""
     fiedler = fiedler_value(graph)
     largest = ga.spectral.max_eigenvalue(graph)
     limit = 1 / (2 * largest) if largest > 0 else math.inf
@@ -144,7 +144,7 @@ def spectrum(
 
 
 def fiedler_value(graph: ga.TokenGraph) -> float:
-    """λ₁, with tokens that see and are seen by all taken out first.
+    """Compute λ₁, with tokens that see and are seen by all taken out first.
 
     Joined to the rest of a graph, g such tokens add g to every eigenvalue but 0 of the rest, and N
     itself, which is the largest (Merris 1994, Laplacian matrices of graphs: a survey, Theorem
@@ -167,7 +167,7 @@ def fiedler_value(graph: ga.TokenGraph) -> float:
 
 
 def smoothing(graph: ga.TokenGraph, fiedler: float, largest: float, eta: float) -> list[GraphFact]:
-    """What a step leaves of the most persistent mode, and how many steps that makes.
+    """Return the factor of the most persistent mode per step, and how many steps that makes.
 
     :func:`graphattn.spectral.smoothing_rate` and ``steps_until_consensus`` from both ends of the
     spectrum, which are known already: in a long graph they take a while.
@@ -196,7 +196,7 @@ def smoothing(graph: ga.TokenGraph, fiedler: float, largest: float, eta: float) 
 
 
 def theory_fact(theory: Theory, fiedler: float) -> GraphFact:
-    """What the theorem says; a value outside would be a bug, and is marked as one."""
+    """Return the statement of the theorem; a value outside would be a bug, and is marked as one."""
     lower, upper = theory.lower, theory.upper
     rounding = 1e-9 * max(upper, 1e-300)
     holds = lower - rounding <= fiedler <= upper + rounding
@@ -207,7 +207,7 @@ def theory_fact(theory: Theory, fiedler: float) -> GraphFact:
 
 
 def memory(graph: ga.TokenGraph) -> list[GraphFact]:
-    """What a dense mask of bytes takes, and the edges as two int64 each."""
+    """Return the memory of a dense mask of bytes, and of the edges as two int64 each."""
     mask, edges = graph.num_tokens**2, 16 * graph.num_edges
     note = "structured layers list no edge" if graph.structure is not None else ""
     return [

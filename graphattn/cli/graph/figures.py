@@ -30,7 +30,7 @@ def overview(graph: ga.TokenGraph, title: str, step_size: float | None) -> Figur
 
 
 def adjacency_panel(graph: ga.TokenGraph, step_size: float | None, ax: Axes) -> None:
-    """Who sees whom."""
+    """Draw the adjacency matrix."""
     ga.plot.adjacency(graph, ax=ax)
 
 
@@ -40,7 +40,7 @@ def spectrum_panel(graph: ga.TokenGraph, step_size: float | None, ax: Axes) -> N
 
 
 def filter_panel(graph: ga.TokenGraph, step_size: float | None, ax: Axes) -> None:
-    """What several steps leave of every frequency."""
+    """Draw the effect of several steps on every frequency."""
     ga.plot.filter_response(graph, step_size, ax=ax)
     low, high = ax.get_ylim()
     ax.set_ylim(max(low, -1.2), min(high, 1.2))  # a step that is too large leaves the picture

@@ -12,7 +12,7 @@ Sizes = Mapping[str, Any]
 
 
 class Theory(NamedTuple):
-    """What a theorem says of the Fiedler value: that it lies in [lower, upper]."""
+    """Statement of a theorem about the Fiedler value: that it lies in [lower, upper]."""
 
     lower: float
     upper: float

@@ -46,7 +46,7 @@ def run_report(
 def _page(
     runs: list[FoundRun], sweeps: list[FoundSweep], certify: bool
 ) -> tuple[str, list[ReportSection]]:
-    """What stands above, and the parts: those of the one folder, or a part for each."""
+    """Return the page's heading and its parts: those of the one folder, or a part for each."""
     of_runs = [run_sections.sections_of(run, certify=certify) for run in runs]
     of_sweeps = [sweep_sections.sections_of(sweep) for sweep in sweeps]
     if len(runs) == 1 and not sweeps:

@@ -1,4 +1,4 @@
-"""What theorems say of the layers of a trained model, on a few tokens."""
+"""Theorems about the layers of a trained model, on a few tokens."""
 
 from __future__ import annotations
 
@@ -93,7 +93,9 @@ def _statements(certificate: Certificate) -> list[list[str]]:
 
 
 def _probe(model: nn.Module, found: FoundRun) -> tuple[Tensor, str]:
-    """What the model runs on, and what to call it: the start of a sample, or random tokens."""
+    """Return the tokens that the model runs on, and a name for them: the start of a sample, or
+    random tokens.
+    """
     generator = torch.Generator().manual_seed(0)
     own: Any = getattr(model, "model", model)  # below a head for classes
     if isinstance(own, ga.models.VisionTransformer | ga.models.SwinTransformer):

@@ -34,7 +34,7 @@ WHAT_LAYERS_SAY = {
 
 
 def drawn(title: str, caption: str, alt: str, draw: Callable[..., Any]) -> Figure:
-    """What `draw` puts on its `ax`, without pyplot, so that no window can open."""
+    """Draw by `draw` on an `ax` without pyplot, so that no window can open."""
     from matplotlib.figure import Figure as Canvas
 
     canvas = Canvas(figsize=SIZE, layout=LAYOUT, dpi=DPI)

@@ -1,4 +1,4 @@
-"""What can be read of the folders of runs and sweeps, and a line for what cannot."""
+"""Folders of runs and sweeps as they are read, with a line for each that cannot be."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def _read_run(path: Path, name: str) -> FoundRun:
 
 
 def _status(path: Path, info: dict[str, Any]) -> str:
-    """As :func:`graphattn.train.read_run` has it."""
+    """Return the status by :func:`graphattn.train.read_run`."""
     status = str(info.get("status", "unknown"))
     try:
         was_killed = status == "running" and not _is_locked(path)
@@ -208,7 +208,7 @@ def _read_rows(path: Path, missing: list[str], *, steps: bool = False) -> list[R
 
 
 def _why(error: Exception, folder: Path) -> str:
-    """What an error says, on a line, without the folder, which the page names once."""
+    """Return an error as one line without the folder, which the page names once."""
     return " ".join(str(error).replace(f"{folder}{os.sep}", "").split())
 
 

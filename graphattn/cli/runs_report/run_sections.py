@@ -16,7 +16,7 @@ MOST_SAMPLES, LONGEST = 12, 4000  # of a page; all are in the folder
 
 
 def sections_of(found: FoundRun, *, certify: bool) -> list[ReportSection]:
-    """What a run was, its curves and numbers, its samples, and the state of its layers."""
+    """Return the sections of a run: curves and numbers, samples, and the state of its layers."""
     evaluations = tables.evaluations_of(found)
     drawn = figures.curves_of(found, tables.guesses_on_own_data(found, evaluations))
     parts = [
@@ -58,7 +58,7 @@ def opening(found: FoundRun) -> str:
 
 
 def notes(found: FoundRun) -> list[Notes]:
-    """What is missing of a run."""
+    """Return notes on missing parts of a run."""
     return [Notes(found.missing)] if found.missing else []
 
 

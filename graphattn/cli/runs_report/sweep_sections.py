@@ -18,7 +18,7 @@ from graphattn.train.records import Row
 
 
 def sections_of(found: FoundSweep) -> list[Any]:
-    """What is missing, the best rate of every mixer, all losses, and what trials share."""
+    """Return a sweep's sections: missing parts, best rates, all losses, and shared options."""
     parts: list[Any] = [Notes(found.missing)] if found.missing else []
     if found.rows:
         parts += [*_figures(found), _summary(found.rows), _by_rate(found.rows), _trials(found.rows)]

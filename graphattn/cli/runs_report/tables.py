@@ -29,7 +29,7 @@ GUESSES = {"frequency_loss": "guessing by frequency", "bigram_loss": "guessing b
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-    """What `graphattn evaluate` found on some data.
+    """Result of `graphattn evaluate` on some data.
 
     Attributes:
         name: of the data; "" where the file does not say.
@@ -52,7 +52,7 @@ class Evaluation:
 
 
 def evaluations_of(found: FoundRun) -> list[Evaluation]:
-    """What evaluation.json holds; numbers outside of any evaluation are one without a name."""
+    """Read evaluation.json; numbers outside of any evaluation are one without a name."""
     own = {name: row for name, row in found.evaluation.items() if isinstance(row, Mapping)}
     if not all(name in own or name == "calibration" for name in found.evaluation):
         own = {"": found.evaluation}
@@ -84,7 +84,7 @@ def _are_bins(rows: list[Any]) -> bool:
 
 
 def guesses_on_own_data(found: FoundRun, evaluations: Sequence[Evaluation]) -> dict[str, float]:
-    """What guesses lose on the run's own data: what its curves compare with."""
+    """Return the losses of guesses on the run's own data: what its curves compare with."""
     data = PurePath(str((found.options or {}).get("data", ""))).name
     for split in ("validation", "test"):
         for own in evaluations:
@@ -149,7 +149,7 @@ def config_tables(found: FoundRun) -> tuple[Cells, Cells] | None:
 
 
 def origin(found: FoundRun) -> Cells | None:
-    """What made a run."""
+    """Describe the origin of a run."""
     info = found.run.info
     versions = info.get("versions")
     versions = versions if isinstance(versions, Mapping) else {}

@@ -100,7 +100,7 @@ def _one_thread() -> Iterator[None]:
 
 
 def provenance(size: str) -> dict[str, str]:
-    """What made a record."""
+    """Return the provenance of a record."""
     return {
         "graphattn": graphattn.__version__,
         "torch": torch.__version__,

@@ -1,4 +1,4 @@
-"""What a claim is, what checking it over many cases gives, and how large the sweeps are."""
+"""Claims, results of checking them over many cases, and the sizes of the sweeps."""
 
 from __future__ import annotations
 

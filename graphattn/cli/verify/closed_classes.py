@@ -50,7 +50,7 @@ def at_least_the_groups(size: Size) -> Iterator[ClaimCase]:
 
 
 def exactly_the_closed_classes(size: Size) -> Iterator[ClaimCase]:
-    """It is as many as the closed classes, which the library counts without eigenvalues."""
+    """Check that the multiplicity is the number of closed classes, counted without eigenvalues."""
     for name, graph, _, weight in draws(size):
         found = multiplicity(graph, weight)
         counted = ga.spectral.eigenvalue_one_multiplicity(graph, weight)

@@ -1,4 +1,4 @@
-"""What the consensus paper prints, or tempts to conclude, and does not hold.
+"""Errata: statements of the consensus paper, printed or tempting, that do not hold.
 
 One counterexample each, and what is right.
 """
@@ -202,7 +202,7 @@ def one_direction_on_a_star() -> Exhibit:
 
 
 def energy_on_a_causal_graph() -> Exhibit:
-    """What token 0 becomes, as a function of token 5, which comes later."""
+    """Return token 0 as a function of token 5, which comes later."""
     graph = ga.causal_graph(6)
     eta = ga.spectral.max_step_size(graph)
     leak = float(filter_matrix(graph, eta, None)[0, 5])

@@ -76,7 +76,7 @@ def laplacian_is_semidefinite(size: Size) -> Iterator[ClaimCase]:
 
 
 def modes_keep_their_sign(size: Size) -> Iterator[ClaimCase]:
-    """Just below 1 / (2 lambda_max): what is left of every mode is >= 0."""
+    """Check signs just below 1 / (2 lambda_max): what is left of every mode is >= 0."""
     for name, graph, weight in weighted_graphs(size.draws):
         _, v = modes(graph, weight)
         eta = (1 - NEAR) * ga.spectral.max_step_size(graph, weight)
@@ -85,7 +85,9 @@ def modes_keep_their_sign(size: Size) -> Iterator[ClaimCase]:
 
 
 def top_mode_flips(size: Size) -> Iterator[ClaimCase]:
-    """Just above it: the top mode changes sign, so the limit cannot be raised."""
+    """Check the top mode just above 1 / (2 lambda_max): the top mode changes sign, so the limit
+    cannot be raised.
+    """
     for name, graph, weight in weighted_graphs(size.draws):
         _, v = modes(graph, weight)
         eta = (1 + NEAR) * ga.spectral.max_step_size(graph, weight)
@@ -94,7 +96,9 @@ def top_mode_flips(size: Size) -> Iterator[ClaimCase]:
 
 
 def energy_falls(size: Size) -> Iterator[ClaimCase]:
-    """Just below 1 / lambda_max, twice that limit: the energy of every signal still falls."""
+    """Check the energy just below 1 / lambda_max, twice that limit: the energy of every signal
+    still falls.
+    """
     for n, (name, graph, weight) in enumerate(weighted_graphs(size.draws)):
         _, v = modes(graph, weight)
         u = torch.cat([signals(graph.num_tokens, n), v[:, -1:]], dim=1)
@@ -105,7 +109,7 @@ def energy_falls(size: Size) -> Iterator[ClaimCase]:
 
 
 def energy_rises_beyond(size: Size) -> Iterator[ClaimCase]:
-    """Just above 1 / lambda_max: the energy of the top mode rises."""
+    """Check the energy just above 1 / lambda_max: the energy of the top mode rises."""
     for name, graph, weight in weighted_graphs(size.draws):
         _, v = modes(graph, weight)
         eta = (1 + NEAR) * 2 * ga.spectral.max_step_size(graph, weight)
@@ -136,7 +140,7 @@ def convergence_rate(size: Size) -> Iterator[ClaimCase]:
 
 
 def smoothing_rate_is_omega(size: Size) -> Iterator[ClaimCase]:
-    """What the library calls the smoothing rate is the largest factor but that of constants."""
+    """Check that the smoothing rate is the largest factor but that of constants."""
     for name, graph, weight in weighted_graphs(size.draws):
         eta = ga.spectral.max_step_size(graph, weight)
         factors = np.sort(np.linalg.eigvalsh(filter_matrix(graph, eta, weight)))

@@ -48,7 +48,7 @@ def margin_cells(outcome: Outcome) -> list[str]:
 
 
 def detail_lines(outcomes: list[Outcome], shown: list[Shown]) -> list[str]:
-    """What failed, and on what."""
+    """List the failed claims and their cases."""
     lines = []
     for outcome in outcomes:
         if not outcome.holds:
@@ -64,7 +64,7 @@ def detail_lines(outcomes: list[Outcome], shown: list[Shown]) -> list[str]:
 
 
 def errata_table(shown: list[Shown]) -> Table:
-    """What is printed, what is right, and the numbers of a counterexample."""
+    """Table of printed and of right statements, with the numbers of a counterexample."""
     table = plain_table("Errata of the consensus paper, and traps: a counterexample each")
     table.add_column("", no_wrap=True)
     table.add_column("printed, or tempting; right", min_width=24)

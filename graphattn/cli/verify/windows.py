@@ -50,7 +50,7 @@ def path_bounds(size: Size) -> Iterator[ClaimCase]:
 
 
 def long_path_bounds(size: Size) -> Iterator[ClaimCase]:
-    """The same up to 100,000 tokens, where the residual says how well lambda_1 is known.
+    """Check bounds up to 100,000 tokens, where the residual says how well lambda_1 is known.
 
     A Rayleigh quotient is off by at most residual^2 / gap (Temple); the gap to the next
     eigenvalue of a path is about 3 lambda_1, taken as 1 here.

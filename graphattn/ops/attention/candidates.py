@@ -162,7 +162,7 @@ def _best_of_rows(
 
 
 def _gathered(x: Tensor, index: Tensor) -> Tensor:
-    """Of x [B, M, Hk, D] the sources `index` [B, n, H, k] of every row, 0 where that is -1."""
+    """Gather sources `index` [B, n, H, k] of every row from x [B, M, Hk, D], 0 where it is -1."""
     B, _, H, _ = index.shape
     device = x.device
     text = torch.arange(B, device=device)[:, None, None, None]

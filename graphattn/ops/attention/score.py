@@ -82,7 +82,7 @@ class Score:
         return logits.movedim(-1, -3)
 
     def ready(self, heads: int, query: Tensor) -> Self:
-        """This score with its numbers checked, as tensors [H] in the compute dtype of `query`."""
+        """Return this score with checked tensors [H] in the compute dtype of `query`."""
         return self
 
     @property

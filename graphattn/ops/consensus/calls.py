@@ -24,7 +24,7 @@ from graphattn.ops.inputs import (
 
 
 class ConsensusKind(NamedTuple):
-    """What decides which backends can run a step: states, trunks, and what edges have."""
+    """Facts that decide which backends can run a step: states, trunks, and what edges have."""
 
     state: Tensor
     trunks: int = 1

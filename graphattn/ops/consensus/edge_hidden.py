@@ -1,4 +1,4 @@
-"""What the features of an edge add to its hidden vector: F e_ij, given formed or as a layer."""
+"""Contribution of edge features to an edge's hidden vector: F e_ij, given formed or as a layer."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _check_tensor(
 
 
 def in_dtype(edge_hidden: EdgeHidden, dtype: torch.dtype) -> EdgeHidden:
-    """The same in the dtype in which an operation computes."""
+    """Return edge features in the dtype in which an operation computes."""
     if isinstance(edge_hidden, FirstLayer):
         return FirstLayer(edge_hidden.tokens.to(dtype), edge_hidden.weight.to(dtype))
     return None if edge_hidden is None else edge_hidden.to(dtype)

@@ -14,7 +14,8 @@ def as_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class FirstLayer(NamedTuple):
-    """What hidden vectors are made from: ``weight y + bias`` for every token and group of heads.
+    """First layer of hidden vectors, still to be applied: ``weight y + bias`` for every token and
+    group of heads.
 
     Given in the place of hidden vectors, which are several times as large as the tokens, it lets
     the fused backend form them piece by piece, and again in the backward, instead of keeping them.
@@ -45,7 +46,7 @@ class FirstLayer(NamedTuple):
 
 
 class EdgeNetworkParameters(NamedTuple):
-    """What turns an edge's hidden vector h [xi] into alpha, beta and Lambda.
+    """Second layer, from an edge's hidden vector h [xi] to alpha, beta and Lambda.
 
     W_alpha, b_alpha, W_beta, b_beta, W_Lambda, b_Lambda of Algorithm 2 of the consensus paper, for
     each of H heads, rank r and D features per head:

@@ -217,7 +217,8 @@ class Pieces:
                 yield target, source, inside, self._places(target, move)
 
     def _places(self, target: slice, move: int) -> Tensor | None:
-        """Where the edges of one hop stand: so far from the middle of their rows as its hops say.
+        """Return the places of the edges of one hop: so far from the middle of their rows as its
+        hops say.
 
         A pair that joins two sequences is no edge, and gets the place of some other.
         """
@@ -254,7 +255,7 @@ def equal_bands(structure: GraphStructure | None) -> tuple[Band, ...]:
 
 
 def shift_of(structure: GraphStructure | None) -> int:
-    """By how much targets of a section stand further on than sources of the same number."""
+    """Return the offset of a section's targets against sources of the same number."""
     return structure.shift if isinstance(structure, Section) else 0
 
 

@@ -83,7 +83,7 @@ class Groups:
                 yield slice(b, min(b + entries, B)), slice(h, min(h + heads, H))
 
     def inputs_of(self, batch: slice, heads: slice) -> ConsensusInputs:
-        """What the kernels are given for a group; its hidden vectors are formed here."""
+        """Return the arguments of the kernels for a group; its hidden vectors are formed here."""
         from graphattn.kernels.consensus.inputs import ConsensusInputs
 
         hidden = [form(layer, batch, heads) for layer in self.layers]
@@ -134,7 +134,7 @@ def by_group(x: Tensor) -> Tensor:
 def add_layer_gradients(
     total: Sequence[Tensor], layer: tuple[Any, ...], d_hidden: Tensor, batch: slice, heads: slice
 ) -> None:
-    """From those of a group's hidden vectors, [entries, tokens, heads, xi]."""
+    """Add gradients of first layers from those of hidden vectors, [entries, tokens, heads, xi]."""
     tokens, weight, bias = layer
     if tokens.shape[2] == 1:
         d_hidden = d_hidden.sum(2, keepdim=True)

@@ -167,7 +167,7 @@ def average(above: Tensor, below: Tensor, eps: float) -> Tensor:
 
 
 class Features(NamedTuple):
-    """What an operation reads, in the dtype that it computes in; one head of keys per query's."""
+    """Features in the dtype that an operation computes in; one head of keys per query's."""
 
     query: Tensor
     key: Tensor
@@ -259,7 +259,7 @@ def by_head(x: Tensor) -> Tensor:
 
 
 def _products(tensors: Features, graph: TokenGraph) -> tuple[Tensor, Tensor]:
-    """What every edge adds to the numerator and to the denominator, [*, E, H]."""
+    """Return every edge's share of the numerator and of the denominator, [*, E, H]."""
     source, target = graph.edge_index
     query, key, _, turned_query, turned_key = tensors
     pairs = [(turned_query, turned_key), (query, key)]

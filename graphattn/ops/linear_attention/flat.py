@@ -20,7 +20,7 @@ from graphattn.ops.linear_attention.sums import plain_sums, sums_over_graph
 
 
 class FlatLinear(NamedTuple):
-    """What a call is beside its tensors.
+    """Call without its tensors.
 
     Attributes:
         shape: [B, N, H, D] of queries, keys and values.

@@ -40,7 +40,7 @@ class Interval(NamedTuple):
 
 
 class IntervalRun(NamedTuple):
-    """So many parts of one kind, end to end; its intervals share no edge."""
+    """Run of parts of one kind, end to end; its intervals share no edge."""
 
     times: int
     intervals: tuple[Interval, ...]

@@ -41,7 +41,7 @@ def _eager_sums(a: Tensor, b: Tensor, c: Tensor, graph: TokenGraph, transposed: 
 
 
 class _LinearSums(torch.autograd.Function):
-    """Its gradients are three such sums, which can be differentiated again."""
+    """Sums whose gradients are three such sums, which can be differentiated again."""
 
     @staticmethod
     def forward(

@@ -50,7 +50,7 @@ class BandsCall(ctypes.Structure):
 
 
 class BandsGradients(ctypes.Structure):
-    """What the backward of a call reads and writes beside it."""
+    """Arguments of a call's backward, beside those of the call."""
 
     _fields_ = (
         ("d_out", TokenView),

@@ -58,7 +58,7 @@ class FlatCall:
             self.engine = _ByPlan(plan, query, key, out)
 
     def turned(self, query: Tensor, key: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Both as compiled code reads them, and turned where there is a rotation."""
+        """Turn queries and keys where there is a rotation, laid out as compiled code reads them."""
         query = _contiguous(query)
         key = None if key is None else _contiguous(key)
         if self.turn is not None:
@@ -79,7 +79,7 @@ class FlatCall:
 
 
 class _ByPlan:
-    """The same as :class:`KnownBands` by any other plan."""
+    """Engine of any other plan, with the methods of :class:`KnownBands`."""
 
     def __init__(
         self, plan: Plan, query: tuple[int, ...], key: tuple[int, ...], out: tuple[int, ...]
@@ -132,7 +132,8 @@ def known_call(
     rotation: Rotation | None,
     keeps_scale: bool,
 ) -> FlatCall | None:
-    """What calls of tokens like these [*, N, F] share; None where compiled code does not run them.
+    """Check a kind of call, of tokens like these [*, N, F]; None where compiled code does not run
+    them.
 
     Their score is a constant that they share, too, where the call `keeps_scale`.
 

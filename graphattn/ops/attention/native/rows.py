@@ -57,7 +57,7 @@ class RowsCall(ctypes.Structure):
 
 
 class RowsGradients(ctypes.Structure):
-    """What the backward of a call reads and writes beside it."""
+    """Arguments of a call's backward, beside those of the call."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("colptr", "target", "edge", "order", "before")),
@@ -87,7 +87,7 @@ class Edges:
 
     @cached_property
     def by_source(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Where every source's edges begin [M + 1], and of each its target and number, [E]."""
+        """Return where every source's edges begin [M + 1], and their targets and numbers, [E]."""
         return edges_by_source(self.rowptr, self.source, self.num_sources)
 
     @cached_property

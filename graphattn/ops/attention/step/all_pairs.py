@@ -224,7 +224,9 @@ def _in_full(
     need_weights: bool,
     looks: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Whatever tensors hold: what is not finite is taken out before, and put back as NaN."""
+    """Compute all rows with any numbers in the tensors: what is not finite is taken out before, and
+    put back as NaN.
+    """
     if bias is not None and not (looks and bool(bias.isfinite().all())):
         hidden = bias == -torch.inf
         allowed = ~hidden if allowed is None else allowed & ~hidden
@@ -252,7 +254,7 @@ def _in_full(
 
 
 class _Bad(NamedTuple):
-    """What is not finite: queries [B, H, Q, 1], keys and values [B, Hk, K], and the bias."""
+    """Masks of infinite and NaN: queries [B, H, Q, 1], keys and values [B, Hk, K], and the bias."""
 
     query: Tensor
     key: Tensor

@@ -62,7 +62,7 @@ def attend_cached(
 
 
 class Products(NamedTuple):
-    """What logits are rounded from: queries [G, R, D], keys [G, n, D], score and scale."""
+    """Products that logits are rounded from: queries [G, R, D], keys [G, n, D], score and scale."""
 
     query: Tensor
     key: Tensor
@@ -273,7 +273,9 @@ def _worse(logits: Tensor, k: int, products: Products | None) -> Tensor:
 
 
 def _best_places(logits: Tensor, k: int, products: Products | None) -> Tensor:
-    """Where the k largest of every row stand, [G, R, k]; products are judged again near a tie."""
+    """Return the places of the k largest of every row, [G, R, k]; products are judged again near a
+    tie.
+    """
     values, places = logits.topk(k, dim=-1, sorted=False)
     last = values.min(dim=-1, keepdim=True)
     place = places.gather(-1, last.indices)

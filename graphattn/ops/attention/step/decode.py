@@ -19,7 +19,7 @@ from graphattn.ops.inputs import check_tensors, compute_dtype, full_precision
 
 
 class DecodeKind(NamedTuple):
-    """What a logit is: `scale` a number, or one of every head as [Hk, g]."""
+    """Kind of the logits of a step: `scale` a number, or one of every head as [Hk, g]."""
 
     score: Kernel
     scale: float | Tensor

@@ -17,7 +17,9 @@ from graphattn.ops.compiled_code import why_no_step
 
 
 class StepCall(NamedTuple):
-    """What decides who takes a step: targets like these [*, H, D], a cache, and options."""
+    """Facts that decide which backend takes a step: targets like these [*, H, D], a cache, and
+    options.
+    """
 
     like: Tensor
     cache_dtype: torch.dtype

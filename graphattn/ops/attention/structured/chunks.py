@@ -79,7 +79,7 @@ class ChunkAttention:
 
     @cached_property
     def kept(self) -> Kept | None:
-        """Which pairs dropout leaves, [B, H, T, n, m]; None: there is no dropout."""
+        """Mark the pairs that dropout leaves, [B, H, T, n, m]; None: there is no dropout."""
         dropout = self.options.dropout
         if dropout is None:
             return None
@@ -89,7 +89,7 @@ class ChunkAttention:
 
     @cached_property
     def biases(self) -> Tensor | None:
-        """Of every pair, [1 or B, H, T or 1, n, m]."""
+        """Return the bias of every pair, [1 or B, H, T or 1, n, m]."""
         if self.bias is None:
             return None
         assert self.chunk.entries is not None
@@ -172,7 +172,7 @@ class ChunkAttention:
             self._add_to_bias(into_bias, d_logits)
 
     def _add_to_bias(self, into: Tensor, d_logits: Tensor) -> None:
-        """into [R, H] or [1 or B, R, H] += what the pairs give that read its rows."""
+        """Add pairs' gradients to the rows of a bias that they read, [R, H] or [1 or B, R, H]."""
         entries = self.chunk.entries
         assert entries is not None
         if len(entries) < d_logits.shape[2]:

@@ -1,4 +1,4 @@
-"""What a call says about all its rows."""
+"""Options that a call has for all its rows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from graphattn.ops.inputs import ValidPair
 
 
 class PlanOptions(NamedTuple):
-    """What a plan knows beside its graph.
+    """Options of a plan beside its graph.
 
     Attributes:
         score: the name of one that compiled code knows, or a score of somebody's own.
@@ -27,14 +27,14 @@ class PlanOptions(NamedTuple):
     dropout: Dropout | None = None
 
     def some(self, targets: Any, sources: Any) -> PlanOptions:
-        """For some targets and sources: slices, or tensors of their numbers."""
+        """Restrict the options to some targets and sources: slices, or tensors of their numbers."""
         of_target, of_source = self.valid
         valid = _at(of_target, targets), _at(of_source, sources)
         dropout = None if self.dropout is None else self.dropout.some(targets, sources)
         return self._replace(valid=valid, dropout=dropout)
 
     def among(self, targets: Tensor, sources: Tensor | None) -> PlanOptions:
-        """The same where only the tokens of bool [B, N] and [B, M] may be valid; None: all."""
+        """Restrict valid tokens to those of bool [B, N] and [B, M]; None: all."""
         of_target, of_source = self.valid
         return self._replace(valid=(_both(targets, of_target), _both(sources, of_source)))
 

@@ -29,7 +29,7 @@ Gradients = tuple[Tensor, Tensor, Tensor]  # of queries, keys and the factor
 
 
 class PairScores:
-    """What the scores of a chunk have in common."""
+    """Base of the scores of a chunk."""
 
     def __init__(
         self, options: PlanOptions, query: Tensor, key: Tensor, scale: Tensor, finite: bool
@@ -55,7 +55,7 @@ class PairScores:
         raise NotImplementedError
 
     def hidden(self, x: Tensor, keep: Tensor | None) -> Tensor:
-        """0 where pairs are not kept and may hold NaN."""
+        """Hide the scores of pairs that are not kept and may hold NaN, by 0."""
         return x if self.finite or keep is None else torch.where(keep, x, 0)
 
     def rows(self, place: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
@@ -165,5 +165,5 @@ def pair_scores(
 
 
 def turned(keep: Tensor | None) -> Tensor | None:
-    """Which pairs are kept, with sources as rows."""
+    """Return the mask of kept pairs with sources as rows."""
     return None if keep is None else keep.mT

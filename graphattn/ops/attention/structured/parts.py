@@ -42,7 +42,7 @@ class PartsPlan:
 
     @property
     def saved_per_head(self) -> int:
-        """That of the part that wants most; the others' are padded."""
+        """Size of the saved numbers of a head, that of the larger part; the others' are padded."""
         return max(saved_per_head(plan) for plan, _, _ in self.parts)
 
     def backward(
@@ -132,7 +132,7 @@ class GlobalTokensPlan:
     def backward(
         self, inputs: Inputs, out: Tensor, saved: Tensor, d_out: Tensor, d_lse: Tensor | None
     ) -> Gradients:
-        """Of out = sum of share_p out_p, share_p = exp(lse_p - lse), over p = near and far."""
+        """Differentiate out = sum_p share_p out_p, share_p = exp(lse_p - lse), p = near and far."""
         tokens, sums = self.tokens, zeros_like(inputs)
         query, key, value, scale, _ = sums
         own = self._of_tokens(inputs)

@@ -1,4 +1,4 @@
-"""Which plan a graph takes, and the call that runs it."""
+"""Plans of graphs, and the call that runs one."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SHORT = 128  # tokens
 
 
 class Kernels(NamedTuple):
-    """What makes plans of a kind.
+    """Maker of plans of a kind.
 
     Attributes:
         rows: (graph, options, index of a table or None).
@@ -64,7 +64,7 @@ def attend(
 
 
 def run(plan: Plan, inputs: Inputs, batch: torch.Size) -> tuple[Tensor, Tensor]:
-    """What a plan makes of its inputs, with the leading dimensions that they had."""
+    """Run a plan on its inputs, and restore their leading dimensions."""
     if may_be_differentiated(inputs):
         out, lse = Recomputed.apply(plan, *inputs)
     else:

@@ -93,7 +93,7 @@ def _plain_gradients(
 
 
 def zeros_like(inputs: Inputs) -> Gradients:
-    """Where the gradients of the inputs are summed up."""
+    """Make the sums that gradients of the inputs are added to."""
     query, key, value, scale = (torch.zeros_like(x) for x in inputs[:4])
     return query, key, value, scale, None if inputs[4] is None else torch.zeros_like(inputs[4])
 

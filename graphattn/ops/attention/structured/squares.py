@@ -97,7 +97,7 @@ def product(weights: Tensor, x: Tensor, keep: Tensor | None, finite: bool) -> Te
 
 
 def cleaned(x: Tensor) -> Tensor:
-    """0 in place of NaN and infinity."""
+    """Replace NaN and infinity by 0."""
     return x.masked_fill(~x.isfinite(), 0)
 
 

@@ -1,4 +1,4 @@
-"""Where the edges of a graph lie in tiles: blocks of neighbouring targets x runs of sources.
+"""Tiles of the edges of a graph: blocks of neighbouring targets x runs of sources.
 
 The sources that a block of neighbouring targets sees are one run of neighbours in every band, block
 and complete graph, and in batches of them, so attention multiplies matrices and lists no edge.

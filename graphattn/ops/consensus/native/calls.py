@@ -1,4 +1,4 @@
-"""What compiled code for consensus is given, and the edges of a graph as it reads them."""
+"""Arguments of compiled consensus, and the edges of a graph as it reads them."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class ConsensusArguments(ctypes.Structure):
 
 
 class ConsensusGradients(ctypes.Structure):
-    """What the backward of a call reads and writes beside it."""
+    """Arguments of a call's backward, beside those of the call."""
 
     _fields_ = (
         ("d_gradient", TokenView),

@@ -165,7 +165,7 @@ def _mask(mask: Tensor | None, entries: int) -> Tensor | None:
 
 
 class NativeSums(torch.autograd.Function):
-    """What :func:`sums_over_edges` gives."""
+    """Step of autograd of :func:`sums_over_edges`."""
 
     @staticmethod
     def forward(

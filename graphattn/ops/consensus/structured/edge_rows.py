@@ -91,7 +91,9 @@ class EdgeRows:
         self._bring_into_range()
 
     def trunks(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """What feeds alpha, beta and Lambda: thirds of 3 xi features, or three times the same."""
+        """Split hidden vectors into those of alpha, beta and Lambda: thirds of 3 xi features, or
+        three times the same.
+        """
         if hidden.shape[-1] == self.xi:
             return hidden, hidden, hidden
         alpha, beta, shear = hidden.split(self.xi, dim=-1)
@@ -136,7 +138,7 @@ class EdgeRows:
         return low_rank.addcmul_(self.alpha[..., None], d)
 
     def row_gradients(self, d: Tensor, e: Tensor, along_d: Tensor, along_e: Tensor) -> Tensor:
-        """Of e . R d with respect to the raw rows, [k, n, h r D].
+        """Return the gradient of e . R d with respect to the raw rows, [k, n, h r D].
 
         (beta / r) [(l . e) d + (l . d) e - 2 (l . d) (l . e) l / |l|^2] / |l|^2 for every row l.
         """
@@ -154,7 +156,7 @@ class EdgeRows:
     def logit_gradients(
         self, d: Tensor, e: Tensor, along_d: Tensor, along_e: Tensor, d_strength: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Of e . R d, and of alpha + beta, before the softplus of alpha and of beta, [k, n, h]."""
+        """Return gradients of e . R d and of alpha + beta before their softplus, [k, n, h]."""
         d_alpha = (d * e).sum(-1)
         d_beta = (along_d * along_e * self.per_square).sum((-2, -1)).div_(self.rank)
         if d_strength is not None:
@@ -175,7 +177,7 @@ class EdgeRows:
             bias.add_(gradient.sum(1, keepdim=True))
 
     def hidden_gradient(self, d_alpha: Tensor, d_beta: Tensor, d_rows: Tensor) -> Tensor:
-        """With respect to `hidden_sum`, in the memory of `hidden`, which is gone then."""
+        """Write the gradient of `hidden_sum` into the memory of `hidden`, which is gone then."""
         of_alpha, of_beta, of_shear = self.trunks(self.hidden)
         shared = of_alpha is of_shear
         of_shear.baddbmm_(d_rows, self.network.shear, beta=0)

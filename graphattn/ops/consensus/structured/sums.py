@@ -30,7 +30,7 @@ CHUNK_ELSEWHERE = 1 << 24  # on a GPU: fewer and larger launches
 
 
 class _Plan(NamedTuple):
-    """What one step goes over, and what it is to find."""
+    """Plan of a step: its pieces, and the sums to find."""
 
     pieces: Pieces
     energy: bool  # both ends of an edge move
@@ -195,7 +195,7 @@ Chunks = list[tuple[EdgePiece, EdgeRows, Tensor]]
 
 
 def _sums(inputs: _Inputs, plan: _Plan) -> tuple[Tensor, Tensor | None, Chunks | None]:
-    """What :class:`_Sums` finds, and the one chunk that it went over if that is to be kept."""
+    """Compute the sums of :class:`_Sums`, and return its only chunk if that is to be kept."""
     gradient, degree = _no_sums(inputs, plan)
     run = _Pass(inputs, plan)
     chunks = run.chunks(gradients=run.is_kept())
@@ -253,7 +253,7 @@ def gradients_of_sums(
 
 
 def _sums_plainly(inputs: _Inputs, plan: _Plan) -> tuple[Tensor, Tensor | None]:
-    """What :class:`_Sums` finds, in plain autograd, which keeps the tensors of every edge."""
+    """Compute the sums in plain autograd, which keeps the tensors of every edge."""
     gradient, degree = _no_sums(inputs, plan)
     run = _Pass(inputs, plan)
 
@@ -295,7 +295,7 @@ def gradients_plainly(
 def plan_of(
     graph: TokenGraph, tensors: Sequence[Any], valid: ValidPair, *, energy: bool, degrees: bool
 ) -> _Plan:
-    """For tensors that are those of :class:`_Inputs`, in its order."""
+    """Return the plan of a graph for the tensors of :class:`_Inputs`, in its order."""
     batch, _, networks, _ = tensors[0].shape
     # What a self-loop adds at its target under "energy" it takes at its source.
     places = len(tensors) > 10 and tensors[10] is not None
