@@ -31,10 +31,13 @@ def test_sentences_that_point_outside_are_found() -> None:
 
 
 def test_documentation_of_files_classes_and_functions_is_read(tmp_path, monkeypatch) -> None:
-    path = tmp_path / "some.py"
-    lines = ['"""Files."""', "class A:", '    """What: a class."""', "    def f(self):"]
-    path.write_text("
-".join([*lines, '        """Its value."""', ""]))
+    source = '''"""Files."""
+class A:
+    """What: a class."""
+    def f(self):
+        """Its value."""
+'''
+    (tmp_path / "some.py").write_text(source)
     monkeypatch.setattr(words, "ROOT", tmp_path)
     found = [(b.name, b.line, b.sentence) for b in words.found(("some.py",))]
     assert found == [("A", 3, "What: a class."), ("f", 5, "Its value.")]
