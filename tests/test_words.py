@@ -33,11 +33,11 @@ def test_sentences_that_point_outside_are_found() -> None:
 def test_documentation_of_files_classes_and_functions_is_read(tmp_path, monkeypatch) -> None:
     source = '''"""Files."""
 class A:
-    """What: a class."""
+    """What a class is."""
     def f(self):
         """Its value."""
 '''
     (tmp_path / "some.py").write_text(source)
     monkeypatch.setattr(words, "ROOT", tmp_path)
     found = [(b.name, b.line, b.sentence) for b in words.found(("some.py",))]
-    assert found == [("A", 3, "What: a class."), ("f", 5, "Its value.")]
+    assert found == [("A", 3, "What a class is."), ("f", 5, "Its value.")]
