@@ -1791,6 +1791,38 @@ MUTATIONS = [
         (f"{FLAT_CALLS}::test_values_and_gradients_are_those_of_messages",),
     ),
     Mutation(
+        "hidden vectors of a plain consensus call change places",
+        "graphattn/nn/flat_call.py",
+        "hidden = network.target(by_group), network.source(by_group)",
+        "hidden = network.source(by_group), network.target(by_group)",
+        (FLAT_CALLS,),
+    ),
+    Mutation(
+        "a plain consensus call does not look for replaced methods of the edge network",
+        "graphattn/nn/flat_call.py",
+        "        or not _is_as_shipped_network(network)\n",
+        "",
+        (FLAT_CALLS,),
+    ),
+    Mutation(
+        "first layers of consensus are computed outside of autocast",
+        "graphattn/ops/consensus/backends.py",
+        "    hidden = (x.hidden() if isinstance(x, FirstLayer) else x for x in layers)\n",
+        "    with full_precision(state.device):\n"
+        "        hidden = [x.hidden() if isinstance(x, FirstLayer) else x for x in layers]\n",
+        ("tests/ops/test_ops_consensus_structured.py",),
+    ),
+    Mutation(
+        "the cache of a layer is looked for under its old name alone",
+        "graphattn/integrations/transformers/families.py",
+        'CACHE_NAMES = ("cache", "past_key_values", "layer_past")',
+        'CACHE_NAMES = ("past_key_values", "layer_past")',
+        (
+            "graphattn/integrations/transformers/families.py",
+            "tests/integrations/test_integrations_shortcut_cache.py",
+        ),
+    ),
+    Mutation(
         "rotations of a known call outlive the positions that they are of",
         "graphattn/nn/flat_call.py",
         "(rotary.dim, rotary.base, graph.positions._version)",
