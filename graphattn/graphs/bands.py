@@ -102,7 +102,7 @@ def bands_of(structure: GraphStructure) -> Bands | None:
 
 
 @lru_cache(maxsize=64)
-def band_tables(structure: GraphStructure, device: torch.device) -> BandSchedule:
+def band_schedule_of(structure: GraphStructure, device: torch.device) -> BandSchedule:
     """Kept: made on the host, and copied to the device once per graph, for all kernels."""
     bands = bands_of(structure)
     assert bands is not None

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from graphattn.graphs.distances import IN_ORDER
 from graphattn.kernels.cpu.neighbors import has_neighbors, squared_distances
-from graphattn.kernels.shared.launch import is_looked_into
+from graphattn.kernels.shared.launch import is_transformed
 
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
@@ -45,7 +45,7 @@ def is_for_trees(points: Tensor, candidates: Tensor, k: int = 1) -> bool:
         and 1 <= points.shape[1] <= widest
         and len(candidates) >= max(FEWEST, 16 * k)
         and len(points) > 0
-        and not is_looked_into()
+        and not is_transformed()
     )
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from graphattn.graphs.all_pairs import nearest_by_pairs
 from graphattn.graphs.arguments import as_choice, as_int, as_points
-from graphattn.graphs.bands import band_tables, bands_of, has_bands
+from graphattn.graphs.bands import band_schedule_of, bands_of, has_bands
 from graphattn.graphs.composites import Parts
 from graphattn.graphs.distances import (
     IN_ORDER,
@@ -23,7 +23,7 @@ from graphattn.graphs.kd_tree import is_for_trees, nearest_by_tree
 from graphattn.graphs.structure import Complete, GraphStructure
 from graphattn.graphs.token_graph import TokenGraph, as_token_graph
 from graphattn.kernels.cpu.neighbors import has_nearest, has_neighbors, nearest, squared_distances
-from graphattn.kernels.shared.launch import is_looked_into, untraced, why_not_on
+from graphattn.kernels.shared.launch import is_transformed, untraced, why_not_on
 
 BACKENDS = ("auto", "reference", "triton")
 # What the kernels take.
@@ -219,7 +219,7 @@ def _squared_distances(x: Tensor, sources: Tensor, index: Tensor) -> Tensor:
     if not differentiated and has_neighbors(x):
         row = torch.arange(N, device=index.device).repeat_interleave(k)
         return untraced(squared_distances)(x, sources, row, index.flatten()).view(N, k)
-    if not differentiated and not is_looked_into() and x.shape[1] <= IN_ORDER:
+    if not differentiated and not is_transformed() and x.shape[1] <= IN_ORDER:
         squared = torch.full((N, k), torch.inf, dtype=torch.float64, device=x.device)
         row, slot = found.nonzero().unbind(1)
         squared[row, slot] = exact_squared_distances(x, sources, row, place[row, slot])
@@ -238,7 +238,7 @@ def _why_no_kernels(search: _Search) -> str | None:
     x, source = search.tokens
     if (reason := why_not_on(x)) is not None:
         return reason
-    if is_looked_into():
+    if is_transformed():
         return "its kernels run neither inside torch.func nor under forward-mode differentiation"
     if search.k > MOST:
         return f"its kernels find up to {MOST} neighbours, not {search.k}"
@@ -269,7 +269,7 @@ def _nearest_by_kernels(search: _Search) -> Tensor:
     if search.within is not None:
         assert search.within.structure is not None
         structure = search.within.structure
-    tables = band_tables(structure, points.device)
+    tables = band_schedule_of(structure, points.device)
     return nearest_by_triton(
         points,
         candidates,

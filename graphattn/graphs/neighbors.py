@@ -21,7 +21,7 @@ from graphattn.graphs.kd_tree import is_for_trees, nearest_by_tree, pairs_by_tre
 from graphattn.graphs.nearest_neighbors import nearest_in_items, nearest_index
 from graphattn.graphs.token_graph import TokenGraph
 from graphattn.kernels.cpu.neighbors import edges_within, has_nearest, nearest
-from graphattn.kernels.shared.launch import is_looked_into, untraced
+from graphattn.kernels.shared.launch import is_transformed, untraced
 
 
 def knn_graph(
@@ -107,7 +107,7 @@ def knn_graph(
 
 def _ascending(index: Tensor) -> Tensor:
     """Every row of a table sorted; numpy takes a fifth of the time for rows as short as these."""
-    if index.device.type != "cpu" or torch.compiler.is_compiling() or is_looked_into():
+    if index.device.type != "cpu" or torch.compiler.is_compiling() or is_transformed():
         return index.sort(dim=1).values
     return torch.from_numpy(np.sort(index.numpy(), axis=1))
 

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from graphattn.graphs.arguments import as_float, as_int
 from graphattn.nn.config import Configured
-from graphattn.ops.rotary import can_turn, turn, turned_plainly
+from graphattn.ops.rotary import can_turn, turn, turned_by_torch
 
 Rotation = tuple[Tensor, Tensor]  # cos and sin of the angles at some positions, [*, N, 1, D / 2]
 
@@ -75,7 +75,7 @@ class RotaryEmbedding(Configured, nn.Module):
         cos, sin = rotation
         if can_turn(x, cos, sin):
             return turn(x, cos, sin, back=back)
-        return turned_plainly(x, cos, -sin if back else sin)
+        return turned_by_torch(x, cos, -sin if back else sin)
 
     def is_plain(self) -> bool:
         """Whether :meth:`turn` and :meth:`rotation` are what is written here."""

@@ -11,7 +11,7 @@ import torch
 from torch.autograd import forward_ad
 
 from graphattn.graphs.arguments import as_choice
-from graphattn.kernels.shared.launch import is_looked_into
+from graphattn.kernels.shared.launch import is_transformed
 
 BACKENDS = ("reference", "structured", "native", "triton")
 NAMES = ("auto", *BACKENDS)
@@ -69,7 +69,7 @@ def always(_: Any) -> bool:
 def is_followed() -> bool:
     """Whether a mode of torch, a trace or torch.func wants to see every operation.
 
-    The last is :func:`~graphattn.kernels.shared.launch.is_looked_into`, written out: every call of
+    The last is :func:`~graphattn.kernels.shared.launch.is_transformed`, written out: every call of
     a layer asks.
     """
     if torch._C._len_torch_dispatch_stack() > 0:
@@ -117,7 +117,7 @@ def choose(table: Table, call: Any, backend: str) -> Backend:
         ValueError: the backend was asked for by name, and cannot.
     """
     wanted = wanted_backend(backend)
-    followed = is_looked_into()
+    followed = is_transformed()
     for entry in table:
         if wanted == "auto":
             if entry.name == "reference" or (

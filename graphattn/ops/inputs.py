@@ -12,7 +12,7 @@ from torch import Tensor
 
 from graphattn.graphs.arguments import as_edge_index
 from graphattn.graphs.token_graph import TokenGraph, as_token_graph
-from graphattn.kernels.shared.launch import is_looked_into
+from graphattn.kernels.shared.launch import is_transformed
 
 Valid = Tensor | tuple[Tensor | None, Tensor | None] | None
 ValidPair = tuple[Tensor | None, Tensor | None]
@@ -148,7 +148,7 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def may_be_differentiated(tensors: Iterable[Tensor | None]) -> bool:
     """Whether somebody may ask for gradients; torch.func looks into what it differentiates."""
-    if is_looked_into():
+    if is_transformed():
         return True
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 

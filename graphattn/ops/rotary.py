@@ -81,11 +81,11 @@ class _Turned(torch.autograd.Function):
         cosines, sines = ctx.saved_tensors
         # Gradients of many directions at once (is_grads_batched=True) have no memory of their own.
         if is_followed() or torch._C._functorch.is_legacy_batchedtensor(d_out):
-            return turned_plainly(d_out, cosines, sines if ctx.back else -sines), None, None, None
+            return turned_by_torch(d_out, cosines, sines if ctx.back else -sines), None, None, None
         return turn(d_out, cosines, sines, back=not ctx.back), None, None, None
 
 
-def turned_plainly(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+def turned_by_torch(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
     """Features turned by operations of torch, with the same bits."""
     first, second = x.to(cosines.dtype).chunk(2, dim=-1)
     # Products that are not fused with sums: steps by compiled code have the same bits.

@@ -54,7 +54,7 @@ class TrialQueue:
             raise ImportError("sweeps need optuna: pip install 'graphattn[train]'") from error
         self.optuna, self.folder = optuna, folder
         self.lock = FileLock(folder / LOCK)
-        with self.lock, self._quiet(), self._as_damaged():
+        with self.lock, self._without_logs(), self._as_damaged():
             storage = optuna.storages.RDBStorage(
                 f"sqlite:///{(folder / STORAGE).absolute()}",
                 engine_kwargs={"connect_args": {"timeout": SECONDS}},
@@ -92,7 +92,7 @@ class TrialQueue:
             ) from error
 
     @contextmanager
-    def _quiet(self) -> Iterator[None]:
+    def _without_logs(self) -> Iterator[None]:
         """Optuna says nothing: errors are told by rows, and heartbeats work, if "experimental"."""
         logging = self.optuna.logging
         level = logging.get_verbosity()
@@ -132,7 +132,7 @@ class TrialQueue:
         if running := [own[-1] for own in found.values() if own[-1].state == states.RUNNING]:
             for trial in running:
                 self._fail_if_dead(trial)
-            with self._quiet():
+            with self._without_logs():
                 self.optuna.storages.fail_stale_trials(self.study)
             found = self._by_name()
         left = [tries for tries in found.values() if tries[-1].state == states.FAIL]
@@ -181,7 +181,7 @@ class TrialQueue:
                 return None
             try:
                 # While the lock is held, nobody else can take what is waiting.
-                with self._quiet():
+                with self._without_logs():
                     self.study.optimize(lambda trial: self._train(trial, train), n_trials=1)
             except Exception:
                 # An error of the training is kept with its trial. A trial that somebody took for

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from graphattn.kernels.cpu import library
-from graphattn.kernels.shared.launch import is_looked_into, untraced
+from graphattn.kernels.shared.launch import is_transformed, untraced
 
 DTYPES = (torch.int32, torch.int64)
 
@@ -36,7 +36,7 @@ def has_edge_order(edge_index: Tensor) -> bool:
     """Whether there is compiled code for a list like this, and nobody looks into its steps."""
     if edge_index.device.type != "cpu" or edge_index.dtype not in DTYPES:
         return False
-    if torch.compiler.is_compiling() or is_looked_into():
+    if torch.compiler.is_compiling() or is_transformed():
         return False
     # What a subclass or a mode makes of a tensor need not lie in memory.
     if torch._C._len_torch_dispatch_stack() > 0:

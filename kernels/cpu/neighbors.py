@@ -15,7 +15,7 @@ from torch import Tensor
 
 from graphattn.kernels.cpu import library
 from graphattn.kernels.cpu.tensors import as_it_lies
-from graphattn.kernels.shared.launch import is_looked_into, untraced
+from graphattn.kernels.shared.launch import is_transformed, untraced
 
 DTYPES = {torch.float32: "float", torch.float64: "double"}
 # Candidates from which on blocks are faster than products, up to so many coordinates: as measured
@@ -28,7 +28,7 @@ _Given = Tensor | int | ctypes.c_int32 | ctypes.c_double
 
 def has_neighbors(x: Tensor) -> bool:
     """Whether there is compiled code for points like these, and nobody looks into its steps."""
-    is_read = x.device.type == "cpu" and x.dtype in DTYPES and not is_looked_into()
+    is_read = x.device.type == "cpu" and x.dtype in DTYPES and not is_transformed()
     return is_read and untraced(_is_there)(x)
 
 

@@ -60,7 +60,7 @@ def untraced(run: Run) -> Run:
     return disabled
 
 
-def is_looked_into() -> bool:
+def is_transformed() -> bool:
     """Whether torch.func or forward-mode differentiation follow the steps of what runs now."""
     return not torch.compiler.is_compiling() and (
         torch._C._functorch.maybe_current_level() is not None

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 import graphattn as ga
 from graphattn.bench.cases.inputs import ConsensusLayerInputs, ConsensusTensors, MissingError
-from graphattn.bench.contenders.peers import afford_edge_networks
+from graphattn.bench.contenders.peers import check_memory_of_edge_networks
 
 
 def gather_scatter_consensus(x: ConsensusTensors) -> Tensor:
@@ -46,13 +46,13 @@ def _compiled_on_gpu(function: Callable[..., Tensor], like: Tensor) -> Callable[
 
 
 def _consensus_of(x: ConsensusTensors, step: Callable[..., Tensor]) -> Tensor:
-    afford_edge_networks(x)
+    check_memory_of_edge_networks(x)
     hidden = x.target_hidden, x.source_hidden
     return step(x.state, *hidden, x.network, x.graph.edge_index, x.step_size)
 
 
 def _consensus_layer_of(x: ConsensusLayerInputs, layer: Callable[..., Tensor]) -> Tensor:
-    afford_edge_networks(x)
+    check_memory_of_edge_networks(x)
     first, own = x.layer.edge_net, x.layer
     return layer(
         x.tokens,

@@ -11,7 +11,7 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from graphattn.bench.cases.inputs import AttentionInputs, MissingError
-from graphattn.bench.contenders.peers import Run, afford, installed
+from graphattn.bench.contenders.peers import Run, check_memory, installed
 from graphattn.graphs.structure import Band
 
 
@@ -68,7 +68,7 @@ def masked_sdpa(backend: SDPBackend) -> Run:
 
 def dense_mask(x: AttentionInputs) -> Tensor:
     """[N, M], True where there is an edge."""
-    afford(float(x.graph.num_targets) * x.graph.num_sources, "its mask", x.query)
+    check_memory(float(x.graph.num_targets) * x.graph.num_sources, "its mask", x.query)
     return x.graph.to_mask()
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from graphattn.bench.cases.inputs import AttentionInputs
-from graphattn.bench.contenders.peers import afford, needs_compiler
+from graphattn.bench.contenders.peers import check_memory, needs_compiler
 
 PADDED = 1.5  # times as many places as edges, at most, for a single table
 
@@ -79,7 +79,7 @@ def compiled(x: AttentionInputs) -> Tensor:
             tables_of(source, target, x.graph.num_sources),
         )
     of_targets, of_sources = x.prepared["tables"]
-    afford(of_targets.places * float(x.query.shape[-2]), "its weights", x.query)
+    check_memory(of_targets.places * float(x.query.shape[-2]), "its weights", x.query)
     return Gathered.apply(x.query, x.key, x.value, x.sigma, of_targets, of_sources)
 
 

@@ -17,7 +17,7 @@ from torch.autograd import Function
 from torch.nn.functional import pad
 
 from graphattn.bench.cases.inputs import AttentionInputs, MissingError
-from graphattn.bench.contenders.peers import afford, needs_compiler, only_on_a_cpu
+from graphattn.bench.contenders.peers import check_memory, needs_compiler, only_on_a_cpu
 from graphattn.bench.contenders.window_blocks import of_band
 
 WIDEST = 64  # offsets; of each there is a line of code
@@ -41,7 +41,7 @@ def compiled_windows(form: Form) -> Callable[[AttentionInputs], Tensor]:
         if width > WIDEST:
             raise MissingError(f"for windows of {WIDEST} tokens at most")
         needs_compiler(x.query.device)
-        afford(float(x.query.shape[:-1].numel()) * width, "its weights", x.query)
+        check_memory(float(x.query.shape[:-1].numel()) * width, "its weights", x.query)
         return SlicedWindows.apply(x.query, x.key, x.value, x.sigma, band.before, band.after, form)
 
     return run

@@ -17,8 +17,8 @@ from graphattn.bench.cases.inputs import (
     WindowSize,
 )
 from graphattn.bench.contenders.peers import (
-    afford_edge_networks,
-    afford_edges,
+    check_memory_of_edge_networks,
+    check_memory_of_edges,
     only_on_a_cpu,
 )
 
@@ -26,7 +26,7 @@ from graphattn.bench.contenders.peers import (
 def rbf(x: AttentionInputs) -> Tensor:
     """RBF attention on the backend that "auto" takes."""
     if ga.backends("rbf_attention", x.graph, x.query)["structured"] is not None:
-        afford_edges(x)  # on the reference backend
+        check_memory_of_edges(x)  # on the reference backend
     return ga.rbf_attention(x.query, x.key, x.value, x.graph, x.sigma, top_k=x.top_k)
 
 
@@ -51,7 +51,7 @@ def rbf_without_top_k(x: AttentionInputs) -> Tensor:
 def consensus(x: ConsensusTensors) -> Tensor:
     """A consensus step on the backend that "auto" takes."""
     if ga.backends("consensus_update", x.graph, x.state)["structured"] is not None:
-        afford_edge_networks(x)  # on the reference backend
+        check_memory_of_edge_networks(x)  # on the reference backend
     return ga.consensus_update(
         x.state, x.state, x.target_hidden, x.source_hidden, x.network, x.graph, x.step_size
     )

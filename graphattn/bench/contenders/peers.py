@@ -42,24 +42,24 @@ def free_memory(device: torch.device) -> float:
     return next((1024.0 * int(s.split()[1]) for s in lines if s.startswith("MemAvailable")), 8e9)
 
 
-def afford(numbers: float, what: str, like: Tensor) -> None:
+def check_memory(numbers: float, what: str, like: Tensor) -> None:
     """Refuse what would not fit: six tensors of so many numbers `like` this, backward included."""
     size = 6.0 * like.element_size() * numbers
     if size > 0.8 * free_memory(like.device):
         raise MissingError(f"{what} would need about {1e-9 * size:,.0f} GB")
 
 
-def afford_edges(x: AttentionInputs) -> None:
+def check_memory_of_edges(x: AttentionInputs) -> None:
     """Refuse to hold the features of too many edges."""
     sequences = x.query.shape[:-3].numel()
     numbers = float(x.graph.num_edges) * sequences * x.query.shape[-2:].numel()
-    afford(numbers, "its messages", x.query)
+    check_memory(numbers, "its messages", x.query)
 
 
-def afford_edge_networks(x: ConsensusTensors | ConsensusLayerInputs) -> None:
+def check_memory_of_edge_networks(x: ConsensusTensors | ConsensusLayerInputs) -> None:
     """Refuse to hold the matrices Lambda of too many edges."""
     edges = float(x.num_sequences * x.graph.num_edges)
-    afford(edges * x.network.shear_bias.numel(), "its edge networks", x.network.shear)
+    check_memory(edges * x.network.shear_bias.numel(), "its edge networks", x.network.shear)
 
 
 def needs_compiler(device: torch.device) -> None:
@@ -80,7 +80,7 @@ def only_on_a_cpu(device: torch.device) -> None:
 def masked_dense(x: AttentionInputs) -> Tensor:
     """All pairs, then a mask, then top-k: what papers' code does."""
     rows = x.query.shape[:-3].numel() * x.query.shape[-2] * x.graph.num_targets
-    afford(float(rows) * x.graph.num_sources, "all pairs", x.query)
+    check_memory(float(rows) * x.graph.num_sources, "all pairs", x.query)
     q, k, v = (t.transpose(-3, -2) for t in (x.query, x.key, x.value))
     no_edge = ~x.graph.to_mask()
     logits = _logits(q, k, x.sigma).masked_fill(no_edge, -torch.inf)
@@ -113,7 +113,7 @@ def _gather_scatter(
     x: AttentionInputs, softmax: Callable[..., Tensor], add: Callable[..., Tensor]
 ) -> Tensor:
     """One message per edge, as message passing is written by hand."""
-    afford_edges(x)
+    check_memory_of_edges(x)
     source, target = x.graph.edge_index
     difference = x.query.index_select(-3, target) - x.key.index_select(-3, source)
     logits = -difference.square().sum(-1) / (2 * x.sigma**2)
@@ -167,7 +167,7 @@ def compiled(x: AttentionInputs) -> Tensor:
     """Gather and scatter, compiled as it stands: its sums are atomic adds."""
     if x.query.device.type == "cpu":
         raise MissingError("on a CPU atomic adds only slow down what gathers, compiled")
-    afford_edges(x)
+    check_memory_of_edges(x)
     run = _compiled_gather_scatter()
     return run(x.query, x.key, x.value, x.sigma, x.graph.edge_index, x.graph.num_targets)
 

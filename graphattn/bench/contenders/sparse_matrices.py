@@ -16,7 +16,7 @@ from torch.autograd import Function
 
 from graphattn.bench.cases.inputs import AttentionInputs
 from graphattn.bench.contenders import loops
-from graphattn.bench.contenders.peers import afford, installed, only_on_a_cpu
+from graphattn.bench.contenders.peers import check_memory, installed, only_on_a_cpu
 
 
 class SparseRows(NamedTuple):
@@ -60,7 +60,7 @@ def torch_sparse(x: AttentionInputs) -> Tensor:
     """RBF attention head by head: products at the edges, softmax of rows, a sparse product."""
     only_on_a_cpu(x.query.device)
     rows = rows_of(x)
-    afford(2.0 * len(rows.source) * x.query.shape[1], "its weights", x.query)
+    check_memory(2.0 * len(rows.source) * x.query.shape[1], "its weights", x.query)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that CSR is in beta state, once
         return Sparse.apply(x.query, x.key, x.value, x.sigma, rows)

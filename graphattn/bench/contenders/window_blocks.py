@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from graphattn.bench.cases.inputs import AttentionInputs, MissingError
-from graphattn.bench.contenders.peers import afford, only_on_a_cpu
+from graphattn.bench.contenders.peers import check_memory, only_on_a_cpu
 from graphattn.graphs.structure import Band
 
 # Tokens of a block, unless told otherwise. For 64, 128 and 256, SDPA took 63, 61 and 73 ms forward
@@ -128,7 +128,7 @@ def blocks_top_k(select: Callable[[Tensor, int], Tensor]) -> Callable[[Attention
         blocks = blocks_of(x)
         query, key, value = operands(x.query, x.key, x.value, blocks)
         rows = float(blocks.number) * blocks.size * x.query.shape[1]
-        afford(rows * key.shape[2], "its blocks of pairs", x.query)
+        check_memory(rows * key.shape[2], "its blocks of pairs", x.query)
         norm = looked_at(x.key.square().sum(-1), blocks)[..., None, :]
         logits = (query @ key.mT - norm / 2) / x.sigma**2
         logits = logits.masked_fill(blocks.is_outside, -torch.inf)

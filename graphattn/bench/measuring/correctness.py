@@ -115,7 +115,7 @@ class OperationTruth:
     def edges_at_rows(self) -> ga.TokenGraph:
         """The edges that the outputs at the sampled rows depend on."""
         is_energy = isinstance(self.inputs, ConsensusTensors)
-        return edges_at(self.rows, self.inputs.graph, both_ends=is_energy)
+        return edges_at(self.rows, self.inputs.graph, from_rows_too=is_energy)
 
     def errors_of(self, run: Run) -> tuple[float, float]:
         """Return the errors of the output and of the gradients."""
@@ -138,8 +138,8 @@ class OperationTruth:
         return run(self.inputs)[self.last][..., self.rows, :, :]
 
 
-def edges_at(rows: Tensor, graph: ga.TokenGraph, *, both_ends: bool) -> ga.TokenGraph:
-    """The edges to some targets; with `both_ends`, as "energy" moves them, those from them too."""
+def edges_at(rows: Tensor, graph: ga.TokenGraph, *, from_rows_too: bool) -> ga.TokenGraph:
+    """The edges to some targets; with `from_rows_too`, as "energy" moves them, those from them too."""
     chosen = torch.zeros(graph.num_targets, dtype=torch.bool, device=graph.device)
     chosen[rows] = True
     if graph.structure is not None and graph.num_edges > 10**7:  # list the chosen rows only
@@ -152,7 +152,7 @@ def edges_at(rows: Tensor, graph: ga.TokenGraph, *, both_ends: bool) -> ga.Token
         edges = torch.stack([source, targets[row]])
     else:
         source, target = graph.edge_index
-        keep = chosen[target] | chosen[source] if both_ends else chosen[target]
+        keep = chosen[target] | chosen[source] if from_rows_too else chosen[target]
         edges = graph.edge_index[:, keep]
     return ga.from_edge_index(edges, graph.num_targets, graph.num_sources)
 
@@ -281,7 +281,7 @@ class LayerTruth:
         layer = copy.deepcopy(inputs.layer).double()
         tokens = inputs.tokens.detach().double().requires_grad_()
         with ga.use_backend("reference"):
-            out = layer(tokens, edges_at(self.rows, inputs.graph, both_ends=True))[:, self.rows]
+            out = layer(tokens, edges_at(self.rows, inputs.graph, from_rows_too=True))[:, self.rows]
         self.loss = torch.randn(out.shape, generator=generator, dtype=torch.float64).to(out.device)
         self.gradients: list[Tensor] = []
         if backward:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from graphattn.graphs.arguments import as_float, as_int
 from graphattn.graphs.token_graph import TokenGraph
-from graphattn.kernels.shared.launch import is_looked_into
+from graphattn.kernels.shared.launch import is_transformed
 from graphattn.ops.attention import reference
 from graphattn.ops.attention.backends import BACKENDS
 from graphattn.ops.attention.calls import AttentionCall, check_qkv, check_sink, checked_call
@@ -438,7 +438,7 @@ def _beside_eps(out: Tensor, lse: Tensor, eps: float, sink: Tensor | None) -> Te
     """out * sum / (eps + exp(sink) + sum); rows that nobody asks for send back 0."""
     share = share_beside_eps(lse.masked_fill(lse.isnan(), torch.inf), eps, sink)[..., None]
     # Elsewhere looking would wait for the device, or is not allowed.
-    looks = out.device.type == "cpu" and not torch.compiler.is_compiling() and not is_looked_into()
+    looks = out.device.type == "cpu" and not torch.compiler.is_compiling() and not is_transformed()
     if looks and math.isfinite(out.detach().sum()):
         return out * share
     bad = ~out.isfinite()  # 0 * NaN is NaN

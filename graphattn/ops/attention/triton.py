@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from graphattn.graphs.bands import band_tables, bands_and_others, bands_of, has_bands
+from graphattn.graphs.bands import band_schedule_of, bands_and_others, bands_of, has_bands
 from graphattn.graphs.structure import GraphStructure
 from graphattn.graphs.token_graph import TokenGraph
 from graphattn.kernels.bands.schedule import BandSchedule
@@ -83,7 +83,7 @@ class KernelCall:
             bias = bias.reshape(self.batch.numel(), *bias.shape[-2:])
         structure, device = graph.structure, query.device
         if structure is not None and _reads_bands(structure, bias, per_offset):
-            self.bands = self._over_bands(band_tables(structure, device), bias)
+            self.bands = self._over_bands(band_schedule_of(structure, device), bias)
             if top_k is None or top_k >= self.bands.bands.window:
                 self._look_for_one_tensor(structure)
             else:
@@ -255,7 +255,7 @@ def _tables_of_bands_and_others(
         return None
     bands, others = found
     sizes = structure.num_targets, structure.num_sources
-    return band_tables(bands, device), EdgeSchedule(
+    return band_schedule_of(bands, device), EdgeSchedule(
         *sizes, edge_index=others.to(device, non_blocking=True)
     )
 

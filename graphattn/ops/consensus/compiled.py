@@ -132,8 +132,10 @@ def _backward(ctx: Any, d_gradient: Tensor, d_degree: Tensor) -> tuple[Tensor | 
         d_sums = d_gradient, d_degree if ctx.degrees else None
         needed = (*ctx.needs_input_grad[:COUNT], *wanted)
         with full_precision(d_gradient.device):
-            *plainly, d_edge, d_weight = structured.gradients_plainly(tensors, needed, plan, d_sums)
-        return (*plainly, *[None] * 7, d_edge, d_weight)
+            *found, d_edge, d_weight = structured.gradients_by_autograd(
+                tensors, needed, plan, d_sums
+            )
+        return (*found, *[None] * 7, d_edge, d_weight)
     *gradients, d_edge, d_edge_weight = torch.ops.graphattn.consensus_sums_backward(
         *arguments, d_gradient, d_degree, *wanted
     )

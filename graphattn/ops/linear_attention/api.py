@@ -10,7 +10,7 @@ from torch import Tensor
 
 from graphattn.graphs.arguments import as_float
 from graphattn.graphs.token_graph import TokenGraph
-from graphattn.kernels.shared.launch import is_looked_into
+from graphattn.kernels.shared.launch import is_transformed
 from graphattn.ops.backends import Backend, check_backend, choose
 from graphattn.ops.counting import note_uncounted
 from graphattn.ops.inputs import (
@@ -156,7 +156,7 @@ def average(above: Tensor, below: Tensor, eps: float) -> Tensor:
     empty = total == 0
     out = above / total.masked_fill(empty, 1)
     # Elsewhere looking would wait for the device, or is not allowed.
-    looks = out.device.type == "cpu" and not torch.compiler.is_compiling() and not is_looked_into()
+    looks = out.device.type == "cpu" and not torch.compiler.is_compiling() and not is_transformed()
     if looks and math.isfinite(out.detach().sum()):
         return out
     bad = ~(

@@ -150,9 +150,9 @@ class NativeBandPlan:
         d_key, d_value = d_key.to(key.dtype), d_value.to(value.dtype)
         return d_query, d_key, d_value, d_scale.to(scale.dtype), of_table
 
-    def plainly(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
+    def by_autograd(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
         """Output and log-sums in operations that can be differentiated any number of times."""
-        out, lse = self.slow.plainly(in_dtype_of_scale(inputs))
+        out, lse = self.slow.by_autograd(in_dtype_of_scale(inputs))
         return out.to(inputs[0].dtype), lse
 
 

@@ -22,7 +22,7 @@ from graphattn.ops.attention.native.bands import BandsCall, BandsGradients, Nati
 from graphattn.ops.attention.score import Score
 from graphattn.ops.attention.structured.recompute import Plan
 from graphattn.ops.inputs import full_precision
-from graphattn.ops.rotary import KnownTurn, turned_plainly
+from graphattn.ops.rotary import KnownTurn, turned_by_torch
 
 Rotation = tuple[Tensor, Tensor]
 
@@ -65,17 +65,17 @@ class FlatCall:
             query, key = self.turn(query, key)
         return query, query if key is None else key
 
-    def plainly(
+    def by_autograd(
         self, query: Tensor, key: Tensor | None, value: Tensor | None, scale: Tensor
     ) -> Tensor:
         """Averages in operations that can be differentiated any number of times, [B, N, H, D]."""
-        query = self._plainly_turned(query.reshape(self.query))
-        key = query if key is None else self._plainly_turned(key.reshape(self.key))
+        query = self._turned_by_torch(query.reshape(self.query))
+        key = query if key is None else self._turned_by_torch(key.reshape(self.key))
         value = key if value is None else value.reshape(self.key)
-        return self.plan.plainly((query, key, value, scale, None))[0]
+        return self.plan.by_autograd((query, key, value, scale, None))[0]
 
-    def _plainly_turned(self, x: Tensor) -> Tensor:
-        return x if self.rotation is None else turned_plainly(x, *self.rotation)
+    def _turned_by_torch(self, x: Tensor) -> Tensor:
+        return x if self.rotation is None else turned_by_torch(x, *self.rotation)
 
 
 class _ByPlan:
@@ -247,7 +247,7 @@ def _plain_gradients(
     query, key, value, scale = (None if x is None else x.view_as(x) for x in tensors)
     assert query is not None
     assert scale is not None
-    out = ctx.call.plainly(query, key, value, scale)
+    out = ctx.call.by_autograd(query, key, value, scale)
     needed = ctx.needs_input_grad[1:]
     given = zip((query, key, value, scale), needed, strict=True)
     wanted = [x for x, n in given if n and x is not None]

@@ -186,9 +186,9 @@ class NativeRowPlan:
             d_bias = torch.zeros_like(bias).index_add_(0, self.slow.index, d_bias)
         return d_query, d_key, d_value, d_scale.to(scale.dtype), d_bias
 
-    def plainly(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
+    def by_autograd(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
         """Output and log-sums in operations that can be differentiated any number of times."""
-        return self.slow.plainly(inputs)
+        return self.slow.by_autograd(inputs)
 
 
 class _Call:

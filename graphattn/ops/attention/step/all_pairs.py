@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from graphattn.kernels.shared.launch import is_looked_into
+from graphattn.kernels.shared.launch import is_transformed
 from graphattn.ops.attention.score import Kernel
 from graphattn.ops.attention.softcap import capped
 from graphattn.ops.attention.step.cached import (
@@ -88,7 +88,7 @@ def attend_pairs(
         looks = (  # at what tensors hold; elsewhere that would wait for the device
             query.device.type == "cpu"
             and not torch.compiler.is_compiling()
-            and not is_looked_into()
+            and not is_transformed()
         )
         tensors = query, key, value, bias, logits.sink
         grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)

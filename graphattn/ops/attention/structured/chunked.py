@@ -65,7 +65,7 @@ class _Chunked:
             attention.add_gradients(_flat(sums), d_out, d_lse)
         return sums
 
-    def plainly(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
+    def by_autograd(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
         """Output and log-sums in operations that can be differentiated any number of times."""
         query, _, value, _, _ = inputs
         out = query.new_zeros((*query.shape[:-1], value.shape[-1]))

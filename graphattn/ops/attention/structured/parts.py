@@ -55,8 +55,8 @@ class PartsPlan:
             _add(_some(sums, t, s), plan.backward(_some(inputs, t, s), *of_rows))
         return sums
 
-    def plainly(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
-        results = [plan.plainly(_some(inputs, t, s)) for plan, t, s in self.parts]
+    def by_autograd(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
+        results = [plan.by_autograd(_some(inputs, t, s)) for plan, t, s in self.parts]
         outs, sums = zip(*results, strict=True)
         return torch.cat(outs, dim=1), torch.cat(sums, dim=1)
 
@@ -90,8 +90,8 @@ class ReorderedPlan:
         d_query, d_key, d_value = (self._back(x) for x in found[:3])
         return d_query, d_key, d_value, *found[3:]
 
-    def plainly(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
-        out, lse = self.ordered.plainly(self._in_order(inputs))
+    def by_autograd(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
+        out, lse = self.ordered.by_autograd(self._in_order(inputs))
         return self._back(out), self._back(lse)
 
     def _in_order(self, inputs: Inputs) -> Inputs:
@@ -125,9 +125,11 @@ class GlobalTokensPlan:
         out, lse = self._merged(near[:2], far[:2], self.own.forward(self._of_tokens(inputs))[:2])
         return out, lse, lse
 
-    def plainly(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
+    def by_autograd(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
         far, own = self._seen_far(inputs), self._of_tokens(inputs)
-        return self._merged(self.near.plainly(inputs), self.far.plainly(far), self.own.plainly(own))
+        return self._merged(
+            self.near.by_autograd(inputs), self.far.by_autograd(far), self.own.by_autograd(own)
+        )
 
     def backward(
         self, inputs: Inputs, out: Tensor, saved: Tensor, d_out: Tensor, d_lse: Tensor | None

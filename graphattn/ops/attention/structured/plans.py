@@ -58,7 +58,7 @@ def attend(
     inputs, plan = plan_call((query, key, value, scale, bias), graph, **options)
     if isinstance(options["score"], Score) and torch.is_grad_enabled():
         # Which tensors a score of somebody's own holds, autograd alone knows.
-        out, lse = plan.plainly(inputs)
+        out, lse = plan.by_autograd(inputs)
         return out.view(*query.shape[:-3], *out.shape[1:]), lse.view(query.shape[:-1])
     return run(plan, inputs, query.shape[:-3])
 

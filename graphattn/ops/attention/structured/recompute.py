@@ -30,7 +30,7 @@ class Plan(Protocol):
         """Gradients of the inputs."""
         ...
 
-    def plainly(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
+    def by_autograd(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
         """Output and log-sums in operations that can be differentiated any number of times."""
         ...
 
@@ -76,7 +76,7 @@ def _plain_gradients(
 ) -> tuple[Tensor | None, ...]:
     # Each apart, also where one tensor was given several times: each gets a share of the gradient.
     inputs = tuple(None if x is None else x.view_as(x) for x in inputs)
-    results = ctx.plan.plainly(inputs)
+    results = ctx.plan.by_autograd(inputs)
     pairs = [(r, d) for r, d in zip(results, upstream, strict=True) if d is not None]
     needed = ctx.needs_input_grad[1:]
     wanted = [x for x, n in zip(inputs, needed, strict=True) if n and x is not None]

@@ -192,7 +192,9 @@ class NativeSums(torch.autograd.Function):
             if torch.is_grad_enabled():
                 # create_graph=True: somebody differentiates this again.
                 plan = structured.plan_of(graph, tensors, valid, **options)
-                found = structured.gradients_plainly(tensors, needed, plan, _there(tensors, d_sums))
+                found = structured.gradients_by_autograd(
+                    tensors, needed, plan, _there(tensors, d_sums)
+                )
             else:
                 own = d_sums, options["energy"], ctx.kept
                 found = gradients_of_sums(graph, tensors, needed, valid, *own)

@@ -187,7 +187,7 @@ class _Sums(torch.autograd.Function):
         kept, ctx.chunks = ctx.chunks, None  # once, too: gradients are written into their memory
         with full_precision(tensors[0].device):
             if torch.is_grad_enabled():
-                return None, *gradients_plainly(tensors, needed, ctx.plan, d_sums)
+                return None, *gradients_by_autograd(tensors, needed, ctx.plan, d_sums)
             return None, *gradients_of_sums(tensors, needed, ctx.plan, d_sums, kept)
 
 
@@ -252,7 +252,7 @@ def gradients_of_sums(
     return tuple(x if need else None for x, need in zip(totals, needed, strict=True))
 
 
-def _sums_plainly(inputs: _Inputs, plan: _Plan) -> tuple[Tensor, Tensor | None]:
+def _sums_by_autograd(inputs: _Inputs, plan: _Plan) -> tuple[Tensor, Tensor | None]:
     """Compute the sums in plain autograd, which keeps the tensors of every edge."""
     gradient, degree = _no_sums(inputs, plan)
     run = _Pass(inputs, plan)
@@ -270,7 +270,7 @@ def _sums_plainly(inputs: _Inputs, plan: _Plan) -> tuple[Tensor, Tensor | None]:
     return gradient, degree
 
 
-def gradients_plainly(
+def gradients_by_autograd(
     tensors: tuple[Any, ...],
     needed: tuple[bool, ...],
     plan: _Plan,
@@ -282,7 +282,7 @@ def gradients_plainly(
     wanted = [x for x, need in zip(places, needed, strict=True) if need and x is not None]
     pairs = [
         (total, d_total)
-        for total, d_total in zip(_sums_plainly(_Inputs.of(places), plan), d_sums, strict=True)
+        for total, d_total in zip(_sums_by_autograd(_Inputs.of(places), plan), d_sums, strict=True)
         if total is not None and total.requires_grad
     ]
     outputs, given = zip(*pairs, strict=True)
