@@ -139,7 +139,7 @@ class OperationTruth:
 
 
 def edges_at(rows: Tensor, graph: ga.TokenGraph, *, from_rows_too: bool) -> ga.TokenGraph:
-    """The edges to some targets; with `from_rows_too`, as "energy" moves them, those from them too."""
+    """The edges to some targets; with `from_rows_too`, as "energy" moves them, also from them."""
     chosen = torch.zeros(graph.num_targets, dtype=torch.bool, device=graph.device)
     chosen[rows] = True
     if graph.structure is not None and graph.num_edges > 10**7:  # list the chosen rows only

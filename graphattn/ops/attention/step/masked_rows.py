@@ -1,4 +1,4 @@
-"""A few rows of attention over many keys in operations of torch: for gradients, compilers and devices.
+"""A few rows of attention over many keys in operations of torch, for gradients and compilers.
 
 One matrix of logits per row and head, whatever the mask. Nothing is read of what a row does not
 see, and distances are sums of squared differences, so that nothing cancels. On a CPU without
