@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -156,15 +156,15 @@ def argument_names(module: nn.Module) -> tuple[str, ...]:
     return tuple(p.name for p in parameters if p.kind in kinds)[1:]
 
 
-def cache_name(given: Iterable[str]) -> str | None:
-    """The name among those given by which a model hands on its cache; None where there is none.
+def cache_name(given: Mapping[str, Any]) -> str | None:
+    """Return the name under which a call hands on its cache; None where there is no cache.
 
     Example:
         >>> from graphattn.integrations.transformers.families import cache_name
-        >>> cache_name(["hidden_states", "past_key_values"])
+        >>> cache_name({"layer_past": None, "past_key_values": "a cache"})
         'past_key_values'
     """
-    return next((name for name in given if name in CACHE_NAMES), None)
+    return next((name for name in CACHE_NAMES if given.get(name) is not None), None)
 
 
 def dropout_of(module: nn.Module, family: Family) -> float:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from graphattn.integrations.transformers.attention import HARMLESS
 from graphattn.integrations.transformers.edges import SeenEdges, seen_through
 from graphattn.integrations.transformers.families import (
+    CACHE_NAMES,
     Family,
     argument_names,
     cache_name,
@@ -92,7 +93,9 @@ class Replacement(nn.Module):
                 "model collects the weights of its own attention classes only"
             )
         name = cache_name(given)
-        cache = None if name is None else given.pop(name)
+        cache = None if name is None else given[name]
+        for name in CACHE_NAMES:
+            given.pop(name, None)
         causal = given.get("is_causal")
         hidden: Tensor = given.pop("hidden_states")
         call = ReplacedCall(

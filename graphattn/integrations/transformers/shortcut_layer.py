@@ -307,9 +307,9 @@ def before_attention(attention: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     refuse_implementation(attention)
     refuse_continuous_batching(kwargs)
     name = cache_name(kwargs)
-    if name is not None and (cache := kwargs[name]) is not None:
+    if name is not None:
         x, rotations = kwargs["hidden_states"], kwargs["position_embeddings"]
-        kwargs[name] = CacheBeside(cache, *attention.krause.project(x, rotations))
+        kwargs[name] = CacheBeside(kwargs[name], *attention.krause.project(x, rotations))
     return (), kwargs
 
 
