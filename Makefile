@@ -49,15 +49,16 @@ scatter: $(NATIVE)  ## torch-scatter as an independent oracle
 
 # The plug-in supports a range of transformers; the newest is in the environment, the oldest here.
 OLDEST := build/transformers-oldest
-OLDEST_CASES ?= 3
 $(OLDEST)/.installed: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --target $(OLDEST) \
 		"transformers==5.4.0"
 	touch $@
 
+transformers-oldest: CASES = 3
 transformers-oldest: $(OLDEST)/.installed $(NATIVE)  ## the plug-in with the oldest transformers it supports
 	PYTHONPATH=$(OLDEST) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(PROCESSES) \
-		--dist worksteal --cases $(OLDEST_CASES) tests/integrations graphattn/integrations
+		--dist worksteal $(if $(filter all,$(CASES)),,--cases $(CASES)) \
+		tests/integrations graphattn/integrations
 
 bench: $(NATIVE)  ## every operation beside its peers
 	$(BIN)/graphattn bench
