@@ -300,7 +300,7 @@ def _tell(
 
 @contextmanager
 def _aside(output: Any) -> Iterator[None]:
-    """Run a computation that is not watched, has no gradient, and keeps its precision."""
+    """Leave a block of code out of watching, gradients and autocast."""
     first = output[0] if isinstance(output, tuple) else output
     device = first.device.type
     with ExitStack() as stack:

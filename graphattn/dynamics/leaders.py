@@ -142,7 +142,7 @@ def _by_attention(trajectory: Trajectory, step: int) -> Received:
 
 
 def _by_edge(weights: Any, graph: TokenGraph) -> Received:
-    """Find leaders from one weight per edge."""
+    """Return a function that sums the weights tokens receive, from one weight per edge."""
     if not isinstance(weights, Tensor) or weights.shape != (graph.num_edges,):
         got = list(weights.shape) if isinstance(weights, Tensor) else type(weights).__name__
         raise ValueError(

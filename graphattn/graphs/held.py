@@ -434,7 +434,7 @@ class HeldGraph:
 
     @property
     def own_positions(self) -> tuple[Tensor, Tensor] | None:
-        """Return positions of targets and sources after :meth:`permute`; None where both just count
+        """Positions of targets and of sources after :meth:`permute`; None where both just count
         up.
         """
         return None if self._own_positions is None else (self.positions, self.source_positions)
@@ -605,7 +605,7 @@ def _own_positions(
 
 
 def _saved_positions(state: dict[str, Any]) -> tuple[Tensor, Tensor] | None:
-    """Read positions from a file of anybody's, or of a version that knew none."""
+    """Return saved positions, checked; None where a file of an earlier version has none."""
     of_targets = state.get("_own_positions")
     if of_targets is None:
         return None

@@ -128,7 +128,7 @@ class _Mask:
 
     @classmethod
     def of(cls, mask_mod: Any, num_targets: Any, num_sources: Any, device: Any) -> _Mask:
-        """Make one from checked arguments."""
+        """Make a mask from checked arguments."""
         from torch.nn.attention.flex_attention import BlockMask
 
         if isinstance(mask_mod, BlockMask):

@@ -36,7 +36,7 @@ class LayerRow(NamedTuple):
 
     @property
     def pattern(self) -> str:
-        """Describe the graph that each token sees."""
+        """Description of the tokens that each token sees."""
         return self.neighborhood or pattern_of(self.graph)
 
 

@@ -183,7 +183,7 @@ class ProteinScores(TokenModel):
         return torch.stack(scores) if scores else torch.zeros(0)
 
     def _check_steps(self) -> None:
-        """Refuse nothing: there are no steps."""
+        """Refuse steps of generation, which a model of proteins does not have."""
         raise ValueError(
             f"a {type(self).__name__} cannot go token by token: residues see those after them, and "
             "others in space. Call it"

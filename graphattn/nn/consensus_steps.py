@@ -19,7 +19,7 @@ from graphattn.ops.consensus.step import step_kernel
 
 
 class CompiledSteps(StreamingLayer):
-    """Facts of a consensus layer that compiled steps need.
+    """Base of consensus layers whose steps compiled code can run.
 
     The layer says in operations of torch what a step is; here is the same, for one token, by one
     call. What somebody put into a layer, a projection or a first layer, runs as it is.

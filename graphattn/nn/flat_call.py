@@ -144,7 +144,7 @@ def flat_linear_call(
 
 
 def _linear_call(layer: LinearAttention, x: Tensor, graph: TokenGraph) -> tuple[Any, ...] | None:
-    """Check a kind of call once; None where all go the long way."""
+    """Return what calls of a kind share; None where all go the long way."""
     try:
         layer.prepare(x, x, layer.context_dim, graph, None)
         eps = as_float("eps", layer.eps, positive=False)
@@ -217,7 +217,7 @@ def _is_as_shipped_network(network: Any) -> bool:
 
 
 def _consensus_call(layer: Any, x: Tensor, graph: TokenGraph) -> FlatConsensus | None:
-    """Check a kind of call once; None where all go the long way."""
+    """Return what calls of a kind share; None where all go the long way."""
     network = layer.edge_net
     try:
         layer.prepare(x, x, layer.dim, graph, None)
@@ -250,7 +250,7 @@ def _consensus_call(layer: Any, x: Tensor, graph: TokenGraph) -> FlatConsensus |
 
 
 def _call(layer: GraphAttention, x: Tensor, context_dim: int, graph: TokenGraph) -> FlatCall | None:
-    """Check a kind of call once; None where all go the long way."""
+    """Return what calls of a kind share; None where all go the long way."""
     try:
         layer.prepare(x, x, context_dim, graph, None)
         rotations = layer.rotations(x, x, graph, None)

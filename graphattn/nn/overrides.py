@@ -122,7 +122,7 @@ def is_ours(cls: type) -> bool:
 
 
 def own_methods(layer: Any, names: tuple[str, ...], *twins: str) -> tuple[str, ...]:
-    """Return those of `names` that an instance has as attributes, or its class since then."""
+    """Return those of `names` that were replaced in an instance, or in its class since then."""
     cls, attributes = type(layer), vars(layer)
     methods = cls.class_overrides.methods
     found: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""Cache of linear attention: sums over the tokens it has seen: sums over them, and none of them."""
+"""Cache of linear attention: sums over the tokens it has seen, and none of these tokens."""
 
 from __future__ import annotations
 

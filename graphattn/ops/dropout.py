@@ -72,7 +72,7 @@ class Kept(NamedTuple):
     edges: Tensor
 
     def weights(self, weights: Tensor) -> Tensor:
-        """Return the factors of weights, 0 where dropped, and otherwise 1 / (1 - p): the mean over
+        """Drop weights to 0, and divide the others by 1 - p: the mean over
         draws stays.
         """
         return weights.masked_fill(~self.edges, 0) / (1 - self.p)

@@ -40,7 +40,7 @@ class Cut(NamedTuple):
         return ((token - self.start + 1) * self.number - 1) // (self.stop - self.start)
 
     def rows(self, length: int, first: int) -> Tensor:
-        """Return the cells of `length` tokens, token 0 being number `first`."""
+        """Return which of `length` tokens are cut up here, token 0 being number `first`."""
         low, high = max(0, self.start - first), min(length, self.stop - first)
         return torch.arange(low, max(low, high))
 

@@ -67,7 +67,7 @@ def check_newest(folder: Path) -> None:
 
 
 def _what_is_wrong(file: Path) -> str | None:
-    """Describe a fault that the ends of a file show: that it is there, and was not cut off."""
+    """Describe what is wrong with a file: missing, or cut off, which its ends show."""
     from safetensors import SafetensorError, safe_open
 
     if not file.is_file():

@@ -27,7 +27,7 @@ OVER = ("finished", "diverged")  # a run that is a result already
 
 @dataclass(frozen=True)
 class Run:
-    """Files that a training run has left in its folder.
+    """Record of a training run, read from its folder.
 
     Attributes:
         path: the folder.

@@ -86,7 +86,7 @@ class Examples(Sequence[Example]):
 
     @property
     def fingerprint(self) -> str:
-        """Return the fingerprint of the data that the windows are cut from: a run does not go on
+        """Fingerprint of the data that the windows are cut from: a run does not go on
         with others.
         """
         found: str = self.windows.part.corpus.fingerprint

@@ -363,7 +363,7 @@ class GraphTrainer(Trainer):
 
 
 class _Flow(TrainerCallback):
-    """Decide when a run stops, and its last actions."""
+    """Callback that decides when a run stops, and what it does last."""
 
     def __init__(self, trainer: GraphTrainer) -> None:
         self.trainer = trainer

@@ -170,7 +170,7 @@ def _describe(case: BandCase, bands: BandSchedule, tokens: int, launch: Launch) 
 
 
 def _edges(row: list[int]) -> int:
-    """Return the configuration for one sequence."""
+    """Count the edges of one sequence."""
     _, targets, _, sources, _, before, after, _ = row
     i = torch.arange(targets)
     low, high = (i - before).clamp(min=0), (i + after + 1).clamp(max=sources)

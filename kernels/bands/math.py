@@ -72,10 +72,7 @@ def store_tile(
 
 @triton.jit
 def row_pointers(p_first, i_row, i_step, BLOCK: tl.constexpr, STRIDED: tl.constexpr):
-    """Return pointers to the numbers of rows i_row, i_row + 1, ...
-
-    lie: one number a token, [BLOCK].
-    """
+    """Return pointers to the numbers of rows from i_row on: one number a token, [BLOCK]."""
     o_row = tl.arange(0, BLOCK)
     if STRIDED:
         p_rows = p_first + (i_row + o_row) * i_step

@@ -48,7 +48,7 @@ class Prediction(NamedTuple):
 
     @property
     def limit(self) -> str:
-        """Name the limit that the largest belongs to."""
+        """Name of the limit that takes the longest time."""
         names = ("bytes", "gathers", "matrix", "issue slots", "special functions")
         return names[self.index(max(self))]
 

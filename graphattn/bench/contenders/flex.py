@@ -215,7 +215,7 @@ def kept_in_window(x: AttentionInputs) -> Tensor:
 
 
 def looked_up(mask: Tensor) -> Contains:
-    """Look up the pairs of a list of edges: its dense mask."""
+    """Return a test of pairs by the dense mask of a list of edges."""
     return lambda i, j: mask[i, j]
 
 

@@ -38,7 +38,7 @@ class Tables(NamedTuple):
 
     @property
     def places(self) -> int:
-        """Count the places in all tables, edges or not."""
+        """Number of places in all tables, edges or not."""
         return sum(table.ends.numel() for table in self.tables)
 
 

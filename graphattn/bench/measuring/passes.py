@@ -27,7 +27,7 @@ class Timing(NamedTuple):
 
     @property
     def median(self) -> float:
-        """Return the median of all rounds; of nine or more, the least of the medians of three parts
+        """Median of all rounds; of nine or more, the least of the medians of three parts
         of them.
 
         A machine that is busy for a while, during one part, shows in the spread.

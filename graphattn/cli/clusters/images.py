@@ -113,7 +113,7 @@ def read_mask(
 def _classes(
     file: Path, centre: NDArray[np.int64], values: set[int], indexed: bool
 ) -> tuple[NDArray[np.int64], bool, str | None]:
-    """Name the classes of the numbers of a mask."""
+    """Return the classes of a mask's pixels, as its numbers are read."""
     note, others = None, sorted(values - {0, BOUNDARY})
     if {1, 2} <= values <= set(PET):
         classes = np.select([centre == value for value in PET], list(PET.values()))

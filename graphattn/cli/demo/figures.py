@@ -81,7 +81,7 @@ def _graphs(sample: Sample, path: Path) -> Picture:
 
 
 def _first(lengths: tuple[int, ...], room: int) -> tuple[int, ...]:
-    """Return the first `room` tokens of the packed sequences, shared evenly."""
+    """Return how many tokens of every packed sequence are shown, `room` shared evenly."""
     each = room // max(len(lengths), 1)
     return tuple(min(length, each) for length in lengths)
 

@@ -226,7 +226,7 @@ def frequency_losses(log_share: Tensor, batches: Sequence[MaskedBatch]) -> Tenso
 
 
 def standard_error(difference: Tensor, group: Tensor) -> float:
-    """Return the standard error of a mean of differences [n], which a `group` [n] may share.
+    """Return the standard error of a mean of differences [n] that correlate within a group.
 
     Cluster-robust: deviations are added up in each group before they are squared (Cameron and
     Miller 2015, *A Practitioner's Guide to Cluster-Robust Inference*, of a regression on 1).

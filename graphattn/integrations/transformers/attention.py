@@ -150,7 +150,7 @@ class CallLogits(NamedTuple):
         return given | {"sigma": scale**-0.5 if sigma is None else sigma}
 
     def of_pairs(self, features: int) -> all_pairs.Logits:
-        """Return the weights of all pairs."""
+        """Return how the logits of all pairs are formed."""
         scale = features**-0.5 if self.scaling is None else self.scaling
         options, rest = self.options, (self.softcap, self.sink, self.dropout)
         if options.mixer == "dot":

@@ -255,7 +255,7 @@ def equal_bands(structure: GraphStructure | None) -> tuple[Band, ...]:
 
 
 def shift_of(structure: GraphStructure | None) -> int:
-    """Return the offset of a section's targets against sources of the same number."""
+    """Return how much further on a section's targets stand than sources of the same number."""
     return structure.shift if isinstance(structure, Section) else 0
 
 

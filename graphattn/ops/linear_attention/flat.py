@@ -20,7 +20,7 @@ from graphattn.ops.linear_attention.sums import plain_sums, sums_over_graph
 
 
 class FlatLinear(NamedTuple):
-    """Call without its tensors.
+    """Facts that plain calls of linear attention share.
 
     Attributes:
         shape: [B, N, H, D] of queries, keys and values.

@@ -132,7 +132,7 @@ def known_call(
     rotation: Rotation | None,
     keeps_scale: bool,
 ) -> FlatCall | None:
-    """Check a kind of call, of tokens like these [*, N, F]; None where compiled code does not run
+    """Return what calls of tokens like these [*, N, F] share; None where compiled code does not run
     them.
 
     Their score is a constant that they share, too, where the call `keeps_scale`.

@@ -84,8 +84,8 @@ class _Chunked:
         return out, lse[..., 0]
 
     def _attend_again(self, chunk: Chunk, inputs: Inputs, finite: bool) -> tuple[Tensor, Tensor]:
-        """Attend within a chunk once more; with a score of somebody's own its pairs are computed
-        again later.
+        """Attend within a chunk; with a score of somebody's own its pairs are computed again in
+        the backward.
         """
 
         def attend() -> tuple[Tensor, Tensor]:
@@ -174,6 +174,6 @@ class RowPlan(_Chunked):
 
 
 def _flat(inputs: Inputs) -> Inputs:
-    """Attend with biases of all pairs in one dimension: a view."""
+    """Return inputs with biases of all pairs in one dimension: a view."""
     bias = inputs[4]
     return *inputs[:4], bias.flatten(1, 2) if bias is not None and bias.dim() == 4 else bias

@@ -55,7 +55,7 @@ class PairScores:
         raise NotImplementedError
 
     def hidden(self, x: Tensor, keep: Tensor | None) -> Tensor:
-        """Hide the scores of pairs that are not kept and may hold NaN, by 0."""
+        """Replace `x` by 0 at pairs that are not kept, where it may be NaN."""
         return x if self.finite or keep is None else torch.where(keep, x, 0)
 
     def rows(self, place: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:

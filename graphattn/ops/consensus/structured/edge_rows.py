@@ -156,7 +156,10 @@ class EdgeRows:
     def logit_gradients(
         self, d: Tensor, e: Tensor, along_d: Tensor, along_e: Tensor, d_strength: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Return gradients of e . R d and of alpha + beta before their softplus, [k, n, h]."""
+        """Return gradients with respect to the logits of alpha and beta, [k, n, h].
+
+        Differentiated are e . R d, and alpha + beta where degrees are wanted.
+        """
         d_alpha = (d * e).sum(-1)
         d_beta = (along_d * along_e * self.per_square).sum((-2, -1)).div_(self.rank)
         if d_strength is not None:
