@@ -1,5 +1,4 @@
-"""Dynamics of attention without learned weights: iterate it without any weights, and look at the
-clusters.
+"""Dynamics of attention without any weights: iterate it, and look at the clusters.
 
 No layer is trained, none is even made. A cloud of tokens moves along a token graph::
 

@@ -15,8 +15,7 @@ from graphattn.spectral.energy import as_signal, edges_of
 
 
 def filter_response(eigenvalues: Tensor, step_size: float) -> Tensor:
-    r"""Compute the factor that one step applies to modes with these eigenvalues: :math:`1 - 2 \eta
-    \lambda`.
+    r"""Compute the factor of one step on modes of these eigenvalues, :math:`1 - 2 \eta \lambda`.
 
     A consensus step is the filter H = I - 2 eta L, so n steps keep the n-th power of this. Below 0
     a mode changes sign with every step; below -1 it grows. Drawn by

@@ -22,8 +22,9 @@ from graphattn.graphs.arguments import as_int
 
 
 class Corpus:
-    """Corpus that models learn from: records of tokens, or images. :func:`load_corpus` makes one of
-    files.
+    """Corpus that models learn from: records of tokens, or images.
+
+    :func:`load_corpus` makes one of files.
 
     The records lie in Arrow files that are mapped into memory, so that a corpus may be larger than
     the memory, and what is read of a record is no more than what is asked for. ``corpus[i]`` is a

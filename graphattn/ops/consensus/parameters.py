@@ -14,8 +14,7 @@ def as_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class FirstLayer(NamedTuple):
-    """First layer of hidden vectors, still to be applied: ``weight y + bias`` for every token and
-    group of heads.
+    """First layer that is still to be applied: ``weight y + bias`` per token and group of heads.
 
     Given in the place of hidden vectors, which are several times as large as the tokens, it lets
     the fused backend form them piece by piece, and again in the backward, instead of keeping them.
