@@ -1,4 +1,4 @@
-"""Where kernels are tested: `pytest` interprets them on the CPU, `--device cuda` runs them."""
+"""Options of the tests: `pytest` interprets kernels on the CPU, `--device cuda` runs them."""
 
 import gc
 import importlib

@@ -48,7 +48,10 @@ def documented_names() -> Counter[str]:
 
 
 def members_of(module: str) -> list[str]:
-    """What `automodule` with `:members:` documents: what has a docstring of its own."""
+    """List the functions and classes of a module, which `automodule` with `:members:` documents.
+
+    They have docstrings of their own.
+    """
     found = importlib.import_module(module)
     objects = {name: getattr(found, name) for name in public_names(found)}
     return [n for n, o in objects.items() if inspect.isroutine(o) or inspect.isclass(o)]

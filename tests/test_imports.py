@@ -18,7 +18,7 @@ KERNELS = ROOT.parent / "kernels"
 
 
 def in_fresh_interpreter(code: str) -> str:
-    """What `code` prints in a new Python, started away from the repository."""
+    """Run `code` in a new Python, started away from the repository, and return what it prints."""
     run = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT.anchor, check=False
     )
@@ -250,14 +250,17 @@ def files_in_circles(arrows: dict[str, set[str]]) -> set[str]:
 
 
 def test_no_file_imports_itself_by_way_of_others():
-    """At the top, in functions and for type checkers: whoever reads one file reads it alone."""
+    """Imports at the top, in functions and for type checkers count: a file can then be read alone.
+
+    The files in IN_CIRCLES are exceptions.
+    """
     arrows = {name: (imported_modules(name) & set(MODULES)) - {name} for name in MODULES}
     assert "graphattn.graphs.held" in arrows["graphattn.graphs.orders"]
     assert files_in_circles(arrows) == IN_CIRCLES
 
 
 def test_circles_are_found_over_any_number_of_files():
-    """Or the test above says nothing."""
+    """A search that missed circles would let every set of imports pass."""
     arrows = {"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a", "e"}, "e": set(), "f": {"f"}}
     assert files_in_circles(arrows) == {"a", "b", "c", "f"}
     del arrows["c"]
@@ -403,7 +406,7 @@ def test_a_name_of_a_file_does_not_repeat_the_family(family):
 
 
 def test_no_two_classes_or_kernels_have_one_name():
-    """What a report or a traceback names is found by its name."""
+    """A report or a traceback gives a name alone, and that must be enough to find the code."""
     names: Counter[str] = Counter()
     for path in kernel_modules().values():
         for node in ast.parse(path.read_text()).body:

@@ -1929,7 +1929,7 @@ def copy_of_the_checkout(folder: Path) -> Path:
 
 
 def run_tests(folder: Path, tests: list[str]) -> subprocess.CompletedProcess[str]:
-    """Those tests, in the copy, on the copy; the first failure ends the run."""
+    """Run tests in a copy of the checkout, on the copy's code; the first failure ends the run."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTEST_ADDOPTS"}
     environment |= {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
     return subprocess.run(

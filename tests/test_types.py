@@ -1,4 +1,4 @@
-"""What a user's type checker is told, of an installation from a wheel and of an editable one."""
+"""Messages of a user's type checker, for installations from a wheel and for editable ones."""
 
 import importlib.util
 import os
@@ -132,7 +132,7 @@ def test_a_user_s_type_checker_sees_every_type_and_every_mistake(checkout, tmp_p
 
 @pytest.mark.long
 def test_our_own_lint_looks_into_the_kernels(tmp_path, request):
-    """With the settings of pyproject.toml, as `make lint` runs."""
+    """Types of kernels are checked with the settings of pyproject.toml, as `make lint` does."""
     file = tmp_path / "call.py"
     file.write_text(
         "from graphattn.kernels.shared.launch import why_not_heads\nwhy_not_heads('nonsense', 3)\n"

@@ -6,7 +6,7 @@ import pytest
 import words
 
 
-@pytest.mark.parametrize("folder", ["graphattn", "kernels", "examples"])
+@pytest.mark.parametrize("folder", ["graphattn", "kernels", "examples", "tests"])
 def test_first_sentences_begin_with_a_verb_or_a_noun(folder: str) -> None:
     assert not [str(beginning) for beginning in words.found((folder,))]
 

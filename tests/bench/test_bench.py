@@ -150,7 +150,10 @@ def inputs_of(name: str):
 
 @pytest.mark.parametrize("name", CASES)
 def test_every_contender_of_a_case_is_right(name):
-    """Those that are installed; KeOps and others may be missing."""
+    """Every contender of a case that is installed is right to 1e-5.
+
+    KeOps and others may be missing.
+    """
     case = CASES[name]
     x = inputs_of(name)
     checked = 0
@@ -413,7 +416,10 @@ def test_a_target_is_judged_by_what_it_says(target, of, measured, met):
 
 
 def test_a_ratio_is_the_median_of_the_rounds():
-    """Both sides of a ratio are slow while the machine is busy: medians of times would give 3."""
+    """A ratio of two contenders is the median of the ratios of single rounds.
+
+    Both sides of a ratio are slow while the machine is busy: medians of times would give 2.8.
+    """
     top, bottom = measure.Timing([2.0, 30.0, 6.0, 8.0]), measure.Timing([1.0, 15.0, 3.0, 2.0])
     median, spread = measure.ratio_of_rounds(top, bottom)
     assert median == 2.0
@@ -751,7 +757,7 @@ def test_a_batch_is_judged_by_its_last_sequence_too():
     ids=MODELS,
 )
 def test_the_models_have_as_many_parameters_as_the_papers_say(dim, heads, dot, gka):
-    """In millions, rounded as Projection-Free Transformers prints them."""
+    """Models have as many million parameters as Projection-Free Transformers prints, rounded."""
     with torch.device("meta"):
         counts = {
             mixer: sum(

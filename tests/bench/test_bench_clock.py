@@ -205,7 +205,7 @@ def test_threads_and_speed_are_recorded_and_older_records_have_none(tmp_path):
 
 
 def workload(case, entry) -> tuple[object, ...]:
-    """What is computed: the run, and the inputs of attention that it is given."""
+    """Describe what is computed: the run, and the inputs of attention that it is given."""
     x = case.make({**entry.size, "features": 1}, CPU, torch.float32)
     assert isinstance(x, AttentionInputs)
     shape = (*x.query.shape[:-1], entry.size["features"])

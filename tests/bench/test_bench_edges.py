@@ -84,7 +84,11 @@ def test_irregular_stands_for_all_of_them_and_the_search_that_makes_such_graphs(
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("is_dot", [False, True], ids=["distance", "dot product"])
 def test_attention_without_one_edge_of_the_first_target_is_wrong(name, is_dot):
-    """Of all targets that one is always looked at: it is the class token or a global one."""
+    """Attention without one edge of the first target is found to be wrong.
+
+    Of all targets that one is always looked at: it is the class token or a global one, if there is
+    any.
+    """
     x = inputs_of(name)
     truth = gate.truth_of(x, backward=True, dot_product=is_dot)
     attend = ours.dot_product if is_dot else ours.rbf

@@ -47,7 +47,7 @@ def inputs_of(name: str, **size: int) -> inputs.AttentionInputs:
 
 @pytest.fixture
 def uncompiled(monkeypatch):
-    """And with gradients, which torch refuses on a CPU."""
+    """Run FlexAttention uncompiled and with gradients, which torch refuses on a CPU."""
     monkeypatch.setattr(flex, "compiled", lambda function: function)
     monkeypatch.setattr(flex, "operands", fused_attention.by_head)
     monkeypatch.setattr(attention, "_validate_device", lambda *_: None)
@@ -69,7 +69,10 @@ def test_flex_attention_with_the_mask_of_the_graph_is_the_same_attention(name, s
 
 @pytest.mark.parametrize("name", [name for name in SIZES if name not in ("complete", "gka")])
 def test_the_blocks_that_hold_edges_are_those_that_all_pairs_give(name, monkeypatch):
-    """On a CPU they are found from the edges; torch's own way looks at every pair."""
+    """Blocks that are listed from the edges are those that a look at every pair gives.
+
+    The edges are used on a CPU; torch's own way looks at every pair.
+    """
     monkeypatch.setattr(flex, "compiled", lambda function: function)
     monkeypatch.setattr(flex, "block_size", lambda x: 128)
     x = inputs_of(name)

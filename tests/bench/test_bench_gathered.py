@@ -82,7 +82,11 @@ def test_a_few_wide_rows_do_not_widen_the_others():
 @NEEDS_COMPILER
 @pytest.mark.parametrize("name", ["nearest", "class token"])
 def test_what_is_compiled_adds_nothing_atomically(name, monkeypatch):
-    """With two threads; one that adds alone needs no atomic adds anyhow."""
+    """The compiled contender that gathers has no atomic adds, with two threads.
+
+    One thread that adds alone needs none anyhow. The compiled scattering contender has them, so
+    they would be found.
+    """
     from torch._inductor.utils import run_and_get_code
 
     monkeypatch.setattr(gathered, "needs_compiler", lambda device: None)

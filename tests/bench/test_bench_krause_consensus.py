@@ -101,7 +101,11 @@ def test_what_is_chosen_before_is_looked_for_in_windows_only():
 
 
 def test_masked_dense_chooses_by_distances_in_float32():
-    """In bfloat16 alone sources are equally far from a target that are not: more than k stay."""
+    """Masked dense attention in bfloat16 chooses its top-k by distances in float32.
+
+    In bfloat16 alone, sources at different distances from a target seem equally far: more than k
+    stay.
+    """
     x = inputs_of("krause", {**KRAUSE, "tokens": 512, "window": 256, "top_k": 192}, torch.bfloat16)
     weight = contenders.masked_dense(
         replace(x, value=torch.eye(512, dtype=torch.bfloat16)[:, None].expand(-1, 2, -1))
@@ -164,7 +168,10 @@ def test_a_layer_without_the_gradient_of_a_weight_is_wrong(part):
 
 @pytest.mark.long
 def test_both_are_kept_whole_when_compiled():
-    """By the half of torch.compile that needs no C++ compiler; nothing falls out of the graph."""
+    """Consensus contenders, the step and the layer, are right when compiled as one whole graph.
+
+    They are compiled by the half of torch.compile that needs no C++ compiler.
+    """
     for name, run, function in (
         ("consensus", consensus_contenders._consensus_of, consensus_contenders._consensus_step),
         ("consensus-layer", consensus_contenders._consensus_layer_of,

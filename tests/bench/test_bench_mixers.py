@@ -41,7 +41,7 @@ def inputs(mixer: str, **changes: int) -> mixers.MixerInputs:
 
 
 def gradients(run, x):
-    """Of all parameters that a run has read, by name."""
+    """Compute the gradients of all parameters that a run has read, by name."""
     out = run(x)
     read = leaves(out)
     found = torch.autograd.grad(out, read, torch.ones_like(out))
@@ -64,7 +64,10 @@ def test_every_mixer_of_the_models_has_a_case_at_both_lengths():
 
 @pytest.mark.parametrize("mixer", MIXERS)
 def test_the_parts_of_a_model_are_those_of_the_model(mixer):
-    """The same features; and a weight gets its gradient from either part, or from both in sum."""
+    """The parts of a model give its features, and gradients that add up to its gradients.
+
+    A weight gets its gradient from either part, or from both in sum.
+    """
     x = inputs(mixer)
     whole = gradients(WholeRun(), x)
     torch.testing.assert_close(RestRun()(x), WholeRun()(x), rtol=0, atol=0)
@@ -135,7 +138,10 @@ def test_a_run_uses_the_backend_that_it_names(backend, monkeypatch):
 
 @pytest.mark.parametrize("mixer", MIXERS)
 def test_a_model_is_judged_by_the_readable_backend(mixer, monkeypatch):
-    """Of a token that sees none of those that the truth leaves out."""
+    """The truth that judges a model is what the readable backend gives for one of its tokens.
+
+    That token sees none of the tokens that the truth leaves out.
+    """
     monkeypatch.setattr(mixers, "CHECKED", 20)
     x = inputs(mixer)
     truth = MixerTruth(x)
@@ -215,7 +221,11 @@ def test_a_model_takes_three_passes_and_no_more():
 
 @pytest.mark.parametrize("size", ["small", "paper"])
 def test_models_are_timed_three_times_but_at_the_small_size(size, monkeypatch, tmp_path):
-    """There a pass takes a millisecond: it is timed as every other, after one that nobody times."""
+    """Models are timed by three passes and no others, except at the small size.
+
+    At that size a pass takes a millisecond: it is timed as every other, after one that nobody
+    times.
+    """
     case = replace(
         mixer_cases.mixer_case("gka", 2048),
         sizes=dict.fromkeys(("small", "paper"), SIZE),

@@ -1,4 +1,4 @@
-"""What the demo trains on, what it holds out, and what it says of the result."""
+"""Check the data that the demo trains on or holds out, and what it says of the result."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def pdb_of(sequence: str, chain: str = "A", seed: int = 0) -> str:
 
 @pytest.fixture(autouse=True)
 def small_batches(monkeypatch):
-    """What is tested does not depend on their size, and the time does."""
+    """Make batches small, which saves time and changes nothing that is tested."""
     monkeypatch.setattr(pieces, "BATCH", 4)
     monkeypatch.setattr(training, "CHOOSING_TOKENS", 512)
     monkeypatch.setattr(training, "JUDGING_TOKENS", 1024)

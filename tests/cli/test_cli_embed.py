@@ -187,7 +187,10 @@ def test_dna_is_warned_of_and_gzip_is_read(folder):
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes with a name")
 @pytest.mark.parametrize("is_packed", [False, True])
 def test_a_pipe_is_read_as_the_file_that_it_holds(folder, is_packed):
-    """It can be read but once, and the command looks at its content first."""
+    """A named pipe gives the embeddings, and the errors, of the file that it holds.
+
+    A pipe can be read but once, and the command looks at its content first.
+    """
     assert embed(fasta(), "--model", folder).exit_code == 0
     name = "pipe.gz" if is_packed else "pipe"
     os.mkfifo(name)

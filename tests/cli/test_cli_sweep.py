@@ -32,7 +32,10 @@ def run(*arguments: str | Path) -> Result:
 
 @pytest.fixture
 def formula(monkeypatch: pytest.MonkeyPatch) -> list[RunConfig]:
-    """In the place of trainings: dot diverges from 0.1 on, and all configs are kept."""
+    """Put a formula in the place of training, and keep all configs that it is given.
+
+    The mixer dot diverges at learning rates from 0.1 on.
+    """
     seen: list[RunConfig] = []
 
     def train(config: RunConfig) -> Run:

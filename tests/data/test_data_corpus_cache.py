@@ -1,4 +1,4 @@
-"""What was read is kept: used again while it is right, never half, and in bounded memory."""
+"""A corpus that was read is kept: used again while it is right, never half, in bounded memory."""
 
 import os
 import random
@@ -19,7 +19,10 @@ pytest.importorskip("datasets", reason="corpora are kept with datasets")
 
 
 def run(code: str, **environment: str) -> str:
-    """What a fresh interpreter prints; it must succeed and write nothing to stderr."""
+    """Run `code` in a fresh interpreter, and return what it prints.
+
+    It must succeed and write nothing to stderr.
+    """
     found = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)],
         env=os.environ | environment,

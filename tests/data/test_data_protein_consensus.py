@@ -39,7 +39,7 @@ def layer_and_tokens(positions: Tensor, **options: Any) -> tuple[Any, Tensor]:
 
 
 def graphs(positions: Tensor) -> list[ga.TokenGraph]:
-    """Of the eight nearest residues in space, and of neighbours along the chain."""
+    """Make the graphs of the eight nearest residues in space and of neighbours along the chain."""
     return [ga.knn_graph(positions, k=8), ga.window_path_graph(len(positions), 3)]
 
 

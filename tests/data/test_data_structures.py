@@ -246,7 +246,11 @@ def test_locations_of_a_whole_loop_one_after_the_other_are_one_loop(structure_of
 
 
 def test_chains_without_names_keep_their_residues_with_locations(structure_of):
-    """The same locations again, or none: residues of another chain that has no name, either."""
+    """A second chain without a name keeps its residues, though their numbers repeat.
+
+    The two residues 1 have the same alternate locations, and one of the two residues 2 has none: no
+    two of them can be one residue.
+    """
     first = [pdb_line(number=n, chain=" ", altloc=a) for n, a in [(1, "A"), (1, "B"), (2, " ")]]
     second = [pdb_line(number=n, chain=" ", altloc=a) for n, a in [(1, "A"), (1, "B"), (2, "B")]]
     assert structure_of("\n".join([*first, *second])).residue_numbers.tolist() == [1, 2, 1, 2]

@@ -196,7 +196,7 @@ def test_an_inserted_residue_behind_a_hole_is_of_the_same_chain() -> None:
 
 
 def test_no_window_is_long_enough_for_another_chain() -> None:
-    """Also one that is longer than the places between two chains."""
+    """No window joins two chains, even if it is longer than the places between them."""
     numbers, index = torch.arange(1, 5).repeat(2), torch.arange(8) // 4
     places = 3.8 * torch.arange(8.0)[:, None] * torch.eye(3)[:1]
     structure = Structure("A" * 8, places, index, ("A", "B"), numbers)
@@ -211,7 +211,11 @@ def test_no_window_is_long_enough_for_another_chain() -> None:
 
 
 def test_a_chain_that_starts_again_far_away_is_another_one() -> None:
-    """As in files without chain names: numbers fall, and nothing joins the residues."""
+    """Residues whose numbers start again far away are another chain.
+
+    If they are as near as joined residues are, the chain goes on. Files without chain names need
+    this.
+    """
     numbers = [1, 2, 3, 1, 2, 3]
     structure = line_of_residues(numbers)
     places = structure.ca_positions.clone()

@@ -52,7 +52,7 @@ def test_no_helix_runs_from_chain_to_chain() -> None:
 
 
 def test_no_helix_runs_over_a_break_of_a_chain() -> None:
-    """Where residues are missing by their numbers, both sides are what two chains are."""
+    """No helix runs over a gap in the residue numbers: its two sides count as two chains."""
     places, numbers = helix(20), torch.arange(1, 21)
     whole = Structure("A" * 20, places, residue_numbers=numbers)
     for start in (3, 9, 10, 16):
@@ -91,7 +91,10 @@ def recorded(path: Path, structure: Structure) -> Tensor:
 def test_helices_and_strands_are_mostly_those_of_the_entries(
     real_file: Callable[[str], Path],
 ) -> None:
-    """Their records are by hydrogen bonds (DSSP), and longer: P-SEA sees C-alpha atoms alone."""
+    """Helices and strands found by P-SEA are mostly those that the entries record.
+
+    Records are by hydrogen bonds (DSSP), and longer: P-SEA sees C-alpha atoms alone.
+    """
     pairs = []
     for entry in ("1aki", "3o5r", "5l33", "6mrr", "1k6p", "1dix", "1o1z", "5zng"):
         path = real_file(f"structure/pdb/{entry}.pdb")

@@ -216,7 +216,7 @@ def test_on_and_off_differ_and_the_switch_leaves_nothing_behind():
 
 
 def test_one_head_in_place_is_the_rule_of_simulate():
-    """The same update as `simulate`'s, before it standardises."""
+    """One head, scaled in place, has the update that `simulate` has before it standardises."""
     from graphattn.dynamics.simulate import as_rule
 
     x = states_of(N, C)

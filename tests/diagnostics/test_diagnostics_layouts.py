@@ -1,4 +1,4 @@
-"""Whose tokens a block's states are, and in which order, against spectra of states cut by hand."""
+"""Layouts of a block's states: whose tokens, and in which order, against states cut by hand."""
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ def ranks(x, padding=None):
 
 
 def outputs_of(model, names, *inputs, **keywords):
-    """What the blocks return, on torch's slow path."""
+    """Return the outputs of the named blocks, on torch's slow path."""
     found, modules = {}, dict(model.named_modules())
 
     def keep(name):

@@ -1,4 +1,4 @@
-"""Whose padding counts in a recorded call, and what its outputs are, against plain formulas."""
+"""Padding that counts in a recorded call, and the outputs of the call, against plain formulas."""
 
 import pytest
 import torch

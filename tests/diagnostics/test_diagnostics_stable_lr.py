@@ -228,7 +228,7 @@ def test_tiny_learning_rates_do_not_drown_in_float32():
 
 
 def test_decoupled_weight_decay_is_part_of_the_step():
-    """At a minimum of the loss AdamW still shrinks the parameters: uphill."""
+    """AdamW shrinks the parameters even at a minimum of the loss: uphill, so no step is stable."""
     model = Point(torch.tensor([2.0, 2.0], dtype=torch.float64))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.5)
     shifted = lambda m, b: ((m.theta - 2 - 1e-12) ** 2).sum()  # noqa: E731
@@ -360,7 +360,7 @@ def test_the_default_protocol_takes_35_batches_and_records_25():
 
 
 def test_moments_are_warmed_without_a_step_and_bias_correction_counts_from_6():
-    """With the same gradient in every batch Adam's step is its sign, whatever the count."""
+    """Adam's step is the sign of a gradient that all batches share, whatever the count."""
     model = Point(torch.tensor([3.0, -4.0], dtype=torch.float64))
     adam = torch.optim.Adam(model.parameters(), lr=0.5, eps=0.0)
     seen = []

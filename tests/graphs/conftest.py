@@ -1,4 +1,4 @@
-"""What every token graph promises, checked against a mask written out by hand."""
+"""Promises of every token graph, checked against a mask written out by hand."""
 
 import copy
 import itertools

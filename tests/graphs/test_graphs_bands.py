@@ -200,7 +200,7 @@ def test_tiles_cover_every_token_exactly_once(graph: ga.TokenGraph, rows: int) -
 def test_pairs_of_tiles_are_those_a_program_goes_over(
     graph: ga.TokenGraph, rows: int, columns: int
 ) -> None:
-    """From the first token that somebody of a tile reaches to the last, `columns` at a time."""
+    """A tile meets all tokens from the first in its reach to the last, `columns` at a time."""
     bands = bands_of(graph.structure)
     tables = BandSchedule(bands.sequences, "cpu")
     for side in ("targets", "sources"):

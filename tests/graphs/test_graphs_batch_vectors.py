@@ -12,7 +12,7 @@ WHICH = torch.arange(5).repeat_interleave(torch.tensor(SIZES))
 
 
 def points(n, features=3, dtype=torch.float32):
-    """On a small grid, so that distances are equal now and then."""
+    """Draw points on a small grid, so that some distances are equal."""
     return torch.randint(4, (n, features), generator=torch.manual_seed(n)).to(dtype)
 
 

@@ -446,7 +446,7 @@ def test_all_tensors_move_to_another_device():
 
 
 def test_every_tensor_is_pinned(monkeypatch):
-    """Without a GPU nothing can be: a stand-in notes what is asked to be."""
+    """A stand-in for pin_memory returns a copy, because nothing can be pinned without a GPU."""
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self + 0 * (self == self))
     batch = ga.collate([{"graph": item["graph"], "tokens": item["tokens"], "chords": item["chords"]}
                         for item in items_of("lists")])  # fmt: skip

@@ -46,7 +46,7 @@ def no_other_way(monkeypatch):
 
 @pytest.fixture(params=["blocks", "products"])
 def search(request, monkeypatch):
-    """Either of the two, whatever the number of coordinates."""
+    """Force the search by blocks or the one by products, whatever the number of coordinates."""
     widest = 1000 if request.param == "blocks" else 0
     monkeypatch.setattr(neighbors, "WIDEST", ((0, widest),))
 

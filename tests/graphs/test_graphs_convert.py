@@ -1,4 +1,4 @@
-"""To and from the ecosystem's own types: nothing is lost, turned around or invented."""
+"""Conversions to and from types of other libraries lose, turn around and invent nothing."""
 
 import networkx
 import numpy as np

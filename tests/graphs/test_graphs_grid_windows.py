@@ -31,7 +31,7 @@ def within(place: int, size: int, radius: int, dilation: int, causal: bool) -> s
 
 
 def nattens(place, size, kernel_size, stride, dilation, is_causal) -> set[int]:
-    """What a query sees along one axis, as the papers of NATTEN define it.
+    """Return the places that a query sees along one axis, as the papers of NATTEN define them.
 
     Neighbourhood attention: a window of fixed size that starts kernel_size // 2 before the query
     and is moved where it would leave the line. Causal: the last kernel_size tokens. Strided: the

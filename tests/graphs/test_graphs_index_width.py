@@ -67,7 +67,7 @@ def held(graph: ga.TokenGraph) -> list[torch.Tensor]:
 
 
 def seen(graph: ga.TokenGraph) -> dict[str, torch.Tensor]:
-    """The same as users see it."""
+    """Lists of a graph as users see them, by name."""
     lists = {
         "edge_index": graph.edge_index,
         "rowptr": graph.rowptr,
@@ -124,7 +124,7 @@ def test_copies_files_and_operators_hand_on_what_they_get(name, monkeypatch):
 
 @pytest.mark.parametrize("count", [8, 9, 10])
 def test_the_largest_graph_of_32_bits_is_as_large_as_its_numbers(count, monkeypatch):
-    """By edges, by targets and by sources."""
+    """A graph has lists of 64 bits if its edges, targets or sources exceed the limit, here 9."""
     monkeypatch.setattr(index_width, "MOST", 9)
     k = torch.arange(count)
     dtype = torch.int32 if count <= 9 else torch.int64
@@ -139,7 +139,7 @@ def test_the_largest_graph_of_32_bits_is_as_large_as_its_numbers(count, monkeypa
 
 
 def test_a_batch_is_as_wide_as_it_is_large(monkeypatch):
-    """Of narrow lists and wide ones, of narrow tables and wide ones."""
+    """Lists and tables of 32 bits, and lists of both widths, join in batches wide enough."""
     parts = [listed(), listed(30, 50)]
     tables = [GRAPHS["table"](), GRAPHS["holes"]()]
     expected = [ga.batch(own).edge_index for own in (parts, tables)]
@@ -263,7 +263,7 @@ def test_what_fake_tensors_ask_for_is_not_kept():
 
 
 def test_a_compiled_function_is_compiled_once_for_all_graphs():
-    """For one that was asked for its list before, one that was not, a copy and an old file."""
+    """Graphs asked for their list before or not, copied or unpickled, share one compilation."""
 
     def average(x, graph):
         source, target = graph.edge_index
@@ -415,7 +415,10 @@ print(peak() - before)
 
 @pytest.mark.long
 def test_a_large_list_takes_eight_bytes_an_edge():
-    """And a sixteenth of it beside; its numbers in int64 would be as much again."""
+    """Peak memory grows by 8 bytes per edge, 4 per token and less than 4 MiB.
+
+    The numbers in int64 would be 8 bytes more per edge.
+    """
     pytest.importorskip("resource")
     if not edge_lists.has_edge_order(torch.zeros(2, 0, dtype=torch.int64)):
         pytest.skip("without compiled code lists are sorted by a number per edge")

@@ -18,7 +18,7 @@ from graphattn.kernels.cpu import library
 
 @pytest.fixture(autouse=True)
 def no_compiled_code(monkeypatch):
-    """Where it is there, no tree is asked."""
+    """Hide the compiled code, which would be used in the place of trees."""
     monkeypatch.setattr(library, "library", lambda: None)
 
 

@@ -1,4 +1,4 @@
-"""What costs nothing: a structured graph on a million tokens, until somebody asks for its edges."""
+"""Structured graphs on a million tokens cost nothing until somebody asks for their edges."""
 
 import pickle
 import time

@@ -224,7 +224,7 @@ def test_random_sequences_side_by_side_are_what_they_are(seed):
 
 
 def test_a_shape_that_samples_cannot_tell_is_not_guessed():
-    """With one row that differs far away from all that was looked at."""
+    """A single row differs from a causal mask, far away from all rows that are sampled."""
     N = 3000
     odd = 1234
     assert odd not in mask_mods._Mask(causal, (N, N), torch.device("cpu")).samples().tolist()

@@ -18,7 +18,7 @@ PROFILE = settings(deadline=None, max_examples=60)
 
 
 def as_table(mask, slots: int) -> torch.Tensor:
-    """What every target sees, ascending, behind as many -1 as there are slots left."""
+    """List the sources of every target in ascending order, with -1 in the slots before them."""
     rows = [[j for j, sees in enumerate(row) if sees] for row in mask]
     padded = [[-1] * (slots - len(row)) + row for row in rows]
     return torch.tensor(padded, dtype=torch.int64).reshape(len(rows), slots)
@@ -223,7 +223,7 @@ def test_compiled_consensus_reads_a_table():
 @pytest.mark.parametrize("derived", ["inside", "outside"])
 @pytest.mark.parametrize("kind", ["window", "grid", "list", "table"])
 def test_a_graph_that_was_used_in_inference_mode_can_be_trained_with(kind, derived):
-    """What a graph derives and keeps, and what it is made of, must not be inference tensors."""
+    """Tensors that a graph consists of, or derives and keeps, must not be inference tensors."""
     points = torch.randn(12, 3)
     make = {
         "window": lambda: ga.window_path_graph(12, 2),

@@ -1,4 +1,4 @@
-"""What a notebook shows of a graph: well-formed, true, and cheap for a million tokens."""
+"""HTML that a notebook shows of a graph is well-formed, true, and cheap for a million tokens."""
 
 import re
 import time

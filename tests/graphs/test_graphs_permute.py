@@ -227,7 +227,7 @@ def test_a_permuted_causal_graph_claims_no_order_and_still_refuses_to_leak_the_f
 
 
 def test_a_permuted_causal_graph_never_sees_the_future():
-    """Of time, which its positions tell; NaN from there on changes nothing before."""
+    """Positions tell the time: no edge comes from the future, and NaN there changes no past."""
     graph, p = ga.causal_window_graph(12, 4), shuffle(12)
     moved = graph.permute(p)
     source, target = moved.edge_index

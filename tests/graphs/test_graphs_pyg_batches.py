@@ -35,7 +35,7 @@ def values_of(count: int, names: tuple[str, ...]) -> dict[str, torch.Tensor]:
 
 
 def by_hand(graphs, edge_type, values):
-    """As a user of PyG would write it."""
+    """Build the batch as a user of PyG would."""
     parts, first = [], 0
     for graph in graphs:
         own = slice(first, first + graph.num_edges)

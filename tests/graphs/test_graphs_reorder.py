@@ -167,7 +167,7 @@ def test_cuthill_mckee_finds_the_path_in_a_shuffled_path():
 
 
 def test_edges_of_one_direction_count_in_both():
-    """On a path of edges that all point the same way, too."""
+    """A shuffled path gets bandwidth 1 although all of its edges point the same way."""
     p = torch.randperm(30, generator=torch.Generator().manual_seed(0))
     graph = ga.from_edge_index(torch.stack([p[:-1], p[1:]]), 30)
     assert bandwidth(graph.reorder()[0]) == 1

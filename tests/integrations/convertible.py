@@ -142,7 +142,7 @@ def inputs_of(name: str, length: int = 13, padding: str | None = "left") -> dict
 
 
 def logits(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
-    """Of real tokens alone."""
+    """Return the logits of real tokens alone."""
     with torch.no_grad():
         found = model(**inputs).logits
     mask = inputs.get("attention_mask")
@@ -181,7 +181,7 @@ def dense(
     softcap: float | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """By distance, or by dot product without `sigma`; `of_keys` averages the keys."""
+    """Attend by distance, or by dot product if `sigma` is None; `of_keys` averages the keys."""
     assert scaling is not None
     groups = query.shape[1] // key.shape[1]
     key, value = (x.repeat_interleave(groups, 1).double() for x in (key, value))

@@ -51,7 +51,7 @@ def with_shortcut(family="Llama", *, dtype=torch.float32, model=None, **options)
 
 
 def disturb(model, seed=1):
-    """Other numbers in all that is learned of the shortcut and its adapters."""
+    """Add noise to all trained parameters of the shortcut and of its adapters."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -104,7 +104,7 @@ def turned(x, rotations):
 
 
 def layer_loop(attention, standard, x, rotations, keep):
-    """What a layer with a shortcut gives, from its own output `standard`."""
+    """Compute a layer with a shortcut in plain loops; `standard` is its output without one."""
     krause = attention.krause
     B, N, _ = x.shape
     D = attention.head_dim

@@ -67,7 +67,7 @@ def plain(q, k, v, allowed, *, score="dot", scale=D**-0.5, bias=0, top_k=None, s
 
 
 def given(mask, kind):
-    """The same mask as bools, as floats, or seen by every sample alike."""
+    """Return a mask as it is, or as floats: 0 where True, else the least number of float64."""
     if kind == "float":
         return torch.zeros(mask.shape, dtype=torch.float64).masked_fill(
             ~mask, torch.finfo(torch.float64).min

@@ -1,4 +1,4 @@
-"""What compiles without a graph break beside plain masks: packed texts, and steps with a cache."""
+"""Packed texts and steps with a cache compile without a graph break, like plain masks."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What `convert` cannot do it refuses by name, before anything has changed."""
+"""Refusals of `convert` name what it cannot do, before anything has changed."""
 
 import pytest
 import torch

@@ -189,7 +189,7 @@ def test_consensus_is_the_step_of_the_paper(update, step):
 
 
 def test_consensus_without_a_step_is_values_of_the_token_itself():
-    """So the new layer starts as the model's value and output projections."""
+    """A new consensus layer with a step near 0 equals the model's value and output projections."""
     for name, grouped in (("Llama", {"num_key_value_heads": 2}), ("GPTNeoX", {}), ("GPT2", {})):
         theirs, mine = model_of(name, **grouped), model_of(name, **grouped)
         gat.convert(mine, mixer="consensus", step_size=1e-30, edge_hidden=4)
@@ -228,7 +228,7 @@ def test_consensus_steps_in_the_frame_of_the_models_positions_and_back():
 
 
 def test_rotation_is_the_models_own_and_can_be_left_out():
-    """Without it "gka" does not know the order of what it sees: two earlier tokens may swap."""
+    """Unrotated "gka" does not know the order of what it sees: two earlier tokens may swap."""
     x = torch.randn(1, 5, 32)
     swapped = x[:, [1, 0, 2, 3, 4]]
     for rope, same in ((False, True), (None, False), (True, False)):
@@ -242,7 +242,7 @@ def test_rotation_is_the_models_own_and_can_be_left_out():
 
 @pytest.mark.parametrize("name", ["Mistral", "Gemma3"])
 def test_the_models_own_window_stays(name):
-    """What the first token says ends with the window of 6, to the bit."""
+    """Token 2 changes tokens 2 to 7, which see it in their window of 6, and no bit of any other."""
     model = model_of(name)
     gat.convert(model, mixer="gka", layers=[0])
     layer = attention_modules(model)[0][1]

@@ -215,7 +215,7 @@ def test_trainer_trains_and_saves(mixer, tmp_path):
     [("gka", ["bandwidth"]), ("krause", ["bandwidth"]), ("consensus", ["edge_net", "source_proj"])],
 )
 def test_new_parameters_are_trained_and_saved_with_an_adapter(mixer, modules, tmp_path):
-    """Under PEFT by modules_to_save; without it they would be frozen in silence."""
+    """PEFT trains and saves what modules_to_save names; other parameters it freezes in silence."""
     peft = pytest.importorskip("peft")
     base = converted("Llama", mixer)
     twin = copy.deepcopy(base)

@@ -56,7 +56,7 @@ def test_a_future_or_padded_token_changes_no_bit(name, mixer):
 @pytest.mark.parametrize("mixer", OPTIONS)
 @pytest.mark.parametrize("name", ["Llama", "Bert"])
 def test_what_is_not_seen_may_be_nan(name, mixer):
-    """Neither values nor gradients of real tokens know of it; asked of the layer itself."""
+    """NaN in padding reaches no output or gradient of a real token; the layer itself is called."""
     model = converted(name, mixer)
     layer = attention_modules(model)[0][1]
     x = torch.randn(2, 9, 32)
@@ -83,7 +83,7 @@ def test_what_is_not_seen_may_be_nan(name, mixer):
 @pytest.mark.parametrize("mixer", OPTIONS)
 @pytest.mark.parametrize("name", ["Llama", "Bert", "ModernBert"])
 def test_a_sample_does_not_know_of_the_others_in_its_batch(name, mixer):
-    """Where masks differ between samples; a safe step is one of each sequence.
+    """Masks differ between the samples, and each sequence has a safe step of its own.
 
     Padded on the right: "gka" averages turned features and "consensus" compares turned states by
     matrices that are not turned, so both know absolute positions.

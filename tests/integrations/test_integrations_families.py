@@ -1,4 +1,4 @@
-"""With mixer="dot" and no window, "graphattn" is the model's own attention, in every family."""
+"""Attention by "graphattn" with mixer="dot" and no window is the model's own, in every family."""
 
 import pytest
 import torch

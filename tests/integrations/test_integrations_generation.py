@@ -48,7 +48,7 @@ def generate(model, given, *, tokens=64, **options):
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("name", WRITERS)
 def test_generated_tokens_equal_those_of_eager_attention(name, cache):
-    """Beside one padded on the left: the second text is 5 tokens shorter."""
+    """The second of two texts is 5 tokens shorter, and padded on the left."""
     eager, ours = twins(name)
     given = inputs(name, length=11, padding="left")
     options = {"tokens": 24, **VARIED, **CACHES[cache]}

@@ -1,4 +1,4 @@
-"""What a token may not see does not change a bit of it: future, padding, outside of a window."""
+"""Tokens that may not be seen change no bit: the future, padding, what is out of a window."""
 
 from typing import Any
 

@@ -27,7 +27,7 @@ EXAMPLES = int(os.environ.get("GRAPHATTN_MASK_EXAMPLES", "120"))
 
 
 def dense_of(seen, batch, num_keys):
-    """What `Seen` says, as a mask [B, Q, K]."""
+    """Write out the edges that `Seen` holds as a mask [B, Q, K]."""
     edges = seen.graph.to_mask()
     n = len(seen.keys)
     if seen.packed:

@@ -1,4 +1,4 @@
-"""What is kept of a dense mask is only what cannot change: not gradients, not what is written."""
+"""Nothing that can change is kept of a dense mask: no gradients, no numbers written to later."""
 
 import numpy as np
 import pytest

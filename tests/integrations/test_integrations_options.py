@@ -1,4 +1,4 @@
-"""What configure() takes, where it is kept, and what it refuses."""
+"""Options that configure() takes, where they are kept, and those that it refuses."""
 
 import copy
 import json

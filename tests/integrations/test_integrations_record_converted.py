@@ -264,7 +264,7 @@ def test_attention_switched_off_brings_nothing_shortcut_included(kind, layers):
 
 
 def test_padded_queries_of_a_converted_multihead_attention_do_not_count_whatever_its_name():
-    """Its queries and keys are parts of one product: the same tokens."""
+    """The module's queries and keys are parts of one product, and thus of the same tokens."""
     from torch import nn
 
     from graphattn.integrations import torch as gtorch

@@ -79,7 +79,7 @@ def inputs_of(name, padding=None):
 
 
 def eager_weights(name, inputs):
-    """What the eager model itself returns, 0 in the rows of padding."""
+    """Return the weights of the eager model itself, with 0 in the rows of padding."""
     with torch.no_grad():
         weights = tiny(name)(**inputs, output_attentions=True).attentions
     mask = inputs.get("attention_mask")

@@ -89,7 +89,7 @@ def test_it_starts_as_copies_with_a_fifth_of_the_say(family):
 
 
 def test_one_neighbour_is_the_token_itself():
-    """With a window of 1 every token averages itself: the output of its own value."""
+    """Every token averages itself where the window is 1: its output is its own value."""
     model = with_shortcut(window=1, top_k=None)
     attention = model.model.layers[0].self_attn
     q, k, v = torch.randn(2, 7, 4, 8), torch.randn(2, 7, 2, 8), torch.randn(2, 7, 2, 8)
@@ -132,7 +132,7 @@ def test_padding_changes_nothing_but_places():
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("padded", [False, True])
 def test_a_later_token_changes_no_bit_of_an_earlier_one(implementation, padded):
-    """Without padding, fast attention gets no mask at all: that is where the future leaked."""
+    """Fast attention gets no mask at all if nothing is padded: that is where the future leaked."""
     model, tokens = with_shortcut(), tokens_of()
     mask = left_padded([20, 15], 20) if padded else None
     before = logits_of(model, tokens, implementation, attention_mask=mask)

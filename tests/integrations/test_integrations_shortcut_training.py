@@ -283,7 +283,7 @@ def test_it_stands_beside_configured_attention_in_files_too(tmp_path):
 
 
 def test_peft_keeps_its_own_adapters_of_a_shortcut(tmp_path):
-    """The other way round: the shortcut by gat, adapters by PEFT, and PEFT's small files."""
+    """PEFT adds the adapters to a shortcut made without any, and keeps them in its small files."""
     config = peft.LoraConfig(
         r=4,
         target_modules=r".*self_attn\.(krause\.)?[qkvo]_proj",

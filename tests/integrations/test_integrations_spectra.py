@@ -52,7 +52,7 @@ def eigenvalues(x, real=None):
 
 
 def hidden_states(model, blocks, **inputs):
-    """What the first block gets and all of them return, by hooks of our own."""
+    """Return the input of the first block and the outputs of all blocks, by hooks of our own."""
     states = []
     handles = [
         blocks[0].register_forward_pre_hook(

@@ -160,7 +160,7 @@ def test_masks_as_sdpa_takes_them(mask):
 @pytest.mark.parametrize("prefix", [0, 1, 5])
 @pytest.mark.parametrize("is_causal", [True, False])
 def test_a_grid_is_a_mask(prefix, is_causal):
-    """Within a radius of 1 on the image, and everywhere from and to the tokens before it."""
+    """Patches see those within a radius of 1; tokens before them see all and are seen by all."""
     theirs = Attention(E, H).double()
     ours = gtorch.timm_attention(grid=GRID, radius=1, prefix_tokens=prefix).from_attention(theirs)
     n = prefix + GRID[0] * GRID[1]

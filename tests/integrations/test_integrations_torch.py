@@ -231,7 +231,7 @@ def test_a_new_encoder_of_a_converted_layer_has_no_nested_tensors():
 
 
 def masked_by(graph, masks=None):
-    """What `nn.MultiheadAttention` calls the mask of a graph."""
+    """Return a graph as a mask of `nn.MultiheadAttention`, True where hidden; `masks` hide more."""
     hidden = ~graph.to_mask()
     return hidden if masks is None else hidden | masks
 

@@ -40,7 +40,7 @@ Kind = Literal["decoder", "encoder", "vision", "encoder-decoder"]
 
 @dataclass(frozen=True)
 class Family:
-    """What a tiny model of one family is made of."""
+    """Describes a tiny model of one family: its classes, options and scale of weights."""
 
     title: str
     kind: Kind
@@ -355,7 +355,7 @@ def inputs(
     dtype: torch.dtype = torch.float64,
     seed: int = 1,
 ) -> dict[str, Tensor]:
-    """What the model is called with. `padding` leaves the second item 5 tokens shorter."""
+    """Draw the arguments of a model's call; `padding` leaves every second item 5 tokens shorter."""
     generator = torch.Generator().manual_seed(seed)
     kind = FAMILIES[name].kind
     if kind == "vision":

@@ -98,7 +98,10 @@ class Allocations(TorchDispatchMode):
         self.launches.clear()
 
     def look_at_input(self, storage: torch.UntypedStorage) -> None:
-        """What nobody has made was there before."""
+        """Count a storage as an input if no followed operator has made it.
+
+        Such a storage was there before.
+        """
         key = id(storage)
         if key not in self.held and key not in self.given:
             self.given[key] = storage.nbytes()

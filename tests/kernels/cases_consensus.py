@@ -21,7 +21,10 @@ HALF = (torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class Case:
-    """What is asked. By default every token is compared with its neighbours' own states."""
+    """One consensus problem: a graph, an update rule, sizes, a step and masks.
+
+    By default every token is compared with its neighbours' own states.
+    """
 
     graph: ga.TokenGraph
     update: str = "energy"
@@ -72,7 +75,7 @@ class Case:
 
     @property
     def masks(self) -> tuple[Tensor | None, Tensor | None]:
-        """Which targets and which sources are valid."""
+        """Masks of the valid targets and of the valid sources; None where all are valid."""
         of_targets = coins(*self.batch, self.graph.num_targets, seed=self.seed + 7)
         if self.valid == "both" and self.square:
             return of_targets, of_targets
@@ -136,7 +139,7 @@ def in_float64(case: Case, tensors: Tensors, d_new: Tensor) -> Tensors:
 
 
 def exact(case: Case, dtype: torch.dtype = torch.float32) -> Tensors:
-    """For inputs in `dtype`, as they are after rounding."""
+    """Compute new states and gradients in float64, from inputs that were rounded to `dtype`."""
     return in_float64(case, case.tensors(dtype), case.upstream(dtype))
 
 
@@ -207,7 +210,9 @@ def check(found: Tensors, expected: Tensors, case: Case, allowed: float) -> None
 
 
 def check_half(case: Case, dtype: torch.dtype, device: str) -> None:
-    """At most twice the error of plain low precision and one rounding more.
+    """Assert that kernels err at most twice as much as plain torch operations in `dtype`.
+
+    One rounding in `dtype` is added to every plain error before it is doubled.
 
     Some tensors are few numbers, of which the plain error may be small by chance: those of the
     network share one allowance, and so do the two hidden vectors.

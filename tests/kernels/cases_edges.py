@@ -19,7 +19,7 @@ from graphattn.ops.attention import triton
 
 
 def gathering(rows: int, slots: int) -> dict[str, tuning.Choice]:
-    """For `tuning.override`: every edge kernel takes these."""
+    """Return arguments of `tuning.override` that give these sizes to every edge kernel."""
     return {kernel: tuning.Choice(rows, slots, 4, 1) for kernel in tuning.OF_EDGES}
 
 
@@ -33,7 +33,10 @@ def large_tiles(device: str) -> Iterator[None]:
 
 @contextmanager
 def cut_at(longest: int) -> Iterator[None]:
-    """Within the block rows with more edges are cut. Tables that are kept are made anew."""
+    """Cut rows with more than `longest` edges into segments, within the block.
+
+    Tables that are kept between calls are made anew.
+    """
 
     def forget() -> None:
         kept._of_lists.clear()

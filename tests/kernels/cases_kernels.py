@@ -25,13 +25,16 @@ def coins(*shape: int, seed: int, share: float = 0.7) -> Tensor:
 
 
 def tiles(rows: int, columns: int) -> dict[str, tuning.Choice]:
-    """For `tuning.override`: every kernel takes these."""
+    """Return arguments of `tuning.override` that give tiles of this size to every kernel."""
     return {kernel: tuning.Choice(rows, columns, 4, 1) for kernel in tuning.KERNELS}
 
 
 @dataclass(frozen=True)
 class Case:
-    """What is asked; `shared`: query, key and value are one tensor."""
+    """One attention problem: a graph, a score, sizes, biases, masks and options.
+
+    If `shared`, query, key and value are one tensor.
+    """
 
     graph: ga.TokenGraph
     score: str = "rbf"
@@ -88,7 +91,7 @@ class Case:
 
     @property
     def masks(self) -> tuple[Tensor | None, Tensor | None]:
-        """Which targets and which sources are valid."""
+        """Masks of the valid targets and of the valid sources; None where all are valid."""
         of_targets = coins(*self.batch, self.graph.num_targets, seed=self.seed + 7)
         if self.valid == "both" and self.graph.num_targets == self.graph.num_sources:
             return of_targets, of_targets
@@ -164,7 +167,7 @@ def kernels(case: Case, device: str, dtype: torch.dtype = torch.float32) -> Tens
 
 
 def exact(case: Case, dtype: torch.dtype = torch.float32) -> Tensors:
-    """For inputs in `dtype`, as they are after rounding."""
+    """Compute outputs, log-sums and gradients in float64, from inputs rounded to `dtype`."""
     return in_float64(case, case.tensors(dtype), case.upstream(dtype))
 
 
@@ -234,7 +237,11 @@ def _dense(table: Tensor, graph: ga.TokenGraph) -> Tensor:
 
 
 def guarded(x: Tensor, device: str) -> Tensor:
-    """The same numbers inside a larger tensor of NaN: tokens, heads and features around them."""
+    """Copy `x` into the middle of a larger tensor that holds NaN everywhere else.
+
+    NaN surrounds tokens, heads and features; a tensor of fewer than four dimensions is one flat
+    list of numbers with NaN at both ends.
+    """
     if x.dim() < 4:  # read as a flat list of numbers
         flat = torch.full((x.numel() + 64,), torch.nan, dtype=x.dtype, device=device)
         inner = flat[32 : 32 + x.numel()].view(x.shape)
@@ -260,7 +267,11 @@ def error(found: Tensor, expected: Tensor, floor: float = 1e-3) -> float:
 
 
 def errors(found: Tensors, expected: Tensors, floor: float = 1e-3) -> dict[str, float]:
-    """Of every result. One number sums what all tokens give to `strength`, and may cancel to 0."""
+    """Compute the relative error of every result, by name.
+
+    The gradient of `strength` sums what all tokens give and may cancel to 0: its error is measured
+    beside a size of at least 1.
+    """
     assert found.keys() == expected.keys()
     return {
         name: error(found[name], expected[name], 1.0 if name == "strength" else floor)
@@ -275,7 +286,10 @@ def check(found: Tensors, expected: Tensors, allowed: float, floor: float = 1e-3
 
 
 def check_half(case: Case, dtype: torch.dtype, device: str) -> None:
-    """At most twice the error of plain low precision and one rounding more."""
+    """Assert that kernels err at most twice as much as plain torch operations in `dtype`.
+
+    One rounding in `dtype` is added to every plain error before it is doubled.
+    """
     expected = exact(case, dtype)
     rounding = torch.finfo(dtype).eps / 2
     of_plain = errors(plain(case, dtype), expected)

@@ -1,4 +1,4 @@
-"""Where the kernels run, and what every test of theirs starts from."""
+"""Choose the device that kernels run on, and prepare what every test of theirs starts from."""
 
 from __future__ import annotations
 

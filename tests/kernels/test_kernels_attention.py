@@ -263,7 +263,10 @@ def test_a_loss_on_one_result_alone(name: str, only: str, device: str) -> None:
 
 
 def test_the_backward_without_a_gradient_of_the_log_sums(device: str) -> None:
-    """As called by hand: no d_lse at all, and no gradient of the scale where nobody asks."""
+    """The backward pass can be called by hand without `d_lse` and without a gradient of the scale.
+
+    No `d_lse` counts as zeros. The gradient of the scale is None, since nobody asks for it.
+    """
     from graphattn.kernels.bands.backward import backward
     from graphattn.kernels.bands.forward import forward
     from graphattn.kernels.bands.inputs import BandInputs

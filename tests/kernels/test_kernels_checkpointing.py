@@ -1,4 +1,7 @@
-"""What the operators behind backend="triton" save can be thrown away, kept elsewhere, read once."""
+"""Operators of backend="triton" work in whatever way their saved tensors are kept.
+
+Saved tensors can be thrown away and computed again, kept elsewhere, or read only once.
+"""
 
 from __future__ import annotations
 

@@ -32,12 +32,12 @@ SINGLE = 5e-6
 
 
 def reversed_order(x: Tensor) -> Tensor:
-    """The same numbers, the first dimension the fastest in memory."""
+    """Return the numbers of `x` with the first dimension varying fastest in memory."""
     return x.permute(*reversed(range(x.dim()))).contiguous().permute(*reversed(range(x.dim())))
 
 
 def every_second(x: Tensor) -> Tensor:
-    """The same numbers, each followed by a NaN."""
+    """Return the numbers of `x` with a NaN after each of them in memory."""
     wide = torch.full((*x.shape, 2), torch.nan, dtype=x.dtype, device=x.device)
     wide[..., 0] = x
     return wide[..., 0]
@@ -46,7 +46,7 @@ def every_second(x: Tensor) -> Tensor:
 @pytest.mark.parametrize("laid_out", [reversed_order, every_second])
 @pytest.mark.parametrize("name", ["path", "list, target", "rotated list", "padding of a list"])
 def test_strides_change_no_result(name: str, laid_out, device: str) -> None:
-    """Of any input, and of the gradient that comes in."""
+    """Strides of the inputs, and of the gradient that comes in, change no result."""
     case = CASES[name]
     leaves = {n: laid_out(x.to(device)).requires_grad_() for n, x in case.tensors().items()}
     assert not leaves["target_hidden"].is_contiguous()
@@ -57,7 +57,10 @@ def test_strides_change_no_result(name: str, laid_out, device: str) -> None:
 
 @pytest.mark.long
 def test_what_all_entries_of_a_batch_share_may_be_expanded(device: str) -> None:
-    """Without being copied; its gradient is the sum."""
+    """A tensor that all entries of a batch share may be passed as an expanded view.
+
+    The caller need not copy it. Its gradient is the sum over the batch.
+    """
     for name in ("path", "list, target", "rotated rectangle"):
         case = CASES[name]
         tensors = {n: x.to(device).requires_grad_() for n, x in case.tensors().items()}
@@ -75,7 +78,7 @@ def test_what_all_entries_of_a_batch_share_may_be_expanded(device: str) -> None:
 
 @pytest.mark.long
 def test_a_gradient_that_comes_in_may_be_expanded(device: str) -> None:
-    """As that of a sum is: one number with strides of zero."""
+    """A gradient that comes in may be one number with strides of zero, like that of a sum."""
     for name in ("path", "list, target"):
         case = CASES[name]
         leaves = {n: x.to(device).requires_grad_() for n, x in case.tensors().items()}
@@ -269,7 +272,11 @@ print("all equal", round(took, 2), "s", round(grown, 3), "GiB")
 @pytest.mark.long
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_offsets_do_not_wrap_at_two_to_the_31(dtype: str, device: str) -> None:
-    """In a process of its own, interpreted: its memory is mapped, but never touched."""
+    """Offsets of 2^31 and more find the right numbers, over bands and over lists of edges.
+
+    The program runs interpreted, in a process of its own. Its memory is mapped, and only few tokens
+    of it are ever touched.
+    """
     if device != "cpu":
         pytest.skip("on a GPU memory is not mapped lazily")
     code = (

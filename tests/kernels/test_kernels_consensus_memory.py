@@ -124,7 +124,10 @@ def test_inside_of_an_operator_of_our_own_is_counted(device: str) -> None:
 def test_the_peak_is_the_one_that_pytorch_sees_on_a_cpu(
     name: str, dtype: torch.dtype, backward: bool
 ) -> None:
-    """Its profiler adds up what the allocator hands out and gets back, with numbers computed."""
+    """The peak found on "meta" is, to 1 %, the peak that PyTorch's profiler sees on a CPU.
+
+    The profiler adds up what the allocator hands out and gets back, while numbers are computed.
+    """
     case, size = CASES[name], {**CASES[name].sizes["small"], "tokens": 64}
     run = case.contenders[EAGER]
     real, on_meta = (inputs_of(case, size, device, dtype) for device in ("cpu", "meta"))
@@ -155,7 +158,10 @@ def inputs_of(case: BenchmarkCase, size: dict[str, int], device: str, dtype: tor
 
 
 def peak(run: Callable[[Any], Any], inputs: Any, *, backward: bool) -> tuple[float, str]:
-    """In bytes, and in words: from allocations, or as the GPU saw it."""
+    """Return the peak of memory in bytes, and a text that says it.
+
+    A GPU measures it; without one it follows from the allocations on "meta".
+    """
     if inputs.graph.device.type == "cuda":
         measured = cuda_peak(run, inputs, backward=backward)
         return measured, f"{measured / MEGABYTE:10,.1f} MB measured"

@@ -94,7 +94,12 @@ def test_either_side_may_be_padded_alone(side: int, device: str) -> None:
 def test_a_bad_token_reaches_its_neighbours_and_nobody_else(
     name: str, step: float | str, update: str, bad: float, device: str
 ) -> None:
-    """In new states, and in gradients one edge further under "auto", which is one step per row."""
+    """NaN or infinity in one token spoils no new states but its own and those of its neighbours.
+
+    With update "target" only the new states of tokens that see it are spoiled. Gradients are
+    spoiled at most at it and all its neighbours, or one edge further under "auto", which is one
+    step per row here.
+    """
     if step == "auto" and update == "energy":
         pytest.skip("one step per sequence: see the next test")
     case = replace(CASES[name], update=update, step=step, heads=1, rank=1, xi=3)
@@ -139,7 +144,10 @@ def test_a_bad_sequence_changes_no_bit_of_the_others(
 def test_a_token_without_edges_keeps_its_state_to_the_last_bit(
     dtype: torch.dtype, update: str, step: float | str, device: str
 ) -> None:
-    """And its gradient is what comes in. NaN in all else it holds changes no bit of anything."""
+    """A token without edges keeps its state to the last bit, and its gradient is what comes in.
+
+    NaN in all else that it holds changes no bit of any result.
+    """
     singles = ga.batch([ga.window_path_graph(n, 2) for n in (1, 5, 1)])
     for graph in (CASES["tokens without edges"].graph, singles):
         case = Case(graph, update, step=step, heads=1, rank=1, other_states=True, xi=3)
@@ -167,7 +175,10 @@ SMALL = [Case(ga.window_path_graph(9, 2), step="auto"), Case(some(9, 9), "target
 
 @pytest.mark.parametrize("case", SMALL, ids=["path", "list"])
 def test_a_zero_row_of_lambda_stays_zero(case: Case, device: str) -> None:
-    """Its gradient is exactly 0; the other rows' are those of float64."""
+    """A zero row of Lambda has a gradient of exactly 0, and so stays zero.
+
+    The gradients of the other rows are those of float64.
+    """
     tensors = case.tensors()
     for n in ("shear", "shear_bias"):
         tensors[n][:, 0] = 0

@@ -67,7 +67,10 @@ LAYERS = {
 def test_a_compiled_layer_is_one_node_and_gives_what_an_eager_one_gives(
     name: str, padded: bool, device: str
 ) -> None:
-    """And the operators in it keep the promises of torch.library."""
+    """A compiled layer is one node in each pass, and gives what an eager layer gives.
+
+    The operators in it keep the promises of torch.library.
+    """
     graph, options = LAYERS[name]
     graph, model = graph.to(device), consensus_layer(**options).to(device)
     calls: list[list[tuple[Any, Any, Any]]] = []
@@ -148,7 +151,10 @@ def test_on_a_gpu_auto_takes_kernels_where_there_are_some(
 
 
 def test_kernels_run_where_they_are_asked_for(device: str) -> None:
-    """On a CPU only then: what could only be interpreted, torch does faster."""
+    """Kernels run on a CPU only where they are asked for by name.
+
+    There they could only be interpreted, and torch is faster.
+    """
     if device != "cpu":
         pytest.skip("a GPU takes kernels")
     for name in ("path", "list", "neighbours, target", "rectangle"):
@@ -274,13 +280,16 @@ class ImplementationsOnMeta(TorchDispatchMode):
 
 
 def _no_autocast(*_: Any, **__: Any) -> nullcontext[None]:
-    """Which consensus switches off: "meta" has none."""
+    """Stand in for torch.autocast, which consensus switches off, and which "meta" does not have."""
     return nullcontext()
 
 
 @contextmanager
 def nothing_waits(device: str) -> Iterator[None]:
-    """What waits for the device raises; without one, on "meta", whose tensors hold nothing."""
+    """Raise wherever the block waits for the device.
+
+    Without a GPU the block runs on "meta", whose tensors hold nothing that could be read.
+    """
     if device == "cuda":
         before = torch.cuda.get_sync_debug_mode()
         torch.cuda.set_sync_debug_mode("error")
@@ -330,7 +339,10 @@ def test_a_layer_waits_for_nothing(
 
 
 def test_what_kernels_cannot_do_they_refuse_with_the_reason(device: str) -> None:
-    """By name; "auto" takes another backend."""
+    """Kernels asked for by name refuse what they cannot do, and say why.
+
+    "auto" takes another backend instead.
+    """
     case = CASES["path"]
     three = {n: case.tensors()[n].repeat(1, 1, 1, 3) for n in ("target_hidden", "source_hidden")}
     wide = replace(case, features=257, heads=1, rank=1)

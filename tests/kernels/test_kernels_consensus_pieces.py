@@ -97,7 +97,10 @@ def test_rows_that_are_cut_and_edges_that_are_cut(size: int, device: str) -> Non
 @pytest.mark.parametrize("xi", [7, 40])
 @pytest.mark.parametrize("name", ["path", "padding, target"])
 def test_weights_that_stay_on_chip_are_the_same_weights(name: str, xi: int, device: str) -> None:
-    """In half precision, where Hopper's and Blackwell's programs read them once."""
+    """Weights in half precision that are read once and kept on chip change no bit of the results.
+
+    Programs for Hopper and Blackwell keep them, and programs for older GPUs do not.
+    """
     if device != "cpu":
         pytest.skip("a GPU takes the way it has")
     case = replace(CASES[name], xi=xi)

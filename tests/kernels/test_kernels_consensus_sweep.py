@@ -111,7 +111,10 @@ def random_case(seed: int) -> tuple[Case, torch.dtype]:
 
 @pytest.fixture(autouse=True)
 def tiles(request: pytest.FixtureRequest, device: str) -> Iterator[None]:
-    """Of several sizes: large ones are few programs, which the interpreter starts slowly."""
+    """Use tiles of several sizes where kernels are interpreted, one size for each case.
+
+    Large tiles make few programs, which the interpreter starts slowly.
+    """
     seed = getattr(request.node, "callspec", None)
     rows, chunk = ((16, 16), (32, 64), (64, 32))[seed.params["seed"] % 3 if seed else 0]
     sizes = tuning.Choice(rows, chunk, 4, 1)

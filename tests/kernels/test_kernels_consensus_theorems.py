@@ -1,4 +1,4 @@
-"""What the mathematics promises of a consensus step, kernels keep in float32."""
+"""Kernels in float32 keep what the mathematics promises of a consensus step."""
 
 import pytest
 import torch
@@ -33,7 +33,10 @@ def energy(case: Case, tensors: dict[str, torch.Tensor], u: torch.Tensor) -> tor
 def test_the_energy_never_rises_under_the_automatic_step(
     name: str, scale: float, device: str
 ) -> None:
-    """Whatever the weights: small, ordinary and large ones, three steps with the same matrices."""
+    """The energy falls in every automatic step, whether weights are small, ordinary or large.
+
+    Three steps are taken with the same matrices.
+    """
     case = Case(GRAPHS[name], step="auto", xi=4)
     tensors = case.tensors()
     for n in NETWORK:
@@ -114,7 +117,10 @@ def test_shifting_all_states_shifts_the_new_ones(device: str) -> None:
 
 
 def test_the_automatic_target_step_averages(device: str) -> None:
-    """With R = c I a token becomes the average of what it sees, whatever c."""
+    """The automatic target step with R = c I makes a token the average of what it sees, for any c.
+
+    A token that sees nobody keeps its state.
+    """
     for graph in (ga.window_path_graph(9, 2), some(9, 9, share=0.5)):
         A = graph.to_mask().double()
         u = random(1, 9, 2, 3, seed=1)

@@ -1,4 +1,4 @@
-"""Over any edges: NaN stays where it is, nothing out of bounds is read, digits are kept."""
+"""Attention over any edges keeps NaN where it is, reads nothing out of bounds, keeps digits."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -120,7 +120,11 @@ def test_a_row_knows_nothing_of_tokens_it_does_not_see(name: str, bad: float, de
 
 
 def test_tokens_without_edges_are_neither_read_nor_moved(device: str) -> None:
-    """Of hubs, token 11 is alone: NaN in all it has, upstream too, changes no bit of the others."""
+    """A token without edges is never read; its output and its gradients are 0.
+
+    In the graph of hubs this is token 11. NaN in all that it holds, and in the gradients that come
+    in for it, changes no bit of any result. Its log-sum is -inf.
+    """
     for case in (CASES["hubs"], CASES["bias of hubs"], CASES["top 6 of hubs"]):
         case = replace(case, kv_heads=2)
         hit = torch.arange(40) == 11

@@ -31,7 +31,11 @@ def test_two_runs_agree_bit_for_bit(name: str, dtype: torch.dtype, device: str) 
 
 
 def test_a_union_with_a_window_keeps_its_window_a_band(device: str) -> None:
-    """The other edges are gathered, and the two are merged; a bias per edge leaves no band."""
+    """Band kernels compute the window of a graph that joins a window with other edges.
+
+    The other edges are gathered, and the two results are merged. If there is a bias per edge, or no
+    window (the grid), all edges are gathered.
+    """
     if device != "cpu":
         pytest.skip("what is recorded does not run")
     for name, bands in (("longformer", 1), ("bias of a longformer", 0), ("grid", 0)):

@@ -84,7 +84,11 @@ def test_a_k_of_at_least_all_sources_keeps_all(name: str, device: str) -> None:
 
 
 def test_top_1_is_the_nearest_source(device: str) -> None:
-    """Its value exactly, and no gradient through the weights but that of the log-sum."""
+    """The output with top_k=1 is exactly the value of the nearest source.
+
+    No gradient flows through the one weight, which is always 1; only the log-sum, which is not used
+    here, would bring one to query and key.
+    """
     x = random(30, 1, 3, seed=0).float().to(device).requires_grad_()
     value = random(30, 1, 4, seed=1).float().to(device).requires_grad_()
     graph = ga.knn_graph(x[:, 0].detach(), 6)

@@ -69,7 +69,11 @@ def test_half_precision_costs_at_most_twice_what_it_must(
 
 @pytest.mark.parametrize("name", ["complete", "path with self loops", "causal window"])
 def test_one_tensor_gives_what_three_equal_ones_give(name: str, device: str) -> None:
-    """Other kernels, the same numbers; its gradient is the sum of theirs."""
+    """One tensor as query, key and value gives what three equal tensors give.
+
+    Other kernels compute the same numbers. The gradient of the one tensor is the sum of the
+    gradients of the three.
+    """
     case = CASES[name]
     one = kernels(case, device)
     x = case.tensors()["query"]
@@ -142,7 +146,11 @@ def test_the_layer_learns_the_same_from_kernels(build, eps: float, device: str) 
 def test_a_common_offset_costs_outputs_nothing_and_gradients_what_it_must(
     name: str, device: str
 ) -> None:
-    """At 100, float32: values are large, too, and d_out . (value - out) loses digits anywhere."""
+    """A common offset of 100 costs outputs in float32 no digits, and gradients what it must.
+
+    Values are large, too, and d_out . (value - out) loses digits in any program: gradients may err
+    twice as much as those of the reference backend in float32.
+    """
     case = replace(CASES[name], features=16, strength=(4.0, 4.0), offset=100.0)
     expected = exact(case)
     in_torch = solve(case, case.tensors(), case.upstream(), backend="reference")

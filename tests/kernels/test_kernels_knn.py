@@ -29,7 +29,7 @@ def small(k: int, width: int) -> candidates.Sizes:
 
 @pytest.fixture(autouse=True)
 def _quick(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the interpreter: small tiles, but many rows for a program where the order is made."""
+    """Use small tiles in the interpreter, but many rows per program where the order is made."""
     if device == "cpu":
         monkeypatch.setattr(candidates, "choose", small)
         monkeypatch.setattr(exact, "NUMBERS", 1 << 16)
@@ -139,7 +139,11 @@ def test_kernels_find_exactly_whom_torch_finds(name: str, device: str) -> None:
 
 @pytest.mark.parametrize("k", [1, 9, 24, 25, 121, 248, 256])
 def test_any_number_of_neighbours(k: int, device: str) -> None:
-    """On both sides of every number of candidates that are kept."""
+    """Kernels find exactly the k nearest sources of torch, for k from 1 to 256.
+
+    The number of candidates that are kept is a power of two of at least k + 8: it doubles between
+    24 and 25, just before 9 and 121, and just after 248.
+    """
     case = Case(random(4, 3), source=random(260, 3, seed=1), k=k)
     with watched_memory(device):
         found, expected = both_ways(case, device)
@@ -160,7 +164,7 @@ def test_half_precision_is_searched_in_float32(dtype: torch.dtype, device: str) 
 
 
 def unsure(monkeypatch: pytest.MonkeyPatch, case: Case, device: str) -> Tensor:
-    """Which rows are searched again."""
+    """Return which rows are searched again; what is found must be right."""
     seen = []
 
     def spy(x: Tensor, y: Tensor, index: Tensor, unsure: Tensor, *more: Any) -> None:

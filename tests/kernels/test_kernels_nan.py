@@ -71,7 +71,7 @@ def _solve_as_they_are(
 
 
 def touched(edges: Tensor, hit: Tensor) -> tuple[Tensor, Tensor]:
-    """Which rows see a token that is hit (or are one), and which sources such rows see."""
+    """Mark the rows that see or are a token that is hit, and the sources that such rows see."""
     rows = (edges & hit[None, :]).any(1)
     if edges.shape[0] == edges.shape[1]:
         rows = rows | hit

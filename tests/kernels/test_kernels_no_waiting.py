@@ -49,7 +49,7 @@ MIXERS: dict[str, Callable[[str], torch.nn.Module]] = {
 
 
 def layer_on(device: str, name: str, backend: str = "triton") -> PointCloudLayer:
-    """The same weights for every device and backend."""
+    """Make a layer that has the same weights on every device and backend."""
     torch.manual_seed(0)
     return PointCloudLayer(MIXERS[name](backend), backend).to(device)
 
@@ -99,7 +99,10 @@ class NoCopiesFromTheCPU(TorchFunctionMode):
 
 @contextmanager
 def nothing_waits(device: str) -> Iterator[list[str]]:
-    """What waits raises; the names of recorded kernels, on meta."""
+    """Raise wherever the block waits for the device.
+
+    On "meta" kernels are only recorded: after the block the list holds their names.
+    """
     if device == "meta":
         names: list[str] = []
         # Autocast, which attention switches off, knows no "meta".
@@ -118,7 +121,7 @@ def nothing_waits(device: str) -> Iterator[list[str]]:
 
 @pytest.fixture
 def watched(device: str) -> str:
-    """Where waiting is seen: on a GPU, or else on "meta"."""
+    """Name the device on which waiting is seen: the GPU, or "meta" if there is none."""
     return "meta" if device == "cpu" else device
 
 

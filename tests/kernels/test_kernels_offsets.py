@@ -105,7 +105,11 @@ print("all close", round(took, 2), "s", round(grown, 3), "GiB")
 @pytest.mark.long
 @pytest.mark.parametrize("program", [FAR_TOKENS, LONG_STRIDES], ids=["tokens", "strides"])
 def test_offsets_do_not_wrap_at_two_to_the_31(program: str, device: str) -> None:
-    """In a process of its own, interpreted: its memory is mapped, but never touched."""
+    """Offsets of 2^31 and more find the right numbers, for far tokens and for long strides.
+
+    The program runs interpreted, in a process of its own. Its memory is mapped, and only few tokens
+    of it are ever touched.
+    """
     if device != "cpu":
         pytest.skip("on a GPU memory is not mapped lazily")
     code = START + textwrap.dedent(program) + END

@@ -137,7 +137,11 @@ def test_on_a_gpu_auto_takes_kernels_one_node_per_layer() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_results_have_shapes_dtypes_and_devices_before_they_exist(dtype: torch.dtype) -> None:
-    """Of forward and backward, on a GPU that is not there, grouped heads and a wider value."""
+    """Fake tensors tell the shape, dtype and device of every result before it is computed.
+
+    The forward and the backward pass are asked, for a GPU that is not there, grouped heads, and a
+    value of another width than the query.
+    """
     B, N, M, H, Hk, D, Dv = 2, 5, 9, 4, 2, 8, 6
     graph = ga.bipartite_complete_graph(N, M)
     with FakeTensorMode(allow_non_fake_inputs=True):
@@ -249,7 +253,10 @@ def test_on_a_cpu_kernels_are_only_interpreted_where_that_is_asked_for(
 
 
 def test_auto_does_not_interpret(device: str) -> None:
-    """Where kernels could only be interpreted, torch is faster; asked for by name they run."""
+    """Backend "auto" never interprets kernels on a CPU; asked for by name they run.
+
+    Torch is faster than interpreted kernels.
+    """
     from graphattn.kernels.shared.launch import recording
 
     if device != "cpu":

@@ -72,7 +72,7 @@ def with_outlier(name: str, place: int) -> tuple[Case, Tensors]:
 
 @pytest.mark.parametrize("name", ["causal window", "complete"])
 def test_an_outlier_costs_the_others_no_digits(name: str, device: str) -> None:
-    """As long as it is nobody's centre."""
+    """An outlier costs the results of other tokens no digits, unless it is the centre of a tile."""
     case, tensors = with_outlier(name, 10)
     found = solve(case, tensors, case.upstream(), backend="triton", device=device)
     expected = in_float64(case, tensors, case.upstream())
@@ -86,7 +86,9 @@ def test_an_outlier_costs_the_others_no_digits(name: str, device: str) -> None:
 
 @pytest.mark.parametrize("name", ["causal window", "complete", "dilated"])
 def test_a_first_token_far_away_leaves_weights_weights(name: str, device: str) -> None:
-    """It is the centre of the first tile, where logits lose 1e8 * 2^-24 * D / sigma^2: a few units.
+    """A first token far away may change weights, but leaves them between 0 and 1.
+
+    It is the centre of the first tile, where logits lose 1e8 * 2^-24 * D / sigma^2: a few units.
 
     So averages there may be wrong ones (relative error about 1), but averages: d_value, a sum of
     d_out with weights from 0 to 1, must not grow.

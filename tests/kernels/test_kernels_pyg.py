@@ -155,7 +155,10 @@ def agree(
 
 @pytest.mark.parametrize("name", GENERATORS)
 def test_generated_graphs_have_hubs_and_isolated_nodes(name: str) -> None:
-    """What the other tests are about: long and empty rows and columns."""
+    """Generated graphs have hubs, whose rows and columns are long, and nodes without edges.
+
+    The other tests are about such long and empty rows and columns.
+    """
     edge_index, N = generated(name)
     mask = ga.from_edge_index(edge_index, N).to_mask()
     for degree in (mask.sum(0), mask.sum(1)):

@@ -92,7 +92,10 @@ def test_half_precision_costs_at_most_twice_what_it_must(name: str, device: str)
 
 @pytest.mark.parametrize("name", [name for name in CASES if "longformer" not in name])
 def test_rows_of_bands_go_to_the_band_kernels(name: str, device: str) -> None:
-    """But where sequences read a table at different places: edge kernels take one row per edge."""
+    """Band kernels take some rows of a band, unless sequences read a table at different places.
+
+    Edge kernels take those, with one row of the table per edge.
+    """
     case = CASES[name]
     assert has_bands(case.graph.structure)
     several = case.table and bands_of(case.graph.structure).origin is None

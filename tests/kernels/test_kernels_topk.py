@@ -85,7 +85,7 @@ CASES = {
 
 
 def inputs_of(case: Case, tensors: Tensors, device: str) -> BandInputs:
-    """What the selection is given."""
+    """Make the inputs that the selection of the k best sources is given."""
     structure = case.graph.structure
     assert structure is not None
     bands = bands_of(structure)
@@ -119,7 +119,10 @@ def pairs_of(words: Tensor, case: Case, bands: BandSchedule) -> Tensor:
 
 
 def nearest_in_float64(case: Case, tensors: Tensors) -> Tensor:
-    """The same mask by sorting: stable, so that of equal logits the smaller source comes first."""
+    """Find the mask of the k best sources of every row by sorting logits in float64.
+
+    The sort is stable, so that of equal logits the smaller source comes first.
+    """
     x = {name: t.double() for name, t in tensors.items()}
     q, k = x["query"], x.get("key", x["query"])
     k = k.repeat_interleave(case.heads // k.shape[-2], dim=-2)
@@ -258,7 +261,7 @@ def test_an_offset_of_all_tokens_changes_no_choice(offset: float, device: str) -
 
 
 def test_every_row_keeps_k_or_all_it_has(device: str) -> None:
-    """Also rows that padding leaves with fewer sources than k."""
+    """Every row keeps k sources, or all it has where padding leaves fewer than k."""
     case = CASES["padding"]
     x, k = inputs_of(case, case.tensors(), device), case.options["top_k"]
     kept = pairs_of(selection.select(x, k), case, x.bands).sum(-1)
@@ -269,7 +272,10 @@ def test_every_row_keeps_k_or_all_it_has(device: str) -> None:
 
 
 def test_a_k_of_at_least_the_window_keeps_all(device: str) -> None:
-    """By the kernels that know nothing of a choice: the same bits come out."""
+    """A k of at least the window keeps all sources, and changes no bit of the results.
+
+    The kernels that know nothing of a choice compute them.
+    """
     case = Case(ga.causal_window_graph(40, 9), shared=True)
     every = kernels(case, device)
     for k in (9, 10, 10**6):
@@ -280,7 +286,11 @@ def test_a_k_of_at_least_the_window_keeps_all(device: str) -> None:
 
 
 def test_top_1_is_the_nearest_source(device: str) -> None:
-    """Its value exactly, and no gradient through the weights but that of the log-sum."""
+    """The output with top_k=1 is exactly the value of the nearest source.
+
+    No gradient flows through the one weight, which is always 1; only the log-sum, which is not used
+    here, would bring one to query and key.
+    """
     graph = ga.window_path_graph(40, 6).to(device)
     x, value = (torch.randn(40, 1, n, device=device, requires_grad=True) for n in (3, 4))
     out = ga.rbf_attention(x, x, value, graph, 1.0, top_k=1, backend="triton")
@@ -328,7 +338,10 @@ def test_what_is_not_kept_is_not_averaged_even_if_it_is_bad(device: str) -> None
 
 
 def test_a_key_that_is_not_a_number_is_the_first_to_be_kept(device: str) -> None:
-    """As torch sorts it: where a row sees NaN it says so."""
+    """A key of NaN is kept before all others, as torch sorts NaN first.
+
+    So a row that sees NaN shows it.
+    """
     case = top(2, ga.causal_window_graph(40, 10))
     tensors = case.tensors()
     tensors["key"][:, 20] = torch.nan
@@ -402,7 +415,7 @@ def test_second_derivatives_are_those_of_the_reference(device: str) -> None:
 def test_random_problems_are_solved(
     seed: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those of the sweep over bands, with a k."""
+    """Random problems, drawn as in the sweep over bands, are solved with a top-k."""
     draw = random.Random(seed + 1000)
     case = random_case(seed + 1000)
     case = replace(

@@ -55,7 +55,10 @@ def _tiny_tiles(device: str) -> Iterator[None]:
 
 
 def layer_of(name: str, device: str, dtype: torch.dtype = torch.float32, dim: int = DIM) -> Any:
-    """The same weights for every device and dtype; every bandwidth another."""
+    """Make a layer that has the same weights on every device and in every dtype.
+
+    Bandwidths and sinks are random, so that heads differ.
+    """
     torch.manual_seed(7)
     kind, options = LAYERS[name]
     layer = getattr(ga.nn, kind)(dim, 2, backend="triton", **options)
@@ -267,7 +270,10 @@ def test_zeros_of_either_sign_are_equal(device: str) -> None:
 
 @TOP_K
 def test_repeated_tokens_are_chosen_as_by_a_stable_sort(kind: str, device: str) -> None:
-    """Of a few tokens that return again and again, the same are kept as by the reference."""
+    """Steps choose among equal sources as the reference does, by a stable sort.
+
+    The text is made of three tokens that return again and again.
+    """
     torch.manual_seed(3)
     layer = getattr(ga.nn, kind)(DIM, 2, top_k=4, backend="triton").to(device)
     x = tokens(3)[torch.tensor([0, 1, 0, 2, 2, 1, 0, 0, 1, 2, 1, 1, 0, 2, 0])]  # bits are equal
@@ -528,7 +534,10 @@ def test_a_step_waits_for_nothing(name: str, interpreted: None) -> None:
 
 
 def test_only_places_change_from_token_to_token(interpreted: None) -> None:
-    """So nothing is compiled anew: those are not looked at by the compiler."""
+    """Launches of successive steps differ only in their places, `first` and `held`.
+
+    The compiler does not look at those, so nothing is compiled anew.
+    """
     with recording() as launches:
         layer, cache = on_meta("Krause, top 3")
         for _ in range(3 * WINDOW):

@@ -1,8 +1,8 @@
-"""What interpreted kernels do to memory: no byte outside their tensors, and no races.
+"""Watch interpreted kernels: they use no byte outside their tensors, and programs do not race.
 
 Programs of one launch run in any order on a GPU. The interpreter runs one after another and would
-never notice that two write the same number, or that one reads what another writes. (What it writes
-itself a program may have read before: it adds to it.)
+never notice that two write the same number, or that one reads what another writes. (A program may
+have read before what it writes itself: it adds to it.)
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def _bytes(x: Tensor) -> tuple[int, int]:
 
 
 class _Memory:
-    """In place of the interpreter's own, while one kernel runs."""
+    """Take the place of the interpreter's own memory while one kernel runs."""
 
     def __init__(self, real: Any, builder: Any, kernel: str, tensors: list[Tensor]) -> None:
         self._real, self._builder, self._kernel = real, builder, kernel
@@ -68,7 +68,7 @@ class _Memory:
 
 @contextmanager
 def watched_memory(device: str) -> Iterator[None]:
-    """Within the block every interpreted kernel is watched; on a GPU nothing is."""
+    """Watch every interpreted kernel within the block; on a GPU watch nothing."""
     if device != "cpu":
         yield
         return

@@ -29,7 +29,7 @@ def train(
     steps: range,
     examples: int = 4,
 ) -> list[float]:
-    """So many steps of a model of the zoo, and their losses."""
+    """Train a model of the zoo for the given steps, and return the loss of each."""
     losses = []
     model.train()
     for step in steps:

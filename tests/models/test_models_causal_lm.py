@@ -38,7 +38,7 @@ def tokens_of(*shape, seed=1):
 
 
 def test_with_dot_products_it_is_gpt_neox_of_transformers():
-    """The same weights: the same logits, numbers of parameters and texts."""
+    """Weights copied from GPT-NeoX give its logits, number of parameters and generated texts."""
     shape = {"num_hidden_layers": 3, "num_attention_heads": H, "intermediate_size": 4 * D}
     torch.manual_seed(0)
     theirs = GPTNeoXForCausalLM(

@@ -67,7 +67,7 @@ def compilations(
     [("dot", True), ("consensus", True), ("mix", False), ("krause", True), ("gka", False)],
 )
 def test_two_compilations_serve_an_encoder_at_all_lengths(mixer: str, padded: bool) -> None:
-    """It builds the graphs of its blocks itself, of a length that the compiler leaves open."""
+    """The encoder builds the graphs of its blocks itself, for a length the compiler leaves open."""
     model, inputs = encoder(mixer), []
     for n in LENGTHS:
         valid = {"valid": torch.rand(2, n) < 0.8} if padded else {}
@@ -166,7 +166,10 @@ def test_sizes_are_checked_inside_what_is_compiled_too(dynamic: bool) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("name", [name for name in zoo.ZOO if not name.startswith("encoder")])
 def test_two_compilations_serve_every_model_at_all_lengths_and_batch_sizes(name: str) -> None:
-    """Of images, whose tokens are as many as they are, at all batch sizes. (Encoders: above.)"""
+    """Lengths and batch sizes vary; models of images have one number of tokens, at all batch sizes.
+
+    Encoders are left out: they have a test of their own.
+    """
     model, inputs = zoo.made(name).eval(), []
     for tokens, examples in zip(LENGTHS, (3, 2, 4, 5), strict=True):
         batch = zoo.batch_of(name, tokens, examples, tokens)

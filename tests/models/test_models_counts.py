@@ -1,4 +1,4 @@
-"""What docs/counts.md says of the papers' numbers, by models where we have them."""
+"""Statements of docs/counts.md on the papers' numbers, checked by models where we have them."""
 
 from __future__ import annotations
 
@@ -237,7 +237,7 @@ def test_totals_of_table_10_contradict_its_shapes():
 
 
 def test_the_page_has_the_papers_numbers_as_they_are_printed():
-    """Those of the papers' tables that its own doctests do not compute."""
+    """The page docs/counts.md holds the papers' numbers that its own doctests do not compute."""
     page = re.sub(r"\s+", " ", PAGE.read_text(encoding="utf-8"))
     for *_, standard, krause, share in VITS.values():
         row = f"| {standard} G | {krause} G | {standard} G | {krause} G | {share} % |"

@@ -193,7 +193,7 @@ def test_the_ends_of_temperature_are_the_likeliest_and_equal_shares(dtype, top_k
 
 
 def test_draws_follow_the_probabilities():
-    """Of 10,000 texts from one prompt, counts are within five standard deviations everywhere."""
+    """Every token's count in 10,000 draws after one prompt is within five standard deviations."""
     model, count = model_of("gka"), 10_000
     prompt = tokens_of(1, 5).expand(count, -1)
     given = {"temperature": 1.7, "top_k": 8, "top_p": 0.95}

@@ -1,4 +1,7 @@
-"""What looks into models works on all of them: graphs, certificates, costs, records, spectra."""
+"""Tools that look into models work on the whole zoo.
+
+They give graphs, certificates, costs, records and spectra.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from graphattn.models.overview import takes_num_tokens
 
 
 def graphs_of(model: Any, tokens: int) -> list[ga.TokenGraph]:
-    """What `graphs` says for so many tokens, or of an image."""
+    """List a model's graphs for a number of tokens; models of images have a number of their own."""
     if isinstance(model, ga.models.ProteinModel):
         return list(model.graphs(structure=zoo.two_helices(tokens)))
     return list(model.graphs(tokens) if takes_num_tokens(model) else model.graphs())
@@ -83,7 +86,7 @@ def test_operations_are_the_same_on_the_device_meta_and_count_every_matrix(name:
 def test_records_change_no_bit_of_training_and_hold_every_attention_layer(
     name: str, checkpointing: bool
 ) -> None:
-    """With dropout, and blocks that are computed a second time in the backward pass."""
+    """Models train with dropout, and with blocks computed a second time in the backward pass."""
     model, batch = zoo.made(name).train(), zoo.batch_of(name, 1)
     if checkpointing:
         model.gradient_checkpointing_enable()
@@ -174,7 +177,7 @@ def test_spectra_of_every_block_and_without_the_attention_of_one(name: str) -> N
 
 @pytest.mark.parametrize("name", zoo.ZOO)
 def test_attention_can_be_taken_from_one_block_at_a_time(name: str) -> None:
-    """What its layer brings is 0 then: the block is its perceptron. Not of consensus."""
+    """Attention taken out of a block adds 0, which leaves the perceptron; consensus is left out."""
     model, batch = zoo.made(name).eval(), zoo.batch_of(name, 2)
     consensus = (ga.nn.SelfConsensus, ga.nn.CrossConsensus)
     chosen = [
@@ -201,7 +204,11 @@ def test_attention_can_be_taken_from_one_block_at_a_time(name: str) -> None:
 
 @pytest.mark.parametrize("name", zoo.ZOO)
 def test_every_layer_of_a_model_gets_a_certificate(name: str) -> None:
-    """On the tokens that reach it; rows of attention are averages, filters are low-pass."""
+    """Layers are certified on the tokens that reach them.
+
+    Rows of attention are averages, and filters are low-pass. For linear attention alone the
+    certificate says "not applicable".
+    """
     model = zoo.made(name).train()
     batch = zoo.batch_of(name, 4, examples=1, tokens=9)
     certificate = ga.spectral.certify(model, *batch.inputs, **batch.keywords)

@@ -61,7 +61,7 @@ def tokens_of(model: Any, structure: Structure) -> Tensor:
 
 
 def features_by_hand(model: Any, structure: Structure, source: int, target: int) -> list[float]:
-    """Of one edge, from the text of the documentation."""
+    """Compute the features of one edge from the text of the documentation."""
     edges = model.edges
     K, reach, most = edges.num_distances, edges.max_distance, edges.max_offset
     a, b = structure.ca_positions[source], structure.ca_positions[target]
@@ -354,7 +354,7 @@ def test_tracks_of_rows_are_those_of_their_proteins(mixer):
 
 @pytest.mark.parametrize("mixer", ["dot", "mix"])
 def test_the_track_of_padding_is_never_read(mixer):
-    """What stands beside padding, and is known, is not looked at by the residues before it."""
+    """A track also has values at padded places, and the residues before these do not read them."""
     model = model_of(mixer, context={"secondary": 3, "exposed": 1})
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(20, (2, 12), generator=generator)

@@ -29,7 +29,7 @@ def model_of(mixer="dot", depth=2, seed=1, vocab_size=V, **options):
 
 
 def draft_of(model, noise=0.04):
-    """The same model with weights a little off: it is often right, and often wrong."""
+    """Copy the model and add noise to its weights: the draft is often right, and often wrong."""
     draft = copy.deepcopy(model)
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
@@ -44,7 +44,7 @@ def tokens_of(*shape, vocab_size=V):
 
 
 def reads_of(model, run):
-    """What `run` gives, and how many tokens the model has read at a time."""
+    """Return what `run` gives, and the number of tokens in each call of the model."""
     reads = []
     hook = model.embedding.register_forward_hook(lambda _, x, y: reads.append(x[0].shape[-1]))
     found = run()

@@ -130,7 +130,7 @@ def test_memory_stays_that_of_the_window(name):
 
 
 def greedy(model, prompt, count, window):
-    """Without any cache: the whole text again for every token."""
+    """Generate greedily without any cache: the whole text is read again for every token."""
     text = prompt
     for _ in range(count):
         logits = model(text, causal(text.shape[-1], window))[:, -1]

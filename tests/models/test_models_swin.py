@@ -440,7 +440,10 @@ def test_parameters_and_operations_are_swin_s(name, parameters, published):
 
 
 def multiply_adds(model, whole_windows=False):
-    """Of convolution, projections, products of attention, perceptrons, merges and head."""
+    """Count the multiply-adds of a Swin.
+
+    They are of convolution, projections, products of attention, perceptrons, merges and head.
+    """
     dim, patch = model.patches.out_channels, model.patch_size
     grids = model.grids()
     total = math.prod(grids[0]) * patch**2 * 3 * dim

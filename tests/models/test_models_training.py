@@ -55,7 +55,7 @@ def finish(process: subprocess.Popen[str]) -> None:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """Of every model 20 steps, files, and 5 more steps: here, and in a process of its own."""
+    """Train every model for 20 steps, save it, and train 5 more, here and in another process."""
     folder = tmp_path_factory.mktemp("runs")
     found: dict[str, dict[str, Any]] = {}
     threads = torch.get_num_threads()
@@ -103,7 +103,10 @@ def test_a_run_goes_on_in_another_process_bit_by_bit(name: str, runs: dict[str, 
 
 @pytest.fixture(scope="module")
 def differences(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What two processes find of every model, from one start of both."""
+    """Return how much two processes differ from one, by model and way of sharing the work.
+
+    The two processes are started once for all models.
+    """
     file = tmp_path_factory.mktemp("processes") / "found.json"
     for process in [start("two_processes.py", file, rank, *zoo.ZOO) for rank in range(2)]:
         finish(process)

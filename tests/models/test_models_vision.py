@@ -152,7 +152,7 @@ def test_the_value_less_model_of_the_paper_keeps_the_biases_of_its_values():
 def test_the_savings_printed_for_krause_models_are_those_of_uncounted_projections(
     dim, patches, pixels, classes, standard, printed, saved
 ):
-    """In 10^9 multiply-adds: pairs of tokens are too few of them to save 30 %."""
+    """Pairs of tokens take too few of the multiply-adds, counted in 10^9, to save 30 %."""
     N = patches + 1
     pairs, projections = 12 * 2 * N**2 * dim, 12 * 4 * N * dim**2
     whole = 12 * 8 * N * dim**2 + pairs + projections + patches * pixels * dim + classes * dim
@@ -281,7 +281,7 @@ def test_consensus_moves_patches_alone(leading):
 
 
 def test_a_class_token_among_the_neighbours_would_be_thrown_far_away():
-    """Why consensus leaves it out: the paper's step times 196 neighbours."""
+    """The paper's step times 196 neighbours is why consensus leaves the class token out."""
     torch.manual_seed(0)
     layer = ga.nn.SelfConsensus(64, 4, step_size=0.1)
     with torch.no_grad():
@@ -424,7 +424,7 @@ def test_paths_are_dropped_more_often_in_later_blocks():
 @pytest.mark.parametrize("leading", [1, 2])
 @pytest.mark.parametrize("mixer", ["dot", "krause", "consensus"])
 def test_a_path_is_dropped_for_a_whole_image(mixer, leading):
-    """With its leading tokens, also where consensus leaves them out."""
+    """A path is dropped for all tokens of an image, even leading ones that consensus leaves out."""
     model = vision(mixer, drop_path=0.5, distillation_token=leading > 1).train()
     block, graph = model.blocks[-1], model.graphs()[-1]
     x = model.embedding(pictures(64))

@@ -34,7 +34,7 @@ LOAD = ga.models.VisionTransformer.from_transformers
 
 
 def theirs(name="ViTForImageClassification", **options):
-    """With weights so large that nothing is nearly linear."""
+    """Make a model of transformers with weights so large that nothing is nearly linear."""
     torch.manual_seed(0)
     config = getattr(transformers, f"{CLASSES[name]}Config")(**{**SHAPE, **options})
     model = getattr(transformers, name)(config).eval()

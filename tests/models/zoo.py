@@ -36,11 +36,11 @@ class Batch(NamedTuple):
         return found._replace(target=self.target[rank::of])
 
     def to(self, dtype: torch.dtype) -> Batch:
-        """With floating-point inputs in a dtype."""
+        """Return the batch with its floating-point inputs in a dtype."""
         return self._with(lambda x: x.to(dtype) if x.is_floating_point() else x)
 
     def on(self, device: str) -> Batch:
-        """On a device."""
+        """Return the batch with its inputs on a device, and its target where it was."""
         return self._with(lambda x: x.to(device))
 
     def _with(self, change: Callable[[Tensor], Tensor]) -> Batch:
@@ -65,7 +65,7 @@ class Model(NamedTuple):
 
 
 def call(model: nn.Module, batch: Batch) -> Tensor:
-    """What a model answers."""
+    """Call a model with a batch, and return its output."""
     out: Tensor = model(*batch.inputs, **batch.keywords)
     return out
 
@@ -77,7 +77,7 @@ def loss_of(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def exact_loss_of(model: nn.Module, batch: Batch) -> Tensor:
-    """The same in the dtype of the model."""
+    """Mean cross-entropy over all answers, in the dtype of the model."""
     return functional.cross_entropy(call(model, batch).flatten(0, -2), batch.target.flatten())
 
 
@@ -104,14 +104,14 @@ def words(generator: torch.Generator, examples: int, tokens: int) -> Batch:
 
 
 def padded_words(generator: torch.Generator, examples: int, tokens: int) -> Batch:
-    """The same, of unequal lengths."""
+    """Texts of one letter each, mostly hidden, of unequal lengths."""
     batch = words(generator, examples, tokens)
     lengths = torch.randint(tokens // 2, tokens + 1, (examples, 1), generator=generator)
     return batch._replace(keywords={"valid": torch.arange(tokens) < lengths})
 
 
 def noisy_words(generator: torch.Generator, examples: int, tokens: int) -> Batch:
-    """With a noise level per text, as diffusion has it."""
+    """Texts of one letter each, mostly hidden, with a noise level per text, as diffusion has it."""
     batch = words(generator, examples, tokens)
     return batch._replace(keywords={"noise_level": torch.rand(examples, generator=generator)})
 
@@ -161,7 +161,7 @@ def vision(**options: Any) -> ga.models.VisionTransformer:
 
 
 def shaken(model: nn.Module) -> nn.Module:
-    """As after some training: nothing is 0 that starts so."""
+    """Change every parameter a little, as training does: nothing stays at 0 that starts there."""
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.05 * torch.randn_like(parameter))

@@ -1,4 +1,4 @@
-"""What a mutation is."""
+"""Define a mutation: one change of the code that a test must notice."""
 
 from typing import NamedTuple
 

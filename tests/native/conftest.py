@@ -1,4 +1,4 @@
-"""Which builds of the compiled CPU kernels are tested: those that are there and run here."""
+"""Give the tests every build of the compiled CPU kernels that exists and runs here."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ def loaded(native: ctypes.CDLL | None = None) -> ctypes.CDLL:
 
 
 def at(tensor: torch.Tensor) -> ctypes.c_void_p:
-    """Where a tensor lies; its caller keeps it alive."""
+    """Return the address of a tensor, which the caller must keep alive."""
     assert tensor.is_contiguous()
     return ctypes.c_void_p(tensor.data_ptr())
 
@@ -56,7 +56,7 @@ def reduce(x: torch.Tensor, native: ctypes.CDLL | None = None) -> torch.Tensor:
 def workers(
     tasks: int, threads: int, microseconds: int = 0, native: ctypes.CDLL | None = None
 ) -> list[int]:
-    """Which worker did each of some tasks."""
+    """List, for each task, the number of the worker that did it."""
     worker = torch.full((tasks,), -1, dtype=torch.int32)
     library.check(
         loaded(native).graphattn_workers(

@@ -129,7 +129,9 @@ def run_python(
 def missed(
     compiler: list[str], sanitizer: Sanitizer, runtimes: list[str]
 ) -> tuple[list[str], str | None]:
-    """What is planted and not found; the second says that the sanitizer cannot be used here.
+    """Name the planted mistakes that a sanitizer does not find.
+
+    The second result is the reason why the sanitizer cannot be used here, or None.
 
     Raises:
         RuntimeError: the mistakes cannot be built without a sanitizer, either.

@@ -109,7 +109,11 @@ def test_a_sample_has_the_bits_that_it_has_alone(score: str, option: str) -> Non
 def test_a_sequence_has_the_bits_that_it_has_alone(
     kind: Callable[[int], ga.TokenGraph], score: str, option: str
 ) -> None:
-    """(Without AVX-512, one that its window covers goes to torch's own attention when alone.)"""
+    """A sequence in a packed batch has the results and gradients that it has alone, bit by bit.
+
+    (Without AVX-512, a sequence that its window covers goes to torch's own attention when it is
+    alone.)
+    """
     lengths = (45, 150, 41, 300)
     given, graph = tensors(tokens=sum(lengths)), ga.batch([kind(n) for n in lengths])
     together, start = run(given, graph, score, **OPTIONS[option]), 0
@@ -121,7 +125,7 @@ def test_a_sequence_has_the_bits_that_it_has_alone(
 
 
 def laid_out(x: Tensor, how: str) -> Tensor:
-    """The same numbers elsewhere in memory."""
+    """Return the numbers of `x` in another layout in memory."""
     match how:
         case "heads first":
             return x.transpose(-2, -3).contiguous().transpose(-2, -3)

@@ -145,7 +145,10 @@ def test_gradients_are_those_of_float32_rounded_once(
 def gradients_of(
     halves: list[Tensor], graph: ga.TokenGraph, score: str, **options: Any
 ) -> list[tuple[Tensor, ...]]:
-    """Of some function of outputs and log-sums, for inputs as they are, and in float32."""
+    """Compute gradients for inputs in half precision, and for the same inputs in float32.
+
+    The loss is a sum of outputs and log-sums with random weights.
+    """
     found = []
     for leaves in (halves, [x.float() for x in halves]):
         mine = [x.detach().requires_grad_() for x in leaves]
@@ -193,7 +196,10 @@ def test_a_table_softcap_sink_and_eps(dtype: torch.dtype) -> None:
 
 @each_dtype
 def test_rows_computed_by_themselves(dtype: torch.dtype) -> None:
-    """Those that see NaN or infinity, ties among the last edges kept, and steep logits."""
+    """Rows that are computed by themselves have the results of float32, rounded once.
+
+    Such rows see NaN or infinity, or have ties among the last edges kept, or steep logits.
+    """
     graph = ga.causal_window_graph(90, 20)
     leaves = tensors(graph, dtype)
     leaves[1][0, 5] = torch.nan

@@ -156,7 +156,7 @@ class Case:
         return [out, lse, *self.gradients(out, lse, leaves)]
 
     def by_hand(self) -> list[Tensor]:
-        """The same in loops."""
+        """Compute output, log-sums and gradients in loops."""
         leaves = self.leaves()
         exact = [x.double() for x in leaves]
         batch = self.tensors[0].shape[:-3]

@@ -32,7 +32,7 @@ def attend(leaves: list[Tensor], score: str, scale: Tensor, **options: Any) -> T
 
 
 def exactly(leaves: list[Tensor], score: str, scale: Tensor, **options: Any) -> Tensor:
-    """By loops in float64."""
+    """Compute the output by loops in float64."""
     tensors = [x.double()[None] for x in leaves]
     if score == "rbf":
         scale = (scale**-0.5).double() ** -2
@@ -97,7 +97,10 @@ def test_near_ties_are_decided_as_by_float64(top_k: int, with_table: bool, score
 
 
 def test_near_ties_are_ties_in_float32() -> None:
-    """What the test above is about: products of float32 would choose others."""
+    """Products of float32 would choose other sources than float64 in more than 10 % of the rows.
+
+    The test above is about such near ties.
+    """
     query, key = almost_equal_keys("dot", 3e-7, 0)
     rough = torch.einsum("ihd,jd->hij", query, key[:, 0]).masked_fill(~SEEN.mask, -torch.inf)
     exact = torch.einsum("ihd,jd->hij", query.double(), key[:, 0].double())

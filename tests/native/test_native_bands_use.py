@@ -88,7 +88,10 @@ def test_any_width(width: int, score: str) -> None:
 @each_score
 @pytest.mark.parametrize("top_k", [None, 300])
 def test_windows_of_several_long_sums(score: str, top_k: int | None) -> None:
-    """And several tasks, whose halos reach over more than one of them."""
+    """Windows that take several long sums and several tasks are computed right.
+
+    The halos of these tasks reach over more than one other task.
+    """
     seen = by_hand.path(700, 600, True)
     leaves = [numbers(700, 1, 3, seed=s) for s in range(3)]
     check(seen, leaves, score, top_k=top_k)

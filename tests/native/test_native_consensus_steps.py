@@ -108,7 +108,10 @@ for name in LAYERS:
 
 @each_layer
 def test_padding_is_never_read(name: str) -> None:
-    """On the left of two texts, and anywhere in a third; what it holds is NaN."""
+    """Steps never read padding, which holds NaN here.
+
+    It stands on the left of two texts, and anywhere in a third.
+    """
     layer, reference = layer_of(name), layer_of(name, backend="reference")
     x, valid = text(40, 3), torch.ones(3, 40, dtype=torch.bool)
     valid[0, :9], valid[1, :1] = False, False
@@ -122,7 +125,10 @@ def test_padding_is_never_read(name: str) -> None:
 
 @each_layer
 def test_where_the_tokens_stand_in_the_cache_changes_no_bit(name: str) -> None:
-    """In a line, in a ring, and in a ring that was forked in between."""
+    """Steps give the same bits wherever the tokens stand in the cache.
+
+    Tokens stand in a line, in a ring, and in a ring that was copied in between.
+    """
     layer, x = layer_of(name, torch.float32), text(70, 2, dtype=torch.float32)
     line = layer.init_cache(2, 16)
     sizes = line.owner, line.fields, (2,), 16
@@ -156,7 +162,10 @@ def test_threads_and_other_texts_change_no_bit(name: str, dtype: torch.dtype) ->
 def test_a_cache_of_half_precision_is_read_as_it_is(
     name: str, dtype: torch.dtype, kept: torch.dtype
 ) -> None:
-    """As the step in operations of torch reads it, whose sums are only put together otherwise."""
+    """Compiled steps read a cache of half precision as steps in operations of torch read it.
+
+    Only the order of sums differs there.
+    """
     layer, x = layer_of(name, dtype), text(40, 2, dtype=dtype)
     cache = layer.init_cache(2, 12, dtype=kept)
     twin = layer.init_cache(2, 12, dtype=kept)
@@ -225,7 +234,10 @@ def scaled(matrix: Callable[..., Any]) -> Callable[..., Any]:
 def test_what_somebody_put_into_a_layer_is_what_steps_do(
     monkeypatch: pytest.MonkeyPatch, change: str
 ) -> None:
-    """Also while a cache is in use; and compiled code takes what it can still tell."""
+    """Steps do what somebody put into a layer, even while a cache is in use.
+
+    Compiled code still runs wherever it can tell what the layer does.
+    """
     layer, twin, x = layer_of("plain"), layer_of("plain", backend="reference"), text(20)
     cache, other = layer.init_cache((), 5), twin.init_cache((), 5)
     for own, kept in ((layer, cache), (twin, other)):

@@ -1,4 +1,4 @@
-"""Which build a process takes, what it says where there is none, and threads."""
+"""Choice of the build that a process takes, the reason given if there is none, and threads."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ needs_compiler = pytest.mark.skipif(COMPILER is None, reason="there is no C++ co
 
 
 def in_fresh_interpreter(code: str, **environment: str) -> str:
-    """What `code` prints in a new Python."""
+    """Run `code` in a new Python, and return what it prints."""
     run = subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True,

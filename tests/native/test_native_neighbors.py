@@ -21,7 +21,7 @@ def every_build(native: ctypes.CDLL, monkeypatch):
 
 
 def nearest_by_float64(x, k, source=None):
-    """Of all differences; a tie stands in order of index."""
+    """Find the k nearest sources by float64 of all differences; ties stand in order of index."""
     a, b = x.double(), (x if source is None else source).double()
     squared = (a[:, None] - b).square().sum(2)
     if source is None:

@@ -41,7 +41,10 @@ def by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_it_has_the_bits_of_torch(
     dtype: torch.dtype, shape: tuple[int, ...], per_sample: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where it is called, and in every gradient, also of features that lie apart."""
+    """Compiled code has the bits of torch in outputs and in all gradients.
+
+    That is so for features that lie apart in memory, too.
+    """
     turn, positions = ga.nn.RotaryEmbedding(shape[-1]), positions_of(shape, per_sample)
     x, upstream = features(shape, dtype), features(shape, dtype).flip(-1)
     asked = []

@@ -87,7 +87,7 @@ class Loops:
         self.d_value[b, sources, g] += weight[:, None] * self.d_out[b, i, h]
 
     def results(self) -> list[Array]:
-        """In the order of `Case.run`."""
+        """List what the loops found, in the order of `Case.run`."""
         found = [self.out, self.lse, self.d_query, self.d_key, self.d_value, self.d_strength]
         return found if self.d_bias is None else [*found, self.d_bias]
 

@@ -331,7 +331,10 @@ def test_what_a_token_does_not_see_is_not_read(name: str) -> None:
 @each_layer
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_caches_of_half_precision(name: str, dtype: torch.dtype) -> None:
-    """In a layer of float32, and in one of the same precision."""
+    """A cache of half precision serves a layer of float32, and one of its own precision.
+
+    Outputs have the dtype of the layer, and are near those of float32.
+    """
     layer, x = layer_of(name), torch.randn(2, 50, 32)
     expected = stream(layer, x, layer.init_cache(2, 20))
     kept = stream(layer, x, layer.init_cache(2, 20, dtype=dtype))

@@ -230,7 +230,7 @@ def forward_by_hand(
     positions: tuple[Tensor, Tensor] | None = None,
     valid: Any = None,
 ) -> Tensor:
-    """What the layer must return, from its state_dict."""
+    """Compute the layer's correct output from its state_dict, without the layer's own code."""
     if positions is None:
         positions = (graph.positions, graph.source_positions)
     context = tokens[-1]

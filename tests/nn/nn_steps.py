@@ -1,4 +1,4 @@
-"""What tests of generation share: the layers that have steps, and a text sent through one."""
+"""Helpers that tests of generation share: layers that have steps, and a text sent through one."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ def test_padded_sequences_equal_each_alone(case, backend):
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_permutation_of_the_tokens_permutes_the_output(case):
-    """With their edges and positions; the promise of every graph layer."""
+    """Permuting tokens, edges and positions permutes the output, as every layer promises."""
     if "top_k" in case.options:
         pytest.skip("ties aside, also true; ties are broken by index")
     layer, graph = case.make(), graph_for(case, 8)

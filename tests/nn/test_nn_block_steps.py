@@ -132,7 +132,7 @@ class Mean(nn.Module):
 
 
 class Running(Mean):
-    """The same token by token, from two numbers: without a window that is all it takes."""
+    """The mean of all tokens so far, from their sum and count: enough without a window."""
 
     def init_cache(self, batch, window, *, dtype=None, device=None, rollback=0):
         assert window is None

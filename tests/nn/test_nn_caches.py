@@ -28,7 +28,7 @@ def texts(*shape, dtype=torch.float64):
 @BACKENDS
 @pytest.mark.parametrize("window", [1, 4, 9, None])
 def test_what_was_taken_back_has_never_been(case, backend, window):
-    """To the last bit, whatever it was: padding, and tokens that are no numbers."""
+    """Tokens taken back leave no trace, to the last bit, even where they were padding or NaN."""
     layer, rng = case.make(), random.Random(f"{case} {window}")
     for rollback in (1, 3, 20):
         cache = poisoned(layer.init_cache(2, window, rollback=rollback))

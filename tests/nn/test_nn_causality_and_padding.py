@@ -59,7 +59,7 @@ def test_energy_consensus_refuses_a_causal_graph_and_names_the_way_out(case, bac
 
 @BACKENDS
 def test_energy_consensus_would_leak_and_target_does_not(backend):
-    """The same edges without the name: what the refusal prevents, measured."""
+    """A plain list of causal edges is not refused, and shows the leak that a refusal prevents."""
     edges = ga.from_edge_index(ga.causal_graph(10).edge_index, 10)
     x = torch.randn(10, DIM, dtype=torch.float64)
     changed = x.clone()

@@ -220,7 +220,7 @@ def test_assigned_and_compiled_state_dicts_are_compared_too():
 
 
 class Fixed(ga.nn.KrauseAttention):
-    """Another constructor."""
+    """Has a constructor with parameters of its own."""
 
     def __init__(self, width, near=2):
         super().__init__(width, HEADS, top_k=near)

@@ -1,4 +1,4 @@
-"""What consensus promises: constants stay, energy falls, the automatic step never overshoots."""
+"""Guarantees of consensus: constants stay, energy falls, the automatic step never overshoots."""
 
 import math
 
@@ -139,7 +139,7 @@ def test_rope_without_the_way_back_moves_constants():
 
 @GUARANTEED
 def test_the_mean_is_kept_by_energy_consensus(rope):
-    """Both ends of an edge move by opposite amounts, in the frame of the comparison."""
+    """Energy consensus moves an edge's ends by opposite amounts, in the frame of comparison."""
     layer, graph = bare(rope=rope), irregular_graph()
     x = tokens(graph)
     before, after = (in_frame(layer, t).mean(0) for t in (x, layer(x, graph)))
@@ -292,7 +292,7 @@ def test_the_learned_step_starts_at_a_tenth_in_every_head(kind):
 
 @pytest.mark.parametrize("update", ["energy", "target"])
 def test_a_bias_of_the_source_projection_is_absorbed_by_the_output_bias(update):
-    """Without rope b_s drops out of every disagreement."""
+    """The bias of the source projection drops out of every disagreement where rope is False."""
     layer, graph = bare(update=update), irregular_graph()
     x = tokens(graph)
     before = layer(x, graph)

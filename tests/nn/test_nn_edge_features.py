@@ -89,7 +89,7 @@ def run(layer: Any, tokens: list[Tensor], graph: Any, **keywords: Any) -> Tensor
 def by_hand(
     kind: str, option: str, layer: Any, tokens: list[Tensor], graph: ga.TokenGraph, e: Tensor
 ) -> Tensor:
-    """From the state_dict, with F e_ij formed by one functional.linear per group."""
+    """Compute the output from the state_dict, with one functional.linear per group for F e_ij."""
     state, options = layer.state_dict(), OPTIONS[option]
     x, context = tokens[0], tokens[-1]
     u = into_heads(linear(state, "source_proj", x))

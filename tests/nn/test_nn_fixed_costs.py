@@ -1,4 +1,4 @@
-"""What a call costs beside its numbers: operators called, and what is made anew every time."""
+"""Fixed costs of a call: the operators that it calls, and what it makes anew every time."""
 
 import copy
 import gc
@@ -149,7 +149,7 @@ def test_a_list_that_was_changed_in_place_has_a_plan_of_its_own():
 
 
 def test_rotations_kept_with_a_graph_are_those_of_its_positions():
-    """For two bases and dtypes, made first in inference mode, then used in training."""
+    """Rotations of two bases and dtypes are made in inference mode first, then used in training."""
     graph = ga.batch([ga.causal_graph(20), ga.causal_graph(12)])
     for base in (100.0, 10000.0):
         for dtype in (torch.float32, torch.float64):

@@ -188,7 +188,7 @@ def test_one_tensor_may_be_several_of_the_three(name, left, short_ways):
 
 
 def test_one_tensor_of_two_widths_is_refused():
-    """Of four heads of queries and two of keys."""
+    """One tensor of 16 features makes four heads of queries and two heads of keys, of 8 each."""
     layer, graph, x = layer_of("turned"), GRAPHS["window"](), tokens(N)
     layer.rotary, layer.query_proj, layer.key_proj = None, nn.Identity(), nn.Identity()
     for _ in range(2):
@@ -456,7 +456,7 @@ class Over(nn.Module):
 @pytest.mark.parametrize("trains", [False, True])
 @each_layer
 def test_a_traced_layer_gives_what_the_layer_gives(name, trains):
-    """Of other tokens and with other parameters."""
+    """A traced layer gives its outputs for other tokens, and after its parameters have changed."""
     layer = Over(layer_of(name), GRAPHS["window"]()).requires_grad_(trains)
     layer(tokens(2, N))
     traced = torch.jit.trace(layer, tokens(2, N), check_trace=False)
@@ -491,7 +491,7 @@ def test_nan_that_nobody_sees_stays_where_it_is(name):
 
 @each_attention
 def test_a_last_token_without_readers_may_hold_nan(name):
-    """Within one window of few tokens."""
+    """NaN in a last token that no other token sees reaches nothing else: 11 tokens, window of 4."""
     graph, layer = ga.causal_window_graph(N, 4), layer_of(name)
     x = tokens(N)
     expected = layer(x, graph)[:-1]
@@ -530,7 +530,7 @@ def test_inference_first_and_training_then(name):
 @each_graph
 @pytest.mark.parametrize("name", ["turned", "linear"])
 def test_fake_tensors_first_and_real_ones_then(name, graph):
-    """What fake ones make of a graph has no memory that could be read later."""
+    """Fake tensors have no memory, so nothing derived from them may be kept with a graph."""
     layer, graph = layer_of(name), GRAPHS[graph]()
     expected = by_messages(layer, tokens(N), copy.deepcopy(graph))
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
@@ -671,7 +671,7 @@ def test_energy_moves_both_ends_of_an_edge(step_size, graph, short_ways):
 # Only messages call `edge_matrix`: compiled steps do without it on the long way as well.
 @pytest.mark.parametrize("method", sorted({*flat_call.NETWORK_METHODS} - {"edge_matrix"}))
 def test_what_somebody_replaces_of_an_edge_network_is_run(method, monkeypatch):
-    """Of an instance, of a class of somebody's own, and in the library's class."""
+    """Methods of edge networks may be replaced on an instance, in a subclass or in the class."""
     graph, x = GRAPHS["window"](), tokens(N)
     for replace in (
         lambda network, fails: setattr(network, method, fails),

@@ -169,7 +169,7 @@ def test_every_layer_is_a_pyg_message_passing_layer(case):
 
 @pytest.mark.parametrize("case", ONE_OF_EACH, ids=str)
 def test_pyg_hooks_see_the_messages(case):
-    """What a PyG user expects of a MessagePassing layer: its message hooks fire."""
+    """Message hooks fire, as a PyG user expects of a MessagePassing layer."""
     layer, graph = case.make(backend="reference"), graph_of(case)
     shapes = []
     handle = layer.register_message_forward_hook(lambda m, i, out: shapes.append(out.shape))
@@ -198,7 +198,7 @@ def test_a_layer_is_twice_differentiable(case, backend):
 @pytest.mark.parametrize("case", ONE_OF_EACH, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_message_in_half_precision_is_no_worse_than_the_operation(case, dtype):
-    """Both are compared with float64 on the same rounded numbers."""
+    """The message and the operation are compared with float64 on the same rounded numbers."""
     fused, readable = (layer.to(dtype) for layer in twins(case))
     graph = graph_of(case)
     tokens = tokens_of(case, graph, dtype=dtype)

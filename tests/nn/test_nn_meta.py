@@ -1,4 +1,4 @@
-"""On the meta device layers and models tell shapes and dtypes, and compute nothing."""
+"""Layers and models on the meta device give shapes and dtypes, and compute nothing."""
 
 from __future__ import annotations
 

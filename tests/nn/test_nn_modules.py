@@ -236,7 +236,10 @@ def test_double_is_the_float32_layer_with_more_digits(case):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @BACKENDS
 def test_half_precision_is_within_a_few_roundings_of_float64(case, dtype, backend):
-    """On the same rounded parameters and tokens; the operation itself works in float32."""
+    """Outputs are compared with those of float64 on the same rounded parameters and tokens.
+
+    The operation itself works in float32.
+    """
     if "top_k" in case.options:
         case = Case(case.kind, {})  # which edges are kept can turn on a rounding
     layer, graph = case.make().to(dtype), graph_of(case)
@@ -346,7 +349,7 @@ def test_attention_weights_are_the_ones_the_output_is_made_with(case):
 def test_weights_over_raw_edges_in_another_order_are_refused_as_the_operation_refuses(
     kind, backend
 ):
-    """They follow the sorted order; without a word the caller would read them in their own."""
+    """Weights follow the sorted edges; without an error, callers would use their own order."""
     case = Case(kind)
     layer, graph = case.make(backend=backend), graph_of(case)
     tokens = tokens_of(case, graph)

@@ -121,7 +121,7 @@ def test_the_value_less_transformer_averages_the_input_itself():
 
 
 def test_a_token_without_edges_gets_the_bias_of_the_output_projection():
-    """Where PyTorch's softmax over nothing gives NaN."""
+    """A token without edges gets the output bias; PyTorch's softmax over nothing gives NaN."""
     _, ours = torch_twin()
     out = ours(torch.randn(3, N, DIM, dtype=torch.float64), irregular_graph())
     torch.testing.assert_close(out[:, 4], ours.output_proj.bias.expand(3, -1))

@@ -111,7 +111,10 @@ def test_buckets_are_t5_s_at_every_distance(
 
 
 def test_buckets_at_the_distances_that_t5_names() -> None:
-    """Of 32 buckets for both directions: 0-7 exact, then 8-11, 12-15, 16-22, ... up to 128."""
+    """T5 gives distances 0 to 7 a bucket each; 8-11, 12-15, 16-22 and so on up to 128 share one.
+
+    There are 32 buckets, 16 for each direction.
+    """
     with torch.no_grad():
         module = OffsetBias.t5(1)
         module.table.copy_(torch.arange(32.0)[:, None])

@@ -106,7 +106,7 @@ def small_graph(case: Case) -> ga.TokenGraph:
 def by_equations(
     case: Case, state: dict[str, Tensor], tokens: tuple[Tensor, ...], graph: ga.TokenGraph
 ) -> Tensor:
-    """What the layer must return, from its state_dict, in plain loops."""
+    """Compute the layer's correct output from its state_dict, in plain loops."""
     x, context, options = tokens[0], tokens[-1], case.options
     mask = graph.to_mask()
 

@@ -298,7 +298,7 @@ def test_hooks_of_pyg_see_the_messages_and_can_change_them(case: Case) -> None:
 
 
 def test_explainers_of_pyg_mask_the_edges() -> None:
-    """With the mask of an edge at 0, the output is that of the graph without the edge's message."""
+    """Explainers' masks of 0 on all edges stop every message: the projection of zeros is left."""
     from torch_geometric.explain.algorithm.utils import clear_masks, set_masks
 
     torch.manual_seed(0)

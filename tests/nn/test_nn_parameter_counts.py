@@ -39,7 +39,10 @@ def slope(**options) -> int:
 
 
 def test_consensus_grows_by_the_slope_of_table_9():
-    """1536 for the first layer, 3072 for Lambda, and a bias, alpha and beta for each head."""
+    """Each unit of edge_hidden adds 1536 parameters to the first layer, 3072 to Lambda, 3 per head.
+
+    The three of a head are a bias, alpha and beta.
+    """
     assert slope(rank=4) == 1536 + 3072 + 36 == 4644
     assert slope() == 4644  # rank 4 is the default
 

@@ -1,4 +1,4 @@
-"""What holds of every layer, with any options, on any graph: random layers, graphs and tokens."""
+"""Properties of every layer with any options on any graph, on random layers, graphs and tokens."""
 
 from __future__ import annotations
 

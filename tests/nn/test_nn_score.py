@@ -101,7 +101,7 @@ def test_message_and_the_operation_agree_and_its_parameter_learns(name: str, opt
 
 @EVERY
 def test_weights_by_hand(name: str) -> None:
-    """From the projections of the layer and the formula on paper."""
+    """Attention weights are the softmax of the formula on paper, on the layer's projections."""
     layer, x = made(name), tokens(6)
     graph = ga.complete_graph(6)
     _, weights = layer(x, graph, return_attention_weights=True)
@@ -199,7 +199,10 @@ def test_compiled_code_is_refused_by_name(name: str) -> None:
 
 
 def test_a_layer_that_returns_a_shipped_score_is_what_that_score_says() -> None:
-    """Other numbers for a score that compiled code knows: it runs there, in steps too."""
+    """A shipped score with a tripled scale gives what tripled queries give, in steps too.
+
+    Compiled code knows such a score, whatever its numbers.
+    """
 
     class Sharp(ga.nn.DotProductAttention):
         def score(self) -> ga.Score:

@@ -32,7 +32,7 @@ def causal(num_tokens, window):
 
 
 def by_edges(num_tokens, window):
-    """The same edges as a plain list."""
+    """Return the graph of `causal` as a plain list of its edges."""
     return ga.from_edge_index(causal(num_tokens, window).edge_index, num_tokens)
 
 
@@ -60,7 +60,7 @@ def poisoned(cache):
 
 
 def held(cache):
-    """What the next token sees of the cache, by field."""
+    """Return the entries of the cache that the next token sees, by field."""
     count = cache.held(None if cache.window is None else cache.window - 1)
     return {name: cache.tokens(name, count) for name in cache.buffers}
 
@@ -314,7 +314,11 @@ def test_a_cache_made_in_inference_mode_works_outside_and_back(case, window):
 @pytest.mark.parametrize("case", [c for c in ONE_OF_EACH if "top_k" not in c.options], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_half_precision_is_as_good_as_that_of_forward(case, dtype):
-    """(Of nearly equal tokens, top_k may choose another one at every rounding.)"""
+    """Steps err at most 1.5 times as much as forward, both compared with float64.
+
+    Layers with top_k are left out: of nearly equal tokens they may choose another one at every
+    rounding.
+    """
     layer, exact = case.make(dtype=dtype), case.make(dtype=torch.float64)
     x = torch.randn(2, 30, DIM).to(dtype)
     truth = exact.load_state_dict(layer.state_dict()) and exact(x.double(), causal(30, 7))
@@ -494,7 +498,7 @@ def test_padding_after_a_long_text_sees_nothing_and_is_no_nan(kind):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @EVERY_LAYER
 def test_a_single_text_in_half_precision(case, dtype):
-    """Without dimensions of a batch, a token is its features alone."""
+    """A text without batch dimensions, whose tokens are features alone, equals a batch of one."""
     torch.manual_seed(0)
     layer, x = case.make().to(dtype), torch.randn(9, DIM, dtype=dtype)
     alone = stream(layer, x, layer.init_cache((), window=4))

@@ -96,7 +96,7 @@ def coins(*shape: int, seed: int, share: float = 0.7) -> Tensor:
 
 
 def poisoned(draw, tokens: int) -> tuple[Tensor, Tensor]:
-    """Which tokens hold something else, bool [tokens], and what, [tokens]."""
+    """Draw which tokens hold something else, bool [tokens], and what they hold, [tokens]."""
     hit = coins(tokens, seed=draw(seeds), share=draw(st.sampled_from([0.2, 0.5])))
     content = [draw(poisons) for _ in range(tokens)]
     return hit, torch.tensor(content, dtype=torch.float64)

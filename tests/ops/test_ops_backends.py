@@ -1,4 +1,4 @@
-"""Which backends can run a case: what `ga.backends` says is what a call by name does."""
+"""A backend runs a case by name exactly if `ga.backends` says that it can."""
 
 import re
 

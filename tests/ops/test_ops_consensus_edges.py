@@ -174,7 +174,7 @@ def test_edge_matrices_are_their_equation(name: str, form: str) -> None:
 
 @BACKENDS
 def test_edges_both_ways_between_two_tokens_have_each_their_own_features(backend: str) -> None:
-    """Of two edges between the same tokens, the features of each change what it pulls."""
+    """Each of two opposite edges between the same tokens pulls by a matrix of its own features."""
     graph = ga.complete_graph(2, self_loops=False)
     inputs = consensus_inputs(graph)
     layer = of_edges(graph, inputs)
@@ -440,7 +440,7 @@ def test_nan_of_an_edge_reaches_the_tokens_that_it_moves_and_no_other(
 @BACKENDS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_half_precision_is_computed_in_float32(dtype: torch.dtype, backend: str) -> None:
-    """Beside the rounding of the result there is that of float32."""
+    """Results of half precision err by their own rounding and by that of float32, and no more."""
     graph = GRAPHS["grid with class token"]()
     inputs = consensus_inputs(graph, batch=(2,), dtype=dtype)
     layer = of_edges(graph, inputs, 2)

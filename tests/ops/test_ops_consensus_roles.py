@@ -90,7 +90,11 @@ def test_the_valid_ones_move_as_on_the_graph_of_the_edges_that_are_left(step: st
 )
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_layers_read_a_token_in_the_role_in_which_it_is_real(make: Any, backend: str) -> None:
-    """The same as without its edges in the other role; NaN in neither role is never read."""
+    """Layers read a token only in the role, target or source, in which it is valid.
+
+    Results are those of the graph without its edges in the other role. A token that is valid in
+    neither role may hold NaN: it is never read.
+    """
     torch.manual_seed(0)
     layer, graph = make(backend).double(), ga.window_path_graph(7, 2, self_loops=True)
     x = torch.randn(2, 7, 8, dtype=torch.float64)

@@ -306,7 +306,7 @@ def test_it_can_be_differentiated_twice(backend, update, step_size, banded):
 
 
 def second_derivatives(backend, graph, tensors, options):
-    """Of the squared gradients of all tensors, with respect to all tensors."""
+    """Differentiate the sum of all squared gradients with respect to all tensors."""
     leaves = {name: x.detach().clone().requires_grad_() for name, x in tensors.items()}
     tied = {**leaves, "u": 2 * leaves["state"], "beta": leaves["alpha"]}
     new = step(backend, graph, {**tied, "v": tied["u"]}, options)
@@ -332,7 +332,10 @@ def test_a_tensor_in_several_places_has_the_second_derivatives_of_the_reference(
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 @pytest.mark.parametrize("graph", EVERY_KIND, ids=["windows", "causal", "mixed"])
 def test_what_an_invalid_token_holds_reaches_nothing(backend, graph, bad, which):
-    """Neither values nor gradients, those of the network included, nor second derivatives."""
+    """NaN or infinity in an invalid token reaches no value, no gradient and no second derivative.
+
+    Gradients of the network are among them.
+    """
     valid = torch.arange(41) % 5 != 2
     _, tensors, options = case_of(graph, step_size="auto", valid=valid)
     clean, clean_twice = (f(backend, graph, tensors, options) for f in (run, twice))
@@ -445,7 +448,10 @@ def test_auto_takes_it_on_every_graph(monkeypatch, name):
 
 @pytest.mark.parametrize("backend", ["reference", "structured", "native"])
 def test_first_layers_under_autocast_are_linear_layers(backend):
-    """Their products are taken in autocast's dtype, as those of nn.Linear, and the rest is not."""
+    """First layers under autocast take their products in its dtype, as nn.Linear does.
+
+    Nothing else is computed in that dtype.
+    """
     if backend == "native" and library.why_not() is not None:
         pytest.skip(str(library.why_not()))
     generator = torch.Generator().manual_seed(0)

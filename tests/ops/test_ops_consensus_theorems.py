@@ -1,4 +1,4 @@
-"""What the mathematics promises of a consensus step: descent, stability, causality."""
+"""Consensus steps keep what the mathematics promises: descent, stability, causality."""
 
 import math
 import warnings
@@ -25,7 +25,7 @@ EXACT = {"rtol": 1e-10, "atol": 1e-10}
 
 @pytest.fixture(autouse=True, params=FAST)
 def backend(request: pytest.FixtureRequest) -> Iterator[None]:
-    """What "auto" takes."""
+    """Let "auto" take each of the fast backends."""
     with ga.use_backend(request.param):
         yield
 
@@ -56,7 +56,10 @@ def test_energy_is_exactly_a_gradient_step_of_the_energy(name: str) -> None:
 
 @pytest.mark.parametrize("seed", range(10))
 def test_energy_on_asymmetric_graphs_descends_the_energy(seed: int) -> None:
-    """In- and out-degrees differ, so D_out - W would not do (the paper's slip)."""
+    """The energy update descends the energy on graphs whose in- and out-degrees differ.
+
+    D_out - W would not do there (the paper's slip).
+    """
     mask = random_mask(7, 7, 0.35, seed=seed)
     mask[0] = True
     graph = ga.from_mask(mask)
@@ -135,7 +138,10 @@ def test_the_automatic_energy_step_is_per_head() -> None:
 
 
 def test_the_automatic_energy_step_is_per_sequence() -> None:
-    """Of a packed batch and of a leading dimension alike: the rest of the batch means nothing."""
+    """The automatic energy step of a sequence does not depend on the rest of the batch.
+
+    That holds for a packed batch and for a leading dimension alike.
+    """
     parts = [ga.window_path_graph(5, 1), ga.complete_graph(7), ga.window_path_graph(1, 1)]
     packed = ga.batch(parts)
     inputs = consensus_inputs(packed)
@@ -168,7 +174,7 @@ def test_the_automatic_energy_step_forgets_invalid_tokens() -> None:
 
 
 def test_the_automatic_target_step_is_per_row() -> None:
-    """With R = c I it is the average of the neighbours, whatever c."""
+    """The automatic target step with R = c I gives the average of the neighbours, for any c."""
     graph = ga.window_path_graph(7, 2)
     inputs = consensus_inputs(graph, heads=1, hidden=2)
     for shift in (-3.0, 0.0, 5.0):

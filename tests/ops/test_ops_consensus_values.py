@@ -42,7 +42,7 @@ OPTIONS = {
 
 @pytest.fixture(autouse=True, params=FAST)
 def backend(request: pytest.FixtureRequest) -> Iterator[None]:
-    """What "auto" takes."""
+    """Let "auto" take each of the fast backends."""
     with ga.use_backend(request.param):
         yield
 

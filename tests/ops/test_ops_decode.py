@@ -30,7 +30,7 @@ def caches(
 
 
 def seen(tokens: int, length: int, new: int, window: int | None) -> Tensor:
-    """Which of `tokens` places the newest tokens of a text see, [T, M], by the definition."""
+    """Mark which places the `new` last tokens of a text see, [new, tokens], by definition."""
     mask = torch.zeros(new, tokens, dtype=torch.bool)
     for t in range(new):
         position = length - new + t
@@ -55,7 +55,7 @@ def by_loops(query, key, value, lengths, *, window=None, sink=None, **options):
 
 
 def poisoned(x: Tensor, lengths: list[int]) -> Tensor:
-    """What stands beyond the lengths is NaN."""
+    """Return `x` with NaN in every place beyond the length of its text."""
     x = x.clone()
     for b, length in enumerate(lengths):
         x[b, length:] = torch.nan
@@ -122,7 +122,10 @@ def test_it_gives_the_last_rows_of_the_whole_text(strength):
 @pytest.mark.parametrize("top_k", [None, 3])
 @pytest.mark.parametrize("sigma", [None, 1.5])
 def test_a_sink_is_one_more_source_whose_value_is_nothing(tokens, top_k, sigma):
-    """Its logit stands in the denominator: e^l / (e^sink + sum e^l)."""
+    """A sink adds e^sink to the denominator, e^l / (e^sink + sum e^l), and changes nothing else.
+
+    The log-sums that are returned leave it out.
+    """
     query, key, value = caches(2, tokens, 4, 2, 16, new=2)
     sink = torch.tensor([-1.0, 0.5, 3.0, -torch.inf], dtype=torch.float64)
     options = {"sigma": sigma, "top_k": top_k}

@@ -35,7 +35,7 @@ def seeded(number=5):
 
 
 def drawn(graph, batch, heads, p, generator):
-    """Which pairs are dropped, bool [B, N, M, H]: the definition in Python's whole numbers."""
+    """Find which pairs are dropped, bool [B, N, M, H]: the definition in Python's whole numbers."""
     seed = int(draw_seed(generator, torch.device("cpu")))
     low, high = (1 << 32) - 1, (1 << 64) - 1
 
@@ -224,7 +224,7 @@ def test_every_head_row_and_column_drops_its_share(p, seed):
 
 
 def correlation(a, b):
-    """In standard deviations of its estimate, of two masks of the same share."""
+    """Correlate two masks of the same share, in standard deviations of the estimate."""
     a, b = (x.double() - x.double().mean() for x in (a, b))
     return float((a * b).mean() / (a.std() * b.std()) * a.numel() ** 0.5)
 
@@ -332,7 +332,7 @@ def test_checkpointing_drops_the_same_again(backend, reentrant):
 
 
 def _gradients(loss, leaves):
-    """By backward(), which is all that reentrant checkpointing knows."""
+    """Compute gradients by backward(), which is all that reentrant checkpointing knows."""
     for leaf in leaves:
         leaf.grad = None
     loss.backward()

@@ -190,7 +190,11 @@ def test_a_bias_on_a_packed_batch_of_unlike_windows_is_per_edge() -> None:
     ids=["causal and both sides", "dilated and not", "line and grid"],
 )
 def test_a_table_is_refused_where_its_rows_mean_different_offsets(graph: ga.TokenGraph) -> None:
-    """Both parts have as many offsets, but row 0 is offset -2 in one and -1 in the other, ..."""
+    """A table is refused for a batch in whose parts its rows mean different offsets.
+
+    The two parts have equally many offsets, but row 0 is, for example, offset -2 in one and -1 in
+    the other.
+    """
     q, k, v = qkv(graph)
     rows = graph.structure.parts[0].num_offsets
     with pytest.raises(ValueError, match="edge_bias"):

@@ -266,7 +266,10 @@ def test_half_precision_adds_them_in_float32(backend: str, dtype: torch.dtype) -
 def test_over_all_pairs_they_lose_no_digits_however_far_the_features_lie(
     samples: int, offset: float, top_k: int | None
 ) -> None:
-    """In float32, also in several pieces of rows, against float64 of the same numbers."""
+    """Attention with biases per sample over all pairs loses no digits, however far features lie.
+
+    Float32, also in several pieces of rows, is compared with float64 of the same numbers.
+    """
     graph = ga.bipartite_complete_graph(150, 40)
     q, k, v = (x.float() for x in qkv(graph, batch=(2,), kv_heads=1))
     q, k = q + offset, k + offset

@@ -1,4 +1,4 @@
-"""The same edges in any form, order, numbering or batch give the same numbers."""
+"""Equal edges in any form, order, numbering or batch give equal numbers."""
 
 from collections.abc import Callable
 
@@ -319,7 +319,10 @@ def test_an_output_is_inside_the_hull_of_what_it_sees(
 @SWEEP
 @given(seed=seeds, density=st.floats(0, 1), step=st.sampled_from([0.3, "auto"]))
 def test_consensus_commutes_with_translation(seed: int, density: float, step: float | str) -> None:
-    """Only differences count: u + c goes to u' + c (constants are fixed points)."""
+    """Adding c to all states adds c to all new states: only differences count.
+
+    So constants are fixed points.
+    """
     graph = ga.from_mask(random_mask(6, 6, density, seed))
     u, _, a, b, _ = consensus_inputs(graph, seed=seed % 1000)
     network, c = edge_network(seed=seed % 1000), random(2, 3, seed=seed)

@@ -33,7 +33,7 @@ def table_of(graph, *, grad=False):
 
 
 def listed(graph):
-    """The same edges, of which nothing is known."""
+    """Return the edges of a graph as a list of which nothing else is known."""
     return ga.from_edge_index(graph.edge_index, graph.num_targets)
 
 

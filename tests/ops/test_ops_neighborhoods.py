@@ -29,7 +29,7 @@ CASES = {
 
 
 def windows(x: int, length: int, kernel: int, dilation: int, causal: bool) -> list[tuple[int, int]]:
-    """What x sees along one axis, and where `rpb` has its bias: centred on kernel - 1.
+    """List what x sees along one axis, and where `rpb` has its bias: centred on kernel - 1.
 
     The first index of a window is x - (kernel // 2) * dilation, moved by whole hops until the
     window fits (Hassani & Shi, 2022); along a causal axis the window ends at x.

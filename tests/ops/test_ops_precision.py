@@ -118,7 +118,10 @@ def test_rbf_in_float32_survives_a_common_offset_of_100(name: str) -> None:
 
 
 def test_an_offset_of_100_changes_no_choice_of_top_k() -> None:
-    """32 % of top-192 sets changed with the expanded square."""
+    """An offset of 100 changes no choice of top-k in float32.
+
+    The expanded square changed 32 % of top-192 sets.
+    """
     graph = ga.complete_graph(256)
     x = random(256, 1, 64, seed=3, dtype=torch.float32) + 100
     weights = ga.attention_weights(x, x, graph, sigma=8.0, top_k=192).view(256, 256)

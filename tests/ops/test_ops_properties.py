@@ -1,4 +1,4 @@
-"""What holds of the operations on any graph, of any shape: random graphs, batches and inputs."""
+"""Properties of the operations on any graph, of any shape: random graphs, batches and inputs."""
 
 from __future__ import annotations
 
@@ -93,7 +93,10 @@ def test_eps_takes_its_share_of_the_weights_and_no_more(case: AttentionCase, eps
 def test_outputs_lie_in_the_convex_hull_of_the_values_a_target_sees(
     case: AttentionCase, data, eps: float
 ):
-    """Of these and 0 where eps takes a share; coordinate by coordinate and along directions."""
+    """Outputs lie in the convex hull of the values a target sees, and of 0 if eps takes a share.
+
+    That is checked coordinate by coordinate and along random directions.
+    """
     graph, dtype = case.graph, case.query.dtype
     valid = valid_mask(data.draw, graph, share=0.9)
     more = {"eps": eps} if "sigma" in case.arguments else {}
@@ -364,7 +367,7 @@ def test_a_constant_in_every_sequence_stays_to_the_last_bit(case: ConsensusCase,
 @SWEEP
 @given(case=consensus_cases(updates=("energy",), batches=st.just(())), share=st.floats(0.05, 1.95))
 def test_energy_falls_on_any_graph_with_any_edge_network(case: ConsensusCase, share: float):
-    """By the automatic step, and by any step below 2 / lambda_max of its own Hessian."""
+    """Energy falls by the automatic step and by any step below 2 / lambda_max of its Hessian."""
     mask, u = case.graph.to_mask(), case.inputs.state
     R, _, _ = oracle.edge_matrices(*case.inputs[2:], mask)
     before = oracle.energy(u, R, mask)

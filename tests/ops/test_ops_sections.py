@@ -242,7 +242,10 @@ def test_energy_over_a_graph_with_a_past_is_refused_by_name():
 
 
 def test_energy_over_equally_many_shifted_sources_is_that_of_the_list_of_edges():
-    """Such a graph is square by number: its own numbers say what a self-loop is."""
+    """Energy updates over as many shifted sources as targets equal those over the list of edges.
+
+    Such a graph is square by number: its own numbers say what a self-loop is.
+    """
     from graphattn.graphs.sections import Section
     from graphattn.graphs.structure import Band
 

@@ -54,7 +54,10 @@ def test_padding_and_bias_beside_a_sink(name, backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_sink_is_one_more_column_of_the_softmax(backend):
-    """As transformers writes GPT-OSS: a column is appended, and taken away after the softmax."""
+    """A sink is a column that is appended before the softmax and taken away after it.
+
+    The library transformers writes GPT-OSS in this way.
+    """
     graph = ga.causal_graph(9)
     q, k, v = (x.transpose(0, 1) for x in qkv(graph))
     sink = torch.tensor([0.7, -0.4], dtype=torch.float64)

@@ -126,7 +126,10 @@ def test_second_derivatives(backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", ["complete", "causal", "grid", "path"])
 def test_logits_of_any_size_give_numbers(name, backend, size, dtype, top_k):
-    """With logits of +-1e30 the weights are those of +-softcap, and no gradient is left."""
+    """Capped logits of any size give the weights of +-softcap, and finite gradients.
+
+    Sizes are 1e6 and 1e30, of either sign. No gradient is left for query and key.
+    """
     graph = GRAPHS[name]()
     q, k, v = (x.to(dtype).requires_grad_() for x in qkv(graph, features=1))
     q.data, k.data = q.data.sign(), k.data.sign() * size

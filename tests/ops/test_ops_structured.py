@@ -75,7 +75,7 @@ def run(backend: str, graph, tensors, options, *, loss_seed: int = 0):
 
 @pytest.fixture
 def short_chunks(monkeypatch):
-    """So few numbers at a time that most cases take several rounds."""
+    """Take so few numbers at a time that most cases take several rounds."""
     monkeypatch.setattr(chunked, "PAIRS", 256)
     monkeypatch.setattr(chunked, "FEATURES", 256)
     monkeypatch.setattr(softmax, "EXACT", 1)
@@ -303,7 +303,10 @@ def test_no_edge_is_ever_listed(monkeypatch):
 
 
 def test_auto_takes_it_for_every_graph(monkeypatch):
-    """Or compiled code with the same planner, where there is some."""
+    """Backend "auto" takes the structured backend, or compiled code, for every graph.
+
+    Compiled code is taken where there is some; it has the same planner.
+    """
     used = []
 
     def watch(module):
@@ -414,7 +417,11 @@ def test_equal_keys_tie_wherever_they_stand_in_a_tile(score, features, dtype):
 @pytest.mark.parametrize("size", [1e6, 1e8, 1e10])
 @pytest.mark.parametrize("build", [ga.window_path_graph, lambda n, _: ga.complete_graph(n)])
 def test_an_enormous_key_costs_nobody_else_a_digit(backend, build, size):
-    """It is left out of its own row (no self-loops), and weighs nothing in the others."""
+    """An enormous key costs no digit of any output or gradient.
+
+    It weighs nothing in the rows that see it. In a window without self-loops its own row does not
+    see it.
+    """
     graph = build(40, 3)
     torch.manual_seed(0)
     query, key, value = (torch.randn(40, 1, 4) for _ in range(3))

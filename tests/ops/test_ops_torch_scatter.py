@@ -151,7 +151,11 @@ def test_segment_sums_are_those_of_torch_scatter_over_the_rows_of_the_graph(
 def test_a_consensus_step_is_made_of_the_segment_sums_of_torch_scatter(
     case: ConsensusCase, seed: int
 ):
-    """With the library's own matrices (tested elsewhere): who moves, and by what sum."""
+    """A consensus step moves tokens by the segment sums that torch_scatter computes.
+
+    Tokens that move and their sums are compared; the matrices are the library's own, which are
+    tested elsewhere.
+    """
     graph, (u, v, a, b, network) = case.graph, case.inputs
     rowptr, source = graph.csr()
     target = graph.edge_index[1]

@@ -1,4 +1,7 @@
-"""What decides how a row is computed is only what the row sees; and by differences means q - k."""
+"""The way to compute a row depends only on what the row sees.
+
+Scores by differences are computed from q - k itself.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ FLOATS = [torch.float32, torch.float64]
 
 @pytest.fixture(autouse=True, params=FAST)
 def backend(request: pytest.FixtureRequest) -> Iterator[None]:
-    """What "auto" takes."""
+    """Let "auto" take each of the fast backends."""
     with ga.use_backend(request.param):
         yield
 
@@ -89,7 +92,10 @@ def test_without_self_loops_a_token_does_not_see_its_own_key(
 @pytest.mark.parametrize("bad", UNSEEN)
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_no_unseen_token_stands_in_for_padding(dtype: torch.dtype, bad: float) -> None:
-    """Where what all rows of a tile see is padding, the next valid token is some row's future."""
+    """A token that a row does not see never stands in for padding in that row.
+
+    If the source that all rows of a tile see is padding, the next valid token is some row's future.
+    """
     graph = ga.causal_window_graph(40, 8)
     query, key, value = (random(40, 1, 4, seed=s, dtype=dtype) + 9 for s in range(3))
     for hole in range(40):
@@ -204,7 +210,10 @@ def test_one_enormous_key_costs_float64_no_digit(graph: ga.TokenGraph, size: flo
 
 
 def test_two_crowds_far_from_zero_and_from_each_other_keep_their_gradients() -> None:
-    """By differences nothing is subtracted but q and k: 1e9 and -1e9 cost nobody a digit."""
+    """Tokens around 1e9 and around -1e9 keep all digits of their gradients.
+
+    By differences nothing is subtracted but q and k, so the distance from 0 costs nobody a digit.
+    """
     graph = ga.complete_graph(20)
     x, value, upstream = (random(20, 1, 3, seed=s) for s in range(3))
     x[::2] += 1e9

@@ -112,7 +112,10 @@ def attention_case(seed: int) -> Case:
 
 @pytest.fixture(params=FAST)
 def backend(request):
-    """What "auto" takes; the fallback so few numbers at a time that most cases take rounds."""
+    """Let "auto" take each of the fast backends.
+
+    The fallback (structured) takes so few numbers at a time that most cases take several rounds.
+    """
     with ga.use_backend(request.param), pytest.MonkeyPatch.context() as patch:
         if request.param == "structured":
             patch.setattr(chunked, "PAIRS", 512)
@@ -136,7 +139,11 @@ def spoilt(case: Case, marked: Tensor) -> tuple[list[Tensor], bool]:
 @how_many
 @pytest.mark.usefixtures("backend")
 def test_what_a_row_does_not_see_changes_no_bit_of_it_or_its_gradients(seeds):
-    """Whatever a few tokens hold: missing edges, the causal future, other sequences."""
+    """Tokens that a row does not see change no bit of the row, whatever they hold.
+
+    Missing edges, the causal future or other sequences hide them. Gradients keep their bits as
+    well, but not on the reference backend, where plain autograd meets 0 * NaN.
+    """
     for seed in seeds:
         case = attention_case(seed)
         M = case.graph.num_sources

@@ -39,7 +39,7 @@ def luminance(rgb: np.ndarray) -> np.ndarray:
 
 
 class Pixels:
-    """What a figure looks like: contrast of every pixel with white, and where tokens lie."""
+    """A drawn figure: the contrast of every pixel with white, and where tokens lie."""
 
     def __init__(self, figure: Figure) -> None:
         canvas = FigureCanvasAgg(figure)

@@ -36,7 +36,7 @@ def segments(ax) -> np.ndarray:
 
 
 def pairs_of(ax, x) -> list[tuple[int, int]]:
-    """Which residues the lines end at."""
+    """Find the pairs of residues that lines of attention join."""
     flat = turned_to_principal_axes(x.double())[:, :2].numpy()
     near = [[int(np.abs(flat - end).sum(1).argmin()) for end in line] for line in segments(ax)]
     return [(min(pair), max(pair)) for pair in near]
@@ -103,7 +103,10 @@ def test_chains_are_apart_and_gaps_are_not_bridged():
 
 
 def test_missing_atoms_are_left_out_and_leave_a_gap():
-    """What is drawn is what is drawn of the others, with their edges."""
+    """Residues without atoms are left out with their edges, and leave a gap in the trace.
+
+    All edges of the others are drawn that join residues three or more places apart.
+    """
     x, weights = helix(30), torch.rand(900, generator=torch.Generator().manual_seed(2))
     x[[4, 17]] = math.nan
     ax = draw(x, ga.complete_graph(30), weights, strongest=400)

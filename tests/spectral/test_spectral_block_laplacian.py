@@ -28,7 +28,7 @@ def laplacians(graph, features, *, rank=2, heads=3, seed=0, uneven=0.0):
 
 
 def plain_matrix(head):
-    """The same matrix edge by edge: sum_e eta (e_t - e_s)(e_t - e_s)^T x R_e."""
+    """Make a head's matrix edge by edge: sum_e eta (e_t - e_s)(e_t - e_s)^T x R_e."""
     N, D = head.num_tokens, head.features
     M = np.zeros((N, D, N, D))
     for s, t, alpha, rows in zip(head.source, head.target, head.alpha, head.rows, strict=True):

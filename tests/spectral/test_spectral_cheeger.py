@@ -30,7 +30,10 @@ def conductance_by_hand(W, inside):
 
 
 def least_conductance(W):
-    """Over every group of tokens that holds token 0 (the others are their complements)."""
+    """Find the least conductance over every group of tokens that holds token 0.
+
+    The other groups are their complements.
+    """
     N = len(W)
     return min(
         conductance_by_hand(W, np.array((True, *rest)))

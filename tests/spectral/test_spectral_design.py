@@ -106,7 +106,10 @@ def test_window_for_mixing_is_the_first_of_all_windows(num_tokens, depth, tolera
 
 
 def test_the_ratio_of_the_ends_grows_with_the_window():
-    """What bisection relies on with the "auto" step."""
+    """The ratio lambda_1 / lambda_max of a path grows with its window.
+
+    Bisection relies on it with the "auto" step.
+    """
     for N in (*range(2, 41), 120):
         ratios = [s[1] / s[-1] for s in (path_spectrum(N, w) for w in range(1, N))]
         assert all(b > a * (1 - 1e-12) for a, b in pairwise(ratios))
@@ -217,7 +220,10 @@ def test_equal_tokens_need_their_share_of_all_neighbours():
 
 
 def test_a_quantile_leaves_out_so_many_rows():
-    """19 of 20 tokens stand alone, and one sees 5 others as near as itself."""
+    """A quantile of 0.95 leaves out the one row of 20 that needs a larger k.
+
+    19 of 20 tokens stand alone, and one sees 5 others as near as itself.
+    """
     x = 100 * torch.arange(20.0)[:, None]
     key = torch.cat([x, torch.zeros(5, 1)])
     mask = torch.ones(20, 25, dtype=torch.bool)

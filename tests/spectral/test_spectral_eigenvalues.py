@@ -229,7 +229,10 @@ def test_crowded_top_of_a_long_cycle_is_resolved_from_above():
 
 
 def count_eigenvalues_below(values, bound):
-    """Of a weighted path's Laplacian: negative pivots of L - bound I, in exact arithmetic."""
+    """Count the eigenvalues of a weighted path's Laplacian below a bound, in exact arithmetic.
+
+    They are as many as the negative pivots of L - bound I.
+    """
     values = [Fraction(value) for value in values]
     diagonal = [a + b for a, b in zip([Fraction(0), *values], [*values, Fraction(0)], strict=True)]
     # Leading principal minors; their sign changes are the count (Sturm).
@@ -243,7 +246,11 @@ def count_eigenvalues_below(values, bound):
 
 @pytest.mark.parametrize("magnitudes", [3, 30, 200])
 def test_uneven_weights_keep_relative_accuracy_in_exact_arithmetic(magnitudes):
-    """As of Gaussian weights between distant tokens. Dense eigenvalues are lost below 1e-16."""
+    """The Fiedler value of a path with very uneven weights is right to a relative 1e-12.
+
+    Gaussian weights between distant tokens are so uneven. Exact arithmetic checks it, since dense
+    eigenvalues are lost below 1e-16.
+    """
     rng = np.random.default_rng(magnitudes)
     for N in (5, 40):
         values = 10 ** rng.uniform(-magnitudes, 0, N - 1)

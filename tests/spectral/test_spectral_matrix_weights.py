@@ -24,7 +24,10 @@ def random_blocks(num_edges, size, seed, *, rank=None):
 
 
 def dense_value(graph, R):
-    """By numpy, of the matrix of sum 1/2 (u_i - u_j)^T R_ij (u_i - u_j), edge by edge."""
+    """Compute the matrix-weighted Fiedler value by numpy, from a dense matrix.
+
+    That is the matrix of sum 1/2 (u_i - u_j)^T R_ij (u_i - u_j), made edge by edge.
+    """
     N, C = graph.num_targets, R.shape[1]
     L = np.zeros((N, C, N, C))
     for (j, i), block in zip(graph.edge_index.T.tolist(), R.numpy(), strict=True):

@@ -1,4 +1,4 @@
-"""What guessing costs: frequencies and pairs against plain loops, over any number of pieces."""
+"""Losses of guessing by frequencies and by pairs against plain loops, over any pieces of a text."""
 
 import gc
 import itertools

@@ -87,7 +87,7 @@ def test_packed_sequences_cost_what_padded_ones_cost_and_what_they_cost_alone(mi
 
 
 def test_nothing_is_guessed_or_seen_across_the_border_of_two_windows():
-    """Other tokens in one window change no gradient that comes from another."""
+    """Tokens of the first window change no gradient of the second window's loss."""
     model = language_model(mixer="dot", window=None)
     objective = ga.train.NextToken(packed=True)
 

@@ -50,7 +50,7 @@ def integral(model, tokens: torch.Tensor, noise, nodes: int) -> torch.Tensor:
 
 @pytest.mark.parametrize(("name", "nodes"), [("log-linear", 4), ("geometric", 200)])
 def test_the_integral_of_the_exact_score_is_the_exact_log_likelihood(name, nodes):
-    """Of every sequence by itself: the chain rule in the mean over all orders."""
+    """The integral is -log p for every single sequence: the chain rule averaged over all orders."""
     for tokens in torch.tensor([[0, 0, 1, 2], [2, 1, 0, 0], [1, 1, 1, 1]]):
         exact = float(-CHAIN.log_probability(tokens))
         found = float(integral(CHAIN, tokens, WHOLE[name], nodes))
@@ -58,7 +58,7 @@ def test_the_integral_of_the_exact_score_is_the_exact_log_likelihood(name, nodes
 
 
 def test_other_scores_bound_it_from_above_in_the_mean():
-    """Of normalised scores, and of scores of any sum: the mean over the chain's sequences."""
+    """Wrong scores, normalised or of any sum, cost more in the mean over the chain's sequences."""
     everything = torch.tensor(list(itertools.product(range(V), repeat=3)))
     chance = CHAIN.log_probability(everything).exp()
     entropy = float(-(chance * chance.log()).sum())

@@ -85,7 +85,7 @@ def test_score_entropy_is_zero_at_the_exact_ratio_and_its_gradient_is_the_differ
 @pytest.mark.parametrize("mask_token", [0, 2, 4, 5])
 @pytest.mark.parametrize("sigma", [1e-3, 0.7, 12.0])
 def test_denoising_score_entropy_is_the_sum_of_score_entropies(mask_token, sigma):
-    """At every place the true ratio is 1 / (exp(sigma) - 1) at the hidden token and 0 elsewhere."""
+    """The true ratio at a place is 1 / (exp(sigma) - 1) for the hidden token, 0 for all others."""
     logits = torch.randn(2, 6, 5, dtype=torch.float64, generator=generator(), requires_grad=True)
     real = [v for v in range(5) if v != mask_token]
     tokens = torch.tensor(real)[torch.randint(len(real), (2, 6), generator=generator(1))]
@@ -206,7 +206,7 @@ def test_scores_that_sum_to_another_number_lose_more():
 
 @pytest.mark.parametrize("noise", ["log-linear", "geometric"])
 def test_the_loss_is_an_unbiased_estimate_of_its_integral(noise):
-    """Of even chances: log V, but for what is masked before t_min."""
+    """Even chances lose log V in the mean, less the share that is masked before t_min."""
     objective = AbsorbingDiffusion(4, noise, t_min=0.2)
     zeros = torch.zeros(1, 1, 5)
     tokens = torch.randint(4, (200, 40), generator=generator())

@@ -24,7 +24,10 @@ def every_sequence(length: int, vocab_size: int = V) -> torch.Tensor:
 
 
 def p_value(samples: torch.Tensor, probabilities: torch.Tensor) -> float:
-    """Of a chi-square test of samples [n, N] against probabilities of every sequence."""
+    """Return the p-value of a chi-square test of samples [n, N] against `probabilities`.
+
+    There is one probability for every sequence of length N.
+    """
     length = samples.shape[-1]
     index = (samples * V ** torch.arange(length - 1, -1, -1)).sum(-1)
     counts = torch.bincount(index, minlength=V**length).double()
@@ -147,7 +150,7 @@ def test_gaps_are_filled_with_their_distribution_given_the_rest():
 
 @pytest.mark.parametrize("steps", [None, 2])
 def test_top_probability_draws_the_surest_place_first(steps):
-    """Its distribution, from a plain recursion over the states that it can reach."""
+    """Samples follow the distribution of a plain recursion over the states that can be reached."""
     count = {None: [1, 1, 1], 2: [2, 1]}[steps]
 
     def reach(state: tuple[int, ...], step: int) -> dict[tuple[int, ...], float]:

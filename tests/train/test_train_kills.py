@@ -44,7 +44,7 @@ def undisturbed(
 
 
 def check_is_readable(folder: Path) -> None:
-    """What lies there under its name is complete, and the newest of it loads."""
+    """Check that complete checkpoints have all files and load, as the model and the run do."""
     for step in checkpoints.complete_checkpoints(folder):
         path = checkpoints.checkpoint_path(folder, step)
         ga.load(path)

@@ -217,7 +217,7 @@ def test_bert_replaces_some_by_random_tokens_and_asks_for_all_of_them():
 
 
 def test_weighted_by_its_ratio_a_loss_is_per_token_of_all_tokens():
-    """With the same cost c of every guess, E[1/r * r * N * c] / N is c, for every schedule."""
+    """Every guess has the same cost c, so E[1/r * r * N * c] / N is c, for every schedule."""
     tokens = [{"tokens": torch.zeros(400).long()} for _ in range(200)]
     model = Fixed(torch.zeros(400, 21))
     for schedule in ("constant", "linear", "betalinear30"):

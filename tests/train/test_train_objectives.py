@@ -1,4 +1,4 @@
-"""What all objectives share: names, wrapped models, random numbers, and models of another head."""
+"""Names, wrapped models, random numbers and models with another head, for all objectives."""
 
 import pytest
 import torch

@@ -186,7 +186,7 @@ def test_checkpoints_are_read_as_numbers_only(tmp_path):
 
 
 def test_a_folder_is_enough_to_go_on(tmp_path, monkeypatch):
-    """What `resume` makes of the config is what `graphattn.train.setup` prepares."""
+    """A stand-in for `graphattn.train.setup` prepares what the config of the folder says."""
     straight = tiny_runs.train(tmp_path / "straight", steps=9, schedule="constant")
     tiny_runs.train(tmp_path / "run", steps=6, schedule="constant")
 
@@ -308,7 +308,7 @@ def test_a_look_at_a_run_neither_writes_to_it_nor_keeps_it_from_starting(tmp_pat
 
 
 def test_processes_that_load_data_hold_no_lock_of_the_run_that_started_them(tmp_path):
-    """They may outlive a run that was killed, which then goes on beside them."""
+    """Processes that load data may outlive a killed run, which then goes on beside them."""
     (ear, mouth), (heard, said) = os.pipe(), os.pipe()
     with run_folder.locked(tmp_path):
         child = os.fork()

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("short_collections")
 
 
 def test_a_service_is_told_what_the_log_holds(tmp_path, monkeypatch):
-    """In the place of TensorBoard stands what takes its calls."""
+    """A stand-in for TensorBoard's writer records what it is told."""
     told: dict[str, dict[int, float]] = {}
 
     class SummaryWriter:

@@ -373,7 +373,10 @@ def is_alive(pid: int) -> bool:
 def test_a_worker_of_another_machine_is_taken_for_dead_after_the_grace_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its lock is not seen here; Optuna's heartbeat is, and a trial without one is left alone."""
+    """Heartbeats in Optuna are seen on every machine, but locks may not be.
+
+    A trial without a heartbeat would be left alone.
+    """
     from graphattn.train import sweep_queue
 
     folder = tmp_path / "a"

@@ -114,7 +114,7 @@ def train(out: str | Path, *, callbacks: Sequence[Any] = (), **changes: Any) -> 
 
 
 def results(folder: Path) -> dict[str, bytes]:
-    """What a run must leave the same, whatever happened on the way."""
+    """Collect the bytes that a run must end with, whatever happened on the way."""
     kept = sorted((folder / "checkpoints").glob("step-*"))
     files = [folder / "log.jsonl", folder / "config.yaml"]
     files += [path / "running_loss.json" for path in kept]
