@@ -14,7 +14,7 @@ import pytest
 
 import graphattn as ga
 from graphattn import graphs
-from graphattn.nn.graph_layer import GraphLayer
+from graphattn.nn.base.graph_layer import GraphLayer
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 PARTS = ("nn", "spectral", "dynamics", "diagnostics", "data", "plot", "models", "train")

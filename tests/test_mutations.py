@@ -114,7 +114,7 @@ MUTATIONS = [
     ),
     Mutation(
         "nearest neighbours take the larger of two equal indices",
-        "graphattn/graphs/distances.py",
+        "graphattn/graphs/search/distances.py",
         "order = squared.argsort(stable=True)",
         "order = squared.neg().argsort(stable=True).flip(0)",
         ("tests/graphs/test_graphs_knn.py::test_equal_distances_stand_in_order_of_index",),
@@ -207,7 +207,7 @@ MUTATIONS = [
     ),
     Mutation(
         "nearest neighbours by products trust their rounding",
-        "graphattn/graphs/distances.py",
+        "graphattn/graphs/search/distances.py",
         "+ 2 * self.rounding[",
         "+ 0 * self.rounding[",
         (
@@ -217,7 +217,7 @@ MUTATIONS = [
     ),
     Mutation(
         "nearest neighbours trust a tree to have left nobody out",
-        "graphattn/graphs/kd_tree.py",
+        "graphattn/graphs/search/kd_tree.py",
         "return rows[last <= ",
         "return rows[last < 0 * ",
         ("tests/graphs/test_graphs_kd_tree.py::test_neighbours_are_those_of_float64[lattice-3]",),
@@ -252,14 +252,14 @@ MUTATIONS = [
     ),
     Mutation(
         "a tree forgets the first of many equal points",
-        "graphattn/graphs/kd_tree.py",
+        "graphattn/graphs/search/kd_tree.py",
         "everyone - first < copies",
         "everyone - first >= copies",
         ("tests/graphs/test_graphs_kd_tree.py::test_of_equal_points_a_tree_holds_the_first_few",),
     ),
     Mutation(
         "row pointers count the edges of sources",
-        "graphattn/graphs/held.py",
+        "graphattn/graphs/edges/storage.py",
         "torch.bincount(self.compact_edges[1], minlength",
         "torch.bincount(self.compact_edges[0], minlength",
         (
@@ -269,14 +269,14 @@ MUTATIONS = [
     ),
     Mutation(
         "R d without the 1 / sqrt(r) of Lambda's rows",
-        "graphattn/ops/consensus/edge_matrix.py",
+        "graphattn/ops/consensus/edge_network/edge_matrix.py",
         "(self.beta / rank)[..., None] * low_rank",
         "self.beta[..., None] * low_rank",
         (f"{CHUNKED}::test_values_and_gradients_are_those_of_the_reference",),
     ),
     Mutation(
         "R itself without the 1 / sqrt(r) of Lambda's rows",
-        "graphattn/ops/consensus/edge_matrix.py",
+        "graphattn/ops/consensus/edge_network/edge_matrix.py",
         "(self.beta / rank)[..., None, None] * gram",
         "self.beta[..., None, None] * gram",
         (f"{CONSENSUS}::test_edge_matrices_are_their_equation_and_positive_definite",),
@@ -358,14 +358,14 @@ MUTATIONS = [
     ),
     Mutation(
         "positions count on through a batch",
-        "graphattn/graphs/held.py",
+        "graphattn/graphs/edges/storage.py",
         "runs = zip(self._starts, self._sizes, strict=True)",
         "runs = [((0, 0), (self._num_targets, self._num_sources))]",
         (f"{ROTARY}::test_positions_restart_in_every_part_of_a_batch",),
     ),
     Mutation(
         "positions count on through a batch within a batch",
-        "graphattn/graphs/combine.py",
+        "graphattn/graphs/builders/combine.py",
         "sizes=tuple(size for graph in graphs for size in graph.sizes)",
         "sizes=tuple((graph.num_targets, graph.num_sources) for graph in graphs)",
         ("tests/graphs/test_graphs_combine.py::test_batch_of_batches_is_the_flat_batch",),
@@ -373,7 +373,7 @@ MUTATIONS = [
     # What else is easily got wrong.
     Mutation(
         "sigma^2 without the 2",
-        "graphattn/ops/attention/score.py",
+        "graphattn/ops/attention/logits/score.py",
         "-scale / 2 * (query - key)",
         "-scale * (query - key)",
         (f"{STRUCTURED}::test_values_and_gradients_are_those_of_the_reference",),
@@ -394,7 +394,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a batch with one causal sequence passes for one without",
-        "graphattn/graphs/composites.py",
+        "graphattn/graphs/structures/composites.py",
         "return any(part.has_causal_part for part in self._without_padding())",
         "return all(part.has_causal_part for part in self._without_padding())",
         (
@@ -404,7 +404,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a union forgets that both its edge lists hold a causal sequence",
-        "graphattn/graphs/combine.py",
+        "graphattn/graphs/builders/combine.py",
         "has_causal_part=a.has_causal_part and b.has_causal_part",
         "has_causal_part=a.is_causal and b.is_causal",
         (
@@ -421,7 +421,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the banded way takes the second mode",
-        "graphattn/spectral/banded.py",
+        "graphattn/spectral/laplacians/banded.py",
         "first = u[:, 0]",
         "first = u[:, 1]",
         (
@@ -431,7 +431,7 @@ MUTATIONS = [
     ),
     Mutation(
         "certificates of layers with rope=True claim the theorems",
-        "graphattn/spectral/layer_certificates.py",
+        "graphattn/spectral/certificates/layers.py",
         "    elif layer.rotary is not None and not layer.isometric:\n",
         "    elif False:\n",
         (
@@ -473,14 +473,14 @@ MUTATIONS = [
     ),
     Mutation(
         "a causal window holds one key too many",
-        "graphattn/graphs/windows.py",
+        "graphattn/graphs/builders/windows.py",
         "return _causal(num_tokens, window - 1, past)",
         "return _causal(num_tokens, window, past)",
         ("tests/graphs/test_graphs_windows.py::test_causal_window_holds_the_last_keys_and_itself",),
     ),
     Mutation(
         "the permutation of the transpose is the inverse one",
-        "graphattn/graphs/held.py",
+        "graphattn/graphs/edges/storage.py",
         "order_by_source(*self.compact_csr(), self._num_sources)",
         "order_by_source(*self.compact_csr(), self._num_sources).argsort()",
         (
@@ -819,7 +819,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a compiled step of consensus overlooks another matrix of edges",
-        "graphattn/nn/edge_network.py",
+        "graphattn/nn/edges/network.py",
         'and "edge_matrix" not in vars(self)',
         "",
         (f"{NATIVE_STEPS}::test_what_somebody_put_into_a_layer_is_what_steps_do",),
@@ -847,14 +847,14 @@ MUTATIONS = [
     ),
     Mutation(
         "a plan is made anew in every call",
-        "graphattn/graphs/held.py",
+        "graphattn/graphs/edges/storage.py",
         "            found[key] = result",
         "            found = {key: result}",
         (f"{FIXED_COSTS}::test_the_second_call_on_a_graph_makes_no_plan[None-window]",),
     ),
     Mutation(
         "a graph keeps what was made of another list",
-        "graphattn/graphs/held.py",
+        "graphattn/graphs/edges/storage.py",
         "None if listed is None else listed._version",
         "None",
         (f"{FIXED_COSTS}::test_a_list_that_was_changed_in_place_has_a_plan_of_its_own",),
@@ -877,28 +877,28 @@ MUTATIONS = [
     ),
     Mutation(
         "the message of a subclass is ignored",
-        "graphattn/nn/graph_layer.py",
+        "graphattn/nn/base/graph_layer.py",
         "        return bool(replaced)\n",
         "        return False\n",
         (f"{OVERRIDES}::test_the_message_of_a_subclass_is_the_layer",),
     ),
     Mutation(
         "steps ignore the bandwidths of a subclass",
-        "graphattn/nn/overrides.py",
+        "graphattn/nn/base/overrides.py",
         '"fused", "mix", "move", "sigma")',
         '"fused", "mix", "move")',
         (f"{OVERRIDES}::test_steps_give_what_forward_gives",),
     ),
     Mutation(
         "steps ignore what a subclass makes of the end of a step",
-        "graphattn/nn/overrides.py",
+        "graphattn/nn/base/overrides.py",
         '"step_hidden", "project_back", "turn_back",',
         '"step_hidden",',
         (f"{OVERRIDES}::test_steps_give_what_forward_gives",),
     ),
     Mutation(
         "compiled steps ignore the first layer of a subclass",
-        "graphattn/nn/edge_network.py",
+        "graphattn/nn/edges/network.py",
         "if own is not known or name in vars(self):",
         "if name in vars(self):",
         (f"{OVERRIDES}::test_steps_give_what_forward_gives",),
@@ -912,77 +912,77 @@ MUTATIONS = [
     ),
     Mutation(
         "the options of a file are not compared with those of the layer",
-        "graphattn/nn/config.py",
+        "graphattn/nn/files/config.py",
         "there, here = theirs.get(name), ours.get(name)",
         "there, here = ours.get(name), ours.get(name)",
         (f"{CONFIG}::test_weights_of_other_mathematics_are_refused",),
     ),
     Mutation(
         "state dicts do not carry the config",
-        "graphattn/nn/config.py",
+        "graphattn/nn/files/config.py",
         "metadata.setdefault(prefix[:-1], {}).update(record(self))",
         "metadata.setdefault(prefix[:-1], {})",
         (f"{CONFIG}::test_layers_inside_any_module_of_torch_are_compared",),
     ),
     Mutation(
         "a config forgets what was set later",
-        "graphattn/nn/config.py",
+        "graphattn/nn/files/config.py",
         "elif now != module._at_first[name]:",
         "elif False:",
         (f"{CONFIG}::test_what_is_changed_later_is_in_the_config",),
     ),
     Mutation(
         "a subclass is not compared with the layer it is made of",
-        "graphattn/nn/config.py",
+        "graphattn/nn/files/config.py",
         'found["base"] = {"class": base, "config": _present(module, arguments)}',
         'found["base"] = {"class": base, "config": {}}',
         (f"{CONFIG}::test_a_subclass_is_compared_with_itself_and_with_the_layer_it_is_made_of",),
     ),
     Mutation(
         "weights under two names come back as two",
-        "graphattn/nn/pretrained.py",
+        "graphattn/nn/files/pretrained.py",
         "        _tie(module, name, kept)",
         "        pass",
         (f"{FILES}::test_weights_under_two_names_stay_one",),
     ),
     Mutation(
         "saved numbers do not carry the options of their layers",
-        "graphattn/nn/pretrained.py",
+        "graphattn/nn/files/pretrained.py",
         "LAYERS: json.dumps(_layers(state))",
         "LAYERS: json.dumps({})",
         (f"{FILES}::test_a_config_that_does_not_fit_the_numbers_is_refused",),
     ),
     Mutation(
         "a model rebuilt by hand is saved as its constructor made it",
-        "graphattn/nn/pretrained.py",
+        "graphattn/nn/files/pretrained.py",
         "    _check_is_as_configured(module, config, state)\n    folder",
         "    folder",
         (f"{FILES}::test_a_model_rebuilt_by_hand_is_refused_not_saved_wrongly",),
     ),
     Mutation(
         "a mask of padding is to be passed as it is",
-        "graphattn/nn/argument_names.py",
+        "graphattn/nn/files/argument_names.py",
         "valid=~{name} (",
         "valid={name} (",
         (f"{NAMES}::test_a_call_answers_foreign_names",),
     ),
     Mutation(
         "certificates take the best head for the worst",
-        "graphattn/spectral/spectrum_ends.py",
+        "graphattn/spectral/matrix_weighted/spectrum_ends.py",
         "    value, residual = max(found)\n",
         "    value, residual = min(found)\n",
         (f"{ENDS}::test_both_ends_are_those_of_a_dense_solver",),
     ),
     Mutation(
         "a count of eigenvalues is not looked at",
-        "graphattn/spectral/spectrum_ends.py",
+        "graphattn/spectral/matrix_weighted/spectrum_ends.py",
         "            return answer\n",
         "            return True\n",
         (f"{ENDS}::test_what_iterations_miss_the_counts_find",),
     ),
     Mutation(
         "a frozen step's transpose is not rotated back",
-        "graphattn/spectral/frozen_steps.py",
+        "graphattn/spectral/certificates/frozen_steps.py",
         "self._summed(d, self._differences), back=True)",
         "self._summed(d, self._differences))",
         (
@@ -992,28 +992,28 @@ MUTATIONS = [
     ),
     Mutation(
         "a certificate believes that every step is Algorithm 1's",
-        "graphattn/spectral/frozen_steps.py",
+        "graphattn/spectral/certificates/frozen_steps.py",
         "                return False\n",
         "                return True\n",
         (f"{MODELS}::test_a_layer_with_its_own_step_claims_no_theorem",),
     ),
     Mutation(
         "the certificate of a batch is that of its best sequence",
-        "graphattn/spectral/facts.py",
+        "graphattn/spectral/certificates/facts.py",
         "    where = max(found, key",
         "    where = min(found, key",
         (f"{MODELS}::test_a_batch_is_certified_per_sequence_and_by_its_worst",),
     ),
     Mutation(
         "padding is certified too",
-        "graphattn/spectral/module_certificates.py",
+        "graphattn/spectral/certificates/modules.py",
         "            if kept is not None and not bool(kept[here].all()):\n",
         "            if False:\n",
         (f"{MODELS}::test_padding_is_no_part_of_a_sequence_and_positions_are_those_given",),
     ),
     Mutation(
         "a certificate's table is not escaped",
-        "graphattn/spectral/facts.py",
+        "graphattn/spectral/certificates/facts.py",
         "        says = escape(fact.statement)\n",
         "        says = fact.statement\n",
         (f"{MODELS}::test_a_certificate_is_a_table_in_a_notebook_and_escapes_what_it_shows",),
@@ -1030,7 +1030,7 @@ MUTATIONS = [
     ),
     Mutation(
         "cells of a picture are smaller than its pixels",
-        "graphattn/plot/pixels.py",
+        "graphattn/plot/drawing/pixels.py",
         "LEAST_PIXELS, LEAST_POINTS = 1.2, 1.0",
         "LEAST_PIXELS, LEAST_POINTS = 0.3, 0.3",
         (
@@ -1046,14 +1046,14 @@ MUTATIONS = [
     ),
     Mutation(
         "edges that two parts of a graph share are counted twice",
-        "graphattn/plot/cells.py",
+        "graphattn/plot/drawing/cells.py",
         "self.add_edges(target[both] + t0, source[both] + s0, -sign)",
         "pass",
         (f"{PIXELS}::test_edges_per_cell_are_those_of_the_sparse_matrix",),
     ),
     Mutation(
         "a cell of weights shows its first and not its largest",
-        "graphattn/plot/pixels.py",
+        "graphattn/plot/drawing/pixels.py",
         "part = np.fmax.reduceat(part, starts, axis=axis)",
         "part = part.take(starts, axis=axis)",
         (f"{PIXELS}::test_the_largest_weight_of_a_cell_is_what_a_large_picture_of_weights_shows",),
@@ -1115,35 +1115,35 @@ MUTATIONS = [
     ),
     Mutation(
         "weights of networkx stay in its order of edges",
-        "graphattn/graphs/convert.py",
+        "graphattn/graphs/conversions/from_libraries.py",
         "return result, weights[permutation]",
         "return result, weights",
         (f"{EDGE_VALUES}::test_weights_of_networkx_stand_where_its_own_matrix_has_them",),
     ),
     Mutation(
         "the way back of an undirected edge has the weight of another",
-        "graphattn/graphs/convert.py",
+        "graphattn/graphs/conversions/from_libraries.py",
         "values = one_way + [one_way[e] for e in way_back]",
         "values = one_way + one_way[: len(way_back)]",
         (f"{EDGE_VALUES}::test_weights_of_networkx_stand_where_its_own_matrix_has_them",),
     ),
     Mutation(
         "from_networkx drops weights in silence",
-        "graphattn/graphs/convert.py",
+        "graphattn/graphs/conversions/from_libraries.py",
         'if not all(_number(data.get("weight", 1)) == 1 for _, _, data in edges):',
         "if False:",
         (f"{EDGE_VALUES}::test_weights_that_nobody_asks_for_are_announced",),
     ),
     Mutation(
         "edge_attr of PyG stays in its order of edges",
-        "graphattn/graphs/convert_pyg.py",
+        "graphattn/graphs/conversions/from_pyg.py",
         "return value[permutation.to(value.device)]",
         "return value",
         (f"{EDGE_VALUES}::test_edge_attr_and_weight_of_pyg_tell_the_edges_they_stand_beside",),
     ),
     Mutation(
         "from_pyg drops edge_attr in silence",
-        "graphattn/graphs/convert_pyg.py",
+        "graphattn/graphs/conversions/from_pyg.py",
         "elif value is not None and not return_permutation:",
         "elif False:",
         (f"{EDGE_VALUES}::test_what_pyg_holds_and_nobody_asks_for_is_named",),
@@ -1157,7 +1157,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a graph keeps the device it was saved on",
-        "graphattn/graphs/held.py",
+        "graphattn/graphs/edges/storage.py",
         'state["_device"] = torch.empty(0, device=self._device)',
         'state["_device"] = self._device',
         (f"{SAVING}::test_map_location_moves_a_graph_with_what_it_will_list",),
@@ -1241,21 +1241,21 @@ MUTATIONS = [
     ),
     Mutation(
         "the benchmark's chunks see a global token twice, in the window and apart",
-        "graphattn/bench/contenders/window_blocks.py",
+        "graphattn/bench/contenders/by_hand/window_blocks.py",
         "is_edge &= ~torch.isin(source, left_out)",
         "pass",
         (f"{BENCH}_by_hand.py::test_every_row_of_chunks_is_right_and_not_a_sample[False]",),
     ),
     Mutation(
         "the benchmark's chunks go back with the sums of the window alone",
-        "graphattn/bench/contenders/sliding_chunks.py",
+        "graphattn/bench/contenders/by_hand/sliding_chunks.py",
         "query, key, value, out, log_sum, scores, of_rows, log_rows)",
         "query, key, value, out, log_near, scores, of_rows, log_rows)",
         (f"{BENCH}_by_hand.py::test_every_row_of_chunks_is_right_and_not_a_sample[False]",),
     ),
     Mutation(
         "an edge of the benchmark's tables is one of another row",
-        "graphattn/bench/contenders/gathered.py",
+        "graphattn/bench/contenders/by_hand/gathered.py",
         "is_edge = column < degree[members, None]",
         "is_edge = column <= degree[members, None]",
         (f"{BENCH}_gathered.py::test_every_edge_stands_in_one_place_of_a_table",),
@@ -1283,7 +1283,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the hole of a window without self-loops stays on the diagonal of its rows",
-        "graphattn/graphs/bands.py",
+        "graphattn/graphs/structures/bands.py",
         "loops = torch.ones_like(shift) if band.self_loops else -2 * shift",
         "loops = torch.ones_like(shift) if band.self_loops else 0 * shift",
         ("tests/graphs/test_graphs_bands.py::test_the_table_lists_the_edges_of_the_graph",),
@@ -1297,7 +1297,7 @@ MUTATIONS = [
     ),
     Mutation(
         "prefill forgets what the cache holds before the new rows",
-        "graphattn/nn/streaming.py",
+        "graphattn/nn/base/streaming.py",
         "graph = causal_window_graph(n, cache.window, past=before)",
         "graph = causal_window_graph(n, cache.window - (before > 0), past=before)",
         ("tests/nn/test_nn_streaming.py::test_prompts_and_steps_mix_in_any_way",),
@@ -1402,14 +1402,14 @@ MUTATIONS = [
     ),
     Mutation(
         "T5's buckets look forward where they should look back",
-        "graphattn/nn/offsets.py",
+        "graphattn/nn/edges/offsets.py",
         "bucket = (offset > 0).to(offset.dtype) * num_buckets",
         "bucket = (offset < 0).to(offset.dtype) * num_buckets",
         (f"{OFFSETS}::test_the_bias_of_an_edge_is_that_of_its_offset",),
     ),
     Mutation(
         "the square root of distance 0 is differentiated",
-        "graphattn/nn/edge_bias.py",
+        "graphattn/nn/edges/bias.py",
         "distance = square.masked_fill(same, 1).sqrt().masked_fill(same, 0)",
         "distance = square.sqrt()",
         (
@@ -1450,7 +1450,7 @@ MUTATIONS = [
     ),
     Mutation(
         "certificates forget what edges have",
-        "graphattn/spectral/frozen_steps.py",
+        "graphattn/spectral/certificates/frozen_steps.py",
         "edge_matrix(of_target[t] + of_source[s], of_edge)",
         "edge_matrix(of_target[t] + of_source[s])",
         (
@@ -1495,28 +1495,28 @@ MUTATIONS = [
     ),
     Mutation(
         "values of an edge list stay where they were while its edges are sorted",
-        "graphattn/graphs/item_fields.py",
+        "graphattn/graphs/batches/item_fields.py",
         "value if order is None else value[order.to(value.device)]",
         "value",
         (f"{COLLATE}.py::test_an_edge_list_and_its_values_are_sorted_together",),
     ),
     Mutation(
         "neighbours in an item are counted from its first target",
-        "graphattn/graphs/nearest_neighbors.py",
+        "graphattn/graphs/search/nearest_neighbors.py",
         "found.where(found < 0, found + s)",
         "found.where(found < 0, found + t)",
         ("tests/graphs/test_graphs_batch_vectors.py::test_targets_and_sources_have_a_vector_each",),
     ),
     Mutation(
         "padding passes for a causal sequence",
-        "graphattn/graphs/composites.py",
+        "graphattn/graphs/structures/composites.py",
         "[part for part in self.parts if not is_padding(part)]",
         "[*self.parts]",
         (f"{COLLATE}.py::test_a_model_gives_every_item_of_a_batch_its_own_loss",),
     ),
     Mutation(
         "rows are laid end to end where parts of the graph cross them",
-        "graphattn/nn/padded_rows.py",
+        "graphattn/nn/base/padded_rows.py",
         "if t > targets or s > sources:",
         "if t > rows * targets:",
         (
@@ -1526,42 +1526,42 @@ MUTATIONS = [
     ),
     Mutation(
         "a window keeps nothing of what a rollback needs",
-        "graphattn/nn/layer_cache.py",
+        "graphattn/nn/caches/layer_cache.py",
         "self.most_kept = None if window is None else window + rollback",
         "self.most_kept = None if window is None else window",
         (f"{CACHES}::test_every_length_that_is_kept_can_be_gone_back_to_and_no_other",),
     ),
     Mutation(
         "going back twice brings back what was forgotten",
-        "graphattn/nn/layer_cache.py",
+        "graphattn/nn/caches/layer_cache.py",
         "self.min_length = max(self.min_length, self.position - self.rollback)",
         "self.min_length = self.position - self.rollback",
         (f"{CACHES}::test_going_back_does_not_bring_back_what_was_forgotten",),
     ),
     Mutation(
         "padding that was taken back is still known of",
-        "graphattn/nn/layer_cache.py",
+        "graphattn/nn/caches/layer_cache.py",
         'if "valid" in self.buffers and length <= self.masked_from:',
         'if "valid" in self.buffers and length < 0:',
         (f"{CACHES}::test_length_0_is_a_new_cache",),
     ),
     Mutation(
         "a ring goes back as if it were a row",
-        "graphattn/nn/layer_cache.py",
+        "graphattn/nn/caches/layer_cache.py",
         "            self.end = (length - 1) % self.capacity + 1",
         "            self.end -= self.position - length",
         (f"{STEP}::test_a_ring_with_places_for_a_guess_takes_it_back",),
     ),
     Mutation(
         "some layers of a model go back before another refuses",
-        "graphattn/nn/model_cache.py",
+        "graphattn/nn/caches/model_cache.py",
         "self.layers[i].min_length != most)",
         "self.layers[i].min_length == most)",
         (f"{CACHES}::test_layers_go_back_apart_and_reordered_together",),
     ),
     Mutation(
         "steps of a block drop features in training",
-        "graphattn/nn/block.py",
+        "graphattn/nn/blocks/block.py",
         "if type(dropout) is nn.Dropout:",
         "if dropout is None:",
         (f"{BLOCK_STEPS}::test_training_drops_nothing_in_steps_and_a_step_has_no_gradient",),
@@ -1576,28 +1576,28 @@ MUTATIONS = [
     # Windows on grids, and masks of FlexAttention.
     Mutation(
         "an even window has one more behind than before",
-        "graphattn/graphs/grids.py",
+        "graphattn/graphs/builders/grids.py",
         "k - 1 if c else k // 2 for",
         "k - 1 if c else (k - 1) // 2 for",
         ("tests/graphs/test_graphs_grid_windows.py::test_a_neighborhood_is_nattens",),
     ),
     Mutation(
         "a dilated window is shifted by tokens of other lines",
-        "graphattn/graphs/grid_windows.py",
+        "graphattn/graphs/structures/grid_windows.py",
         "(self.size - 1 - place % self.step) // self.step",
         "(self.size - 1) // self.step",
         ("tests/graphs/test_graphs_grid_windows.py::test_a_neighborhood_is_nattens",),
     ),
     Mutation(
         "shifted windows are taken for symmetric",
-        "graphattn/graphs/grid_windows.py",
+        "graphattn/graphs/structures/grid_windows.py",
         "return replace(self, transposed=not self.transposed)",
         "return self",
         ("tests/graphs/test_graphs_grid_windows.py::test_a_neighborhood_is_nattens",),
     ),
     Mutation(
         "a grid is causal where its first axis is",
-        "graphattn/graphs/grid_windows.py",
+        "graphattn/graphs/structures/grid_windows.py",
         "return not self.class_token and all(",
         "return not self.class_token and any(",
         (
@@ -1606,7 +1606,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a guess at a mask is not compared with it",
-        "graphattn/graphs/mask_mods.py",
+        "graphattn/graphs/builders/mask_mods.py",
         "(not verify or mask.is_that_of(rows, b))",
         "(mask.num_targets > 0)",
         (
@@ -1615,14 +1615,14 @@ MUTATIONS = [
     ),
     Mutation(
         "masks of other heads are not looked at",
-        "graphattn/graphs/mask_mods.py",
+        "graphattn/graphs/builders/mask_mods.py",
         "for h in range(1, alike if reads_h else 1):",
         "for h in range(1, 1):",
         ("tests/graphs/test_graphs_mask_mods.py::test_masks_of_heads_must_be_equal",),
     ),
     Mutation(
         "full blocks of a BlockMask ask its mask_mod",
-        "graphattn/graphs/mask_mods.py",
+        "graphattn/graphs/builders/mask_mods.py",
         "full[place] | (partial[place] & own(b, h, q_idx, kv_idx))",
         "(full[place] | partial[place]) & own(b, h, q_idx, kv_idx)",
         (
@@ -1631,7 +1631,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a window of a decoder has one key too many",
-        "graphattn/integrations/transformers/edges.py",
+        "graphattn/integrations/transformers/masks/graphs.py",
         "Band(window - 1, after)",
         "Band(window, after)",
         ("tests/integrations/test_integrations_leaks.py::test_a_window_of_a_decoder_counts_keys",),
@@ -1665,7 +1665,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a mask that was written to is taken for the one before",
-        "graphattn/integrations/transformers/once.py",
+        "graphattn/integrations/transformers/masks/once.py",
         "torch.equal(entry.copy, mask) and entry.graph == graph",
         "entry.graph == graph",
         (
@@ -1674,7 +1674,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the last key that is seen is cut off",
-        "graphattn/integrations/transformers/pairs.py",
+        "graphattn/integrations/transformers/masks/pairs.py",
         "keys = range(int(seen[0]), int(seen[-1]) + 1)",
         "keys = range(int(seen[0]), int(seen[-1]))",
         ("tests/integrations/test_integrations_attention.py::test_dense_masks_are_what_they_say",),
@@ -1688,7 +1688,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a sketch may have a row for every query",
-        "graphattn/integrations/transformers/masks.py",
+        "graphattn/integrations/transformers/masks/mask_function.py",
         "rows = kind + (kind == q_length)",
         "rows = kind",
         (
@@ -1697,14 +1697,14 @@ MUTATIONS = [
     ),
     Mutation(
         "a mask function that asks for a truth is read as a band",
-        "graphattn/integrations/transformers/bands.py",
+        "graphattn/integrations/transformers/masks/bands.py",
         "`and`, `not`, `if` and `a < b < c` ask for it\n        raise NoBandError",
         "`and`, `not`, `if` and `a < b < c` ask for it\n        return True",
         ("tests/integrations/test_integrations_masks.py::test_what_is_no_band_is_not_read_as_one",),
     ),
     Mutation(
         "what was there before is not put back when a save fails",
-        "graphattn/integrations/transformers/whole_saves.py",
+        "graphattn/integrations/transformers/files/whole_saves.py",
         "os.replace(kept / name, folder / name)",
         "pass",
         (
@@ -1713,7 +1713,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the kernels' frame does not scale what rotary positions turn",
-        "graphattn/integrations/transformers/agreement.py",
+        "graphattn/integrations/transformers/conversion/agreement.py",
         "size = cos.square() + sin.square()",
         "size = 1.0",
         (
@@ -1722,7 +1722,7 @@ MUTATIONS = [
     ),
     Mutation(
         "values of GPT-NeoX are its keys",
-        "graphattn/integrations/transformers/families.py",
+        "graphattn/integrations/transformers/conversion/families.py",
         "[:, :2].flatten(0, 2)",
         "[:, 1:].flatten(0, 2)",
         (
@@ -1731,7 +1731,7 @@ MUTATIONS = [
     ),
     Mutation(
         "shortcuts of different windows share the graph of a mask",
-        "graphattn/integrations/transformers/shortcut_masks.py",
+        "graphattn/integrations/transformers/shortcut/masks.py",
         'once(mask, ("shortcut", call), ',
         'once(mask, "shortcut", ',
         (
@@ -1740,7 +1740,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the shortcut forgets the past beside a cache",
-        "graphattn/integrations/transformers/shortcut_layer.py",
+        "graphattn/integrations/transformers/shortcut/layer.py",
         "self.past = min(before, most)",
         "self.past = 0",
         (
@@ -1749,7 +1749,7 @@ MUTATIONS = [
     ),
     Mutation(
         "adapters freeze bandwidths and gates",
-        "graphattn/integrations/transformers/shortcut.py",
+        "graphattn/integrations/transformers/shortcut/add.py",
         "for name in names for kept in KEPT]",
         "for name in names for kept in ()]",
         (
@@ -1758,7 +1758,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the shortcut measures distances without positions",
-        "graphattn/integrations/transformers/shortcut_layer.py",
+        "graphattn/integrations/transformers/shortcut/layer.py",
         "apply_rotary_pos_emb(query, key, *rotations, unsqueeze_dim=2)",
         "(query, key)",
         (
@@ -1792,14 +1792,14 @@ MUTATIONS = [
     ),
     Mutation(
         "hidden vectors of a plain consensus call change places",
-        "graphattn/nn/flat_call.py",
+        "graphattn/nn/base/flat_call.py",
         "hidden = network.target(by_group), network.source(by_group)",
         "hidden = network.source(by_group), network.target(by_group)",
         (FLAT_CALLS,),
     ),
     Mutation(
         "a plain consensus call does not look for replaced methods of the edge network",
-        "graphattn/nn/flat_call.py",
+        "graphattn/nn/base/flat_call.py",
         "        or not _is_as_shipped_network(network)\n",
         "",
         (FLAT_CALLS,),
@@ -1814,31 +1814,31 @@ MUTATIONS = [
     ),
     Mutation(
         "the cache of a layer is looked for under its old name alone",
-        "graphattn/integrations/transformers/families.py",
+        "graphattn/integrations/transformers/conversion/families.py",
         'CACHE_NAMES = ("cache", "past_key_values", "layer_past")',
         'CACHE_NAMES = ("past_key_values", "layer_past")',
         (
-            "graphattn/integrations/transformers/families.py",
+            "graphattn/integrations/transformers/conversion/families.py",
             "tests/integrations/test_integrations_shortcut_cache.py",
         ),
     ),
     Mutation(
         "rotations of a known call outlive the positions that they are of",
-        "graphattn/nn/flat_call.py",
+        "graphattn/nn/base/flat_call.py",
         "(rotary.dim, rotary.base, graph.positions._version)",
         "(rotary.dim, rotary.base)",
         (f"{FLAT_CALLS}::test_positions_that_are_changed_in_place_count",),
     ),
     Mutation(
         "a known call takes True for the number 1",
-        "graphattn/nn/flat_call.py",
+        "graphattn/nn/base/flat_call.py",
         "top_k is None or type(top_k) is int",
         "top_k is None or isinstance(top_k, int)",
         (f"{FLAT_CALLS}::test_true_is_not_taken_for_the_number_1_that_was_checked",),
     ),
     Mutation(
         "plain calls do not ask what a subclass replaces",
-        "graphattn/nn/overrides.py",
+        "graphattn/nn/base/overrides.py",
         "call_as_shipped=all(depth(name) == NOWHERE for name in CALL_METHODS),",
         "call_as_shipped=True,",
         (f"{FLAT_CALLS}::test_what_somebody_replaces_is_run",),
@@ -1882,7 +1882,7 @@ MUTATIONS = [
     ),
     Mutation(
         "scaling in place leaves the residual alone",
-        "graphattn/diagnostics/scaling_in_place.py",
+        "graphattn/diagnostics/hidden/scaling_in_place.py",
         "x.div_(root) * root",
         "x",
         (
@@ -1891,7 +1891,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a disabled attention still adds its bias",
-        "graphattn/diagnostics/attention_off.py",
+        "graphattn/diagnostics/hidden/attention_off.py",
         "None if args[0].any() else torch.zeros_like(output)",
         "None",
         (
@@ -1900,7 +1900,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a checkpointed layer is recorded twice",
-        "graphattn/diagnostics/attention_calls.py",
+        "graphattn/diagnostics/attention/calls.py",
         "or torch._C._current_graph_task_id() != -1",
         "",
         (

@@ -9,7 +9,7 @@ import typer
 
 import graphattn
 from graphattn.cli.terminal import terminal
-from graphattn.cli.training_commands import evaluate, generate, report, sweep, train
+from graphattn.cli.training.commands import evaluate, generate, report, sweep, train
 from graphattn.data import FileFormatError
 
 app = typer.Typer(

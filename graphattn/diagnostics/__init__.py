@@ -14,24 +14,28 @@
     ga.diagnostics.flops(model, tokens)                            # operations of a forward pass
 """
 
-from graphattn.diagnostics.attention_statistics import (
+from graphattn.diagnostics.attention.record import (
+    AttentionRecord,
+    record_attention,
+    sinks_per_layer,
+)
+from graphattn.diagnostics.attention.recording import Recording, record
+from graphattn.diagnostics.attention.rollout import rollout
+from graphattn.diagnostics.attention.statistics import (
     attention_entropy,
     head_diversity,
     sink_share,
 )
 from graphattn.diagnostics.bandwidths import bandwidths
 from graphattn.diagnostics.cost import activation_memory, flops
-from graphattn.diagnostics.effective_rank import effective_rank, effective_rank_per_layer
-from graphattn.diagnostics.hidden_spectra import (
+from graphattn.diagnostics.hidden.effective_rank import effective_rank, effective_rank_per_layer
+from graphattn.diagnostics.hidden.spectra import (
     HiddenSpectra,
     hidden_spectra,
     spectra_without_attention,
 )
+from graphattn.diagnostics.learning_rate.largest import StableLearningRate, max_stable_lr
 from graphattn.diagnostics.per_layer import PerLayer
-from graphattn.diagnostics.record import AttentionRecord, record_attention, sinks_per_layer
-from graphattn.diagnostics.recording import Recording, record
-from graphattn.diagnostics.rollout import rollout
-from graphattn.diagnostics.stable_learning_rate import StableLearningRate, max_stable_lr
 from graphattn.diagnostics.training_cost import TrainingOperations, training_operations
 
 __all__ = [

@@ -11,9 +11,9 @@ from torch import Tensor
 from graphattn.dynamics.arguments import as_tokens
 from graphattn.dynamics.clusters import cluster, spread_of
 from graphattn.graphs.arguments import as_float, as_int
-from graphattn.graphs.neighbors import radius_graph
+from graphattn.graphs.builders.neighbors import radius_graph
+from graphattn.graphs.builders.windows import complete_graph
 from graphattn.graphs.token_graph import TokenGraph, as_token_graph
-from graphattn.graphs.windows import complete_graph
 from graphattn.ops import dot_product_attention, rbf_attention
 
 

@@ -11,8 +11,8 @@ from graphattn.dynamics.clusters import cluster
 from graphattn.dynamics.scores import fragmentation, label_accuracy, silhouette
 from graphattn.dynamics.simulate import Scaling, simulate, standardize
 from graphattn.graphs.arguments import as_int
+from graphattn.graphs.builders.windows import complete_graph
 from graphattn.graphs.token_graph import TokenGraph, as_token_graph
-from graphattn.graphs.windows import complete_graph
 
 
 @dataclass(frozen=True)

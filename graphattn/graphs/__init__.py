@@ -2,28 +2,19 @@
 and its builders.
 """
 
-from graphattn.graphs.collate import collate
-from graphattn.graphs.combine import batch, union
-from graphattn.graphs.convert import (
-    from_edge_index,
-    from_mask,
-    from_networkx,
-    from_scipy,
-)
-from graphattn.graphs.convert_pyg import from_pyg
-from graphattn.graphs.grids import (
+from graphattn.graphs.batches.collate import collate
+from graphattn.graphs.batches.token_batch import TokenBatch
+from graphattn.graphs.builders.combine import batch, union
+from graphattn.graphs.builders.grids import (
     grid_block_graph,
     grid_window_graph,
     neighborhood_graph,
     volume_window_graph,
 )
-from graphattn.graphs.long_range import bigbird_graph, longformer_graph
-from graphattn.graphs.mask_mods import from_mask_mod
-from graphattn.graphs.nearest_neighbors import knn
-from graphattn.graphs.neighbors import knn_graph, radius_graph
-from graphattn.graphs.token_batch import TokenBatch
-from graphattn.graphs.token_graph import TokenGraph
-from graphattn.graphs.windows import (
+from graphattn.graphs.builders.long_range import bigbird_graph, longformer_graph
+from graphattn.graphs.builders.mask_mods import from_mask_mod
+from graphattn.graphs.builders.neighbors import knn_graph, radius_graph
+from graphattn.graphs.builders.windows import (
     bipartite_complete_graph,
     bipartite_window_graph,
     block_window_graph,
@@ -34,6 +25,15 @@ from graphattn.graphs.windows import (
     window_cycle_graph,
     window_path_graph,
 )
+from graphattn.graphs.conversions.from_libraries import (
+    from_edge_index,
+    from_mask,
+    from_networkx,
+    from_scipy,
+)
+from graphattn.graphs.conversions.from_pyg import from_pyg
+from graphattn.graphs.search.nearest_neighbors import knn
+from graphattn.graphs.token_graph import TokenGraph
 
 __all__ = [
     "TokenBatch",

@@ -11,8 +11,14 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from graphattn.graphs.graph_code import HAS_TABLE, PER_SEQUENCE, SIZES, facts_of, structure_of
-from graphattn.graphs.graph_code import encode as encode
+from graphattn.graphs.structures.graph_code import (
+    HAS_TABLE,
+    PER_SEQUENCE,
+    SIZES,
+    facts_of,
+    structure_of,
+)
+from graphattn.graphs.structures.graph_code import encode as encode
 from graphattn.graphs.token_graph import TokenGraph
 
 

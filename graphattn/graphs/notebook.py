@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from html import escape
 
-from graphattn.graphs.held import HeldGraph
+from graphattn.graphs.edges.storage import HeldGraph
 
 DRAWN = 64  # tokens on either side up to which the matrix is drawn, cell by cell
 PIXELS = 192  # width of the picture

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from graphattn.graphs.arguments import as_points
-from graphattn.graphs.held import G, HeldGraph
+from graphattn.graphs.edges.storage import G, HeldGraph
 from graphattn.graphs.permutations import items_of, permuted
 
 MOST_AXES = 8  # coordinates that place a point on the curve

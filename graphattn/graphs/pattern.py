@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from graphattn.graphs.composites import Parts, RandomSources, Union
-from graphattn.graphs.grid_blocks import GridBlocks
-from graphattn.graphs.grid_windows import GridWindows
-from graphattn.graphs.sections import Section
-from graphattn.graphs.structure import (
+from graphattn.graphs.structures.composites import Parts, RandomSources, Union
+from graphattn.graphs.structures.grid_blocks import GridBlocks
+from graphattn.graphs.structures.grid_windows import GridWindows
+from graphattn.graphs.structures.sections import Section
+from graphattn.graphs.structures.structure import (
     Band,
     Blocks,
     Complete,

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphattn.graphs.edge_lists import sorted_edge_list
-from graphattn.graphs.held import G, HeldGraph
+from graphattn.graphs.edges.lists import sorted_edge_list
+from graphattn.graphs.edges.storage import G, HeldGraph
 
 Permutations = Tensor | tuple[Tensor, Tensor]
 

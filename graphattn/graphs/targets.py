@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from graphattn.graphs.arguments import as_int
-from graphattn.graphs.composites import Parts, Union, union_of
-from graphattn.graphs.held import G, HeldGraph
-from graphattn.graphs.sections import Section, edges_of_rows
-from graphattn.graphs.structure import (
+from graphattn.graphs.edges.storage import G, HeldGraph
+from graphattn.graphs.structures.composites import Parts, Union, union_of
+from graphattn.graphs.structures.sections import Section, edges_of_rows
+from graphattn.graphs.structures.structure import (
     Band,
     Blocks,
     Complete,

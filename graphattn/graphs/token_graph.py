@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 from torch import Tensor
 
-from graphattn.graphs.edge_lists import sorted_edge_list
-from graphattn.graphs.export import networkx_of, pyg_of, scipy_of
-from graphattn.graphs.graph_code import KINDS
-from graphattn.graphs.held import HeldGraph
-from graphattn.graphs.keeping import kept_for_training as kept_for_training
-from graphattn.graphs.keeping import makes_fakes as makes_fakes
+from graphattn.graphs.conversions.to_libraries import networkx_of, pyg_of, scipy_of
+from graphattn.graphs.edges.keeping import kept_for_training as kept_for_training
+from graphattn.graphs.edges.keeping import makes_fakes as makes_fakes
+from graphattn.graphs.edges.lists import sorted_edge_list
+from graphattn.graphs.edges.storage import HeldGraph
 from graphattn.graphs.notebook import graph_html
 from graphattn.graphs.orders import reordered
 from graphattn.graphs.permutations import order_of_edges, permuted
+from graphattn.graphs.structures.graph_code import KINDS
 from graphattn.graphs.targets import targets_of
 
 if TYPE_CHECKING:

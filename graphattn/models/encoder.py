@@ -14,7 +14,7 @@ from graphattn.models.mixers import KINDS, Mixer, Reach, as_options, mixers, one
 from graphattn.models.stack import Graphs
 from graphattn.models.token_model import TokenModel
 from graphattn.nn import NoiseEmbedding, PreNormBlock
-from graphattn.nn.block import Activation, Norm, make_norm, zero_linear
+from graphattn.nn.blocks.block import Activation, Norm, make_norm, zero_linear
 from graphattn.ops.dropout import as_share
 
 CONSENSUS = ("rank", "edge_hidden", "step_size", "edge_features")  # options of the model itself

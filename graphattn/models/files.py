@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphattn.nn import pretrained
+from graphattn.nn.files import pretrained
 
 
 def save(model: nn.Module, directory: str | os.PathLike[str]) -> None:

@@ -11,8 +11,8 @@ from torch import nn
 from graphattn.graphs import TokenGraph
 from graphattn.graphs.pattern import pattern_of
 from graphattn.models.mixers import KINDS
-from graphattn.models.protein import ProteinModel
-from graphattn.nn.config import Configured
+from graphattn.models.proteins.protein_model import ProteinModel
+from graphattn.nn.files.config import Configured
 
 
 class LayerRow(NamedTuple):

@@ -14,9 +14,9 @@ from graphattn.graphs import TokenGraph
 from graphattn.models.mixers import KINDS, options_taken, top_k_schedule
 from graphattn.models.presets import preset
 from graphattn.nn.attention import GraphAttention
-from graphattn.nn.config import Configured
-from graphattn.nn.graph_layer import GraphLayer
-from graphattn.nn.known import KNOWN
+from graphattn.nn.base.graph_layer import GraphLayer
+from graphattn.nn.files.config import Configured
+from graphattn.nn.files.known import KNOWN
 
 Graphs = TokenGraph | Sequence[TokenGraph] | None
 

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from graphattn.models.stack import BlockStack
 from graphattn.nn import ModelCache
-from graphattn.nn.overrides import names_of, replaced_beside
+from graphattn.nn.base.overrides import names_of, replaced_beside
+from graphattn.nn.base.streaming import step_mask
 from graphattn.nn.rotary import check_positions
-from graphattn.nn.streaming import step_mask
 from graphattn.ops.inputs import check_valid
 
 

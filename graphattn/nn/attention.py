@@ -13,36 +13,25 @@ from torch_geometric.typing import OptTensor
 
 from graphattn.graphs.arguments import as_float, as_int
 from graphattn.graphs.token_graph import TokenGraph
-from graphattn.nn.flat_call import Projected, flat_call, is_as_shipped
-from graphattn.nn.graph_layer import Positions, Rotations, edge_mask, valid_for_propagate
-from graphattn.nn.layer_cache import LayerCache
-from graphattn.nn.overrides import (
+from graphattn.nn.attention_steps import AttentionSteps
+from graphattn.nn.base.flat_call import Projected, flat_call
+from graphattn.nn.base.graph_layer import Positions, Rotations, edge_mask, valid_for_propagate
+from graphattn.nn.base.overrides import (
     message_takes,
     names_of,
-    overridden_kernel,
-    overridden_rows,
     overridden_weights,
     propagate_without,
 )
 from graphattn.nn.rotary import RotaryEmbedding
-from graphattn.nn.streaming import StreamingLayer
 from graphattn.ops.attention.api import attention_weights, score_attention
-from graphattn.ops.attention.edge_bias import check_edge_bias, per_edge
-from graphattn.ops.attention.native.steps import CacheCall
-from graphattn.ops.attention.score import (
-    DotProduct,
+from graphattn.ops.attention.logits.edge_bias import check_edge_bias, per_edge
+from graphattn.ops.attention.logits.score import (
     GaussianKernel,
     Score,
     bandwidth,
     edge_logits,
-    row_scale,
-    score_rows,
 )
-from graphattn.ops.attention.softcap import as_softcap, capped
-from graphattn.ops.attention.step.cached import attend_cached, attend_logits, pair_logits
-from graphattn.ops.attention.step.kernels import step_by_kernel, step_kernel
-from graphattn.ops.backends import wanted_backend
-from graphattn.ops.compiled_code import may_repeat_step
+from graphattn.ops.attention.logits.softcap import as_softcap, capped
 from graphattn.ops.dropout import Kept, as_share, draw_seed, dropout_of_call
 from graphattn.ops.inputs import (
     Valid,
@@ -52,10 +41,10 @@ from graphattn.ops.inputs import (
     repeat_heads,
     valid_edges,
 )
-from graphattn.ops.segments import edge_softmax, share_beside_eps
+from graphattn.ops.segments import edge_softmax
 
 
-class GraphAttention(StreamingLayer):
+class GraphAttention(AttentionSteps):
     """Averages over the edges of a graph; subclasses say how alike two tokens are."""
 
     eps: float = 0.0
@@ -412,173 +401,6 @@ class GraphAttention(StreamingLayer):
             )
         return weights.to(query.dtype)
 
-    # Token by token.
-
-    def cache_fields(self) -> dict[str, tuple[int, int]]:
-        heads = self.kv_heads, self.head_dim
-        return {"key": heads, "value": heads}
-
-    def project_step(
-        self, x: Tensor, rotations: Rotations
-    ) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
-        query, key, value = self.project_rotated(x, x, rotations)
-        return (query,), {"key": key, "value": value}
-
-    def step_rows(
-        self,
-        targets: tuple[Tensor, ...],
-        sources: dict[str, Tensor],
-        graph: TokenGraph,
-        valid: ValidPair,
-    ) -> Tensor:
-        key = sources["key"]
-        layer = self.without_dropout()
-        return layer.mix(targets[0], key, sources.get("value", key), graph, valid)
-
-    def step_weights(
-        self,
-        targets: tuple[Tensor, ...],
-        sources: dict[str, Tensor],
-        graph: TokenGraph,
-        valid: ValidPair,
-    ) -> Tensor:
-        """The weights of :meth:`step_rows`, [*, E, H]."""
-        return self.weights_of_edges(targets[0], sources["key"], graph, valid)
-
-    def step_row(self, targets: tuple[Tensor, ...], cache: LayerCache) -> Tensor:
-        if self.uses_propagate() or overridden_rows(self):
-            return self.row_as_graph(targets, cache)
-        (query,) = targets
-        n = cache.held(cache.window)
-        keep = cache.valid(n)
-        if keep is not None:
-            keep = keep & keep[..., -1:]  # padding sees nothing
-        stored = "value" if "value" in cache.fields else "key"
-        key, value = cache.rows("key", n), cache.rows(stored, n)
-        dtype = compute_dtype(query.dtype)
-        by_head = query.reshape(len(key), self.heads // self.kv_heads, self.head_dim).to(dtype)
-        if keep is not None:
-            keep = keep[..., None, :].expand(*cache.batch, self.kv_heads, n)
-            keep = keep.reshape(len(key), 1, n)
-        out = self.fused_row(by_head, key.to(dtype), value.to(dtype), keep)
-        return out.to(query.dtype).reshape(query.shape)
-
-    def step_kernel(self, like: Tensor, cache_dtype: torch.dtype, window: int | None) -> str | None:
-        options = cache_dtype, window, self.top_k, self.softcap
-        found = step_kernel(self.backend, like, *options)
-        if found is None or self.uses_propagate():
-            return None
-        return None if overridden_rows(self) or overridden_kernel(self) else found
-
-    def kernel_row(
-        self,
-        targets: tuple[Tensor, ...],
-        sources: dict[str, Tensor],
-        valid: Tensor | None,
-        cache: LayerCache,
-    ) -> Tensor:
-        (query,), key, value = targets, sources["key"], sources.get("value")
-        if cache.device.type == "cpu" and wanted_backend(self.backend) != "triton":
-            query, key = _readable(query, query.dtype), _readable(key, query.dtype)
-            value = None if value is None else _readable(value, query.dtype)
-            valid = None if valid is None else valid.contiguous()
-            return self.run_step(cache, query, key, value, valid)
-        cache.advance(1, masked=valid is not None)
-        held = cache.held(cache.window)
-        (first, _), *_ = cache.runs(held)
-        keys = cache.buffers["key"]
-        values = keys if value is None else cache.buffers["value"]
-        log_sigma, scale = self.step_scale()
-        entries = math.prod(cache.batch)
-        key = key.reshape(entries, self.kv_heads, self.head_dim)
-        out = step_by_kernel(
-            query.reshape(entries, self.heads, self.head_dim),
-            key,
-            key if value is None else value.reshape(key.shape),
-            keys=keys,
-            values=values,
-            first=first,
-            held=held,
-            window=cache.window,
-            log_sigma=log_sigma,
-            scale=scale,
-            top_k=self.top_k,
-            eps=self.eps,
-            sink=self.sink,
-            valid=None if valid is None else valid.reshape(entries),
-            valids=cache.buffers.get("valid"),
-        )
-        return out.view(query.shape)
-
-    def run_step(
-        self,
-        cache: LayerCache,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor | None,
-        valid: Tensor | None,
-        angles: tuple[Tensor, Tensor, int] | None = None,
-    ) -> Tensor:
-        """The row of the newest token, in the form of `query`; the cache takes it in.
-
-        All are contiguous. `angles` are cosines and sines of some positions, and which of these it
-        has, where query and key are still to be turned.
-        """
-        cache.advance(1, masked=valid is not None)
-        held = cache.held(cache.window)
-        buffers, call = cache.buffers, cache.call
-        keys = buffers["key"]
-        values = buffers.get("value", keys)
-        if call is None or not call.serves(self, keys, values, query.dtype):
-            call = CacheCall(self, keys, values, self.heads, self.kv_heads, query.dtype)
-            cache.call = call
-        log_sigma, scale = self.step_scale()
-        return call.run(
-            query,
-            key,
-            value,
-            (cache.end - held) % cache.capacity,
-            held,
-            log_sigma,
-            scale,
-            self.top_k,
-            self.softcap,
-            self.eps,
-            self.sink,
-            angles,
-            valid,
-            buffers.get("valid"),
-        )
-
-    def compiled_step(self, x: Tensor, cache: LayerCache) -> Tensor | None:
-        if type(cache) is not LayerCache or not may_repeat_step(self.backend):
-            return None
-        call = cache.call  # the first step makes one, and checks what is checked here no more
-        if call is None or not call.fits(self, x, cache.buffers) or "valid" in cache.buffers:
-            return None
-        if torch.is_autocast_enabled("cpu") or x.shape[:-1] != cache.batch:
-            return None
-        if self.output_proj.weight.dtype is not x.dtype:
-            return None
-        rotary = self.rotary
-        if not is_as_shipped(self) or (rotary is not None and not rotary.is_plain()):
-            return None
-        had_gradients = torch.is_grad_enabled()
-        torch._C._set_grad_enabled(False)
-        try:
-            projected = self.project_flat(x.contiguous())
-            if projected is None:
-                return None
-            query, key, value = projected
-            if not call.reads(query, key, value):
-                return None
-            angles = None if rotary is None else cache.angles_ahead(rotary, x.dtype)
-            mixed = self.run_step(cache, query, key, value, None, angles)
-            out: Tensor = self.output_proj(mixed.view(x.shape))
-        finally:
-            torch._C._set_grad_enabled(had_gradients)
-        return out
-
     def project_flat(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None] | None:
         """Return the projections of :meth:`project_step` of tokens [*, dim], not yet turned.
 
@@ -586,52 +408,6 @@ class GraphAttention(StreamingLayer):
         """
         query, key = self.query_proj(x), self.key_proj(x)
         return query, key, x if self.value_proj is None else self.value_proj(x)
-
-    def step_scale(self) -> tuple[Tensor | None, float]:
-        """Return the scales that compiled steps are given: log(sigma) [heads] or [1], or None, and
-        a factor.
-
-        None says that scores are scaled products.
-        """
-        score = self.score()
-        if isinstance(score, GaussianKernel):
-            return score.log_sigma, 1.0
-        assert isinstance(score, DotProduct)
-        return None, cast(float, score.scale)
-
-    def row_logits(self, query: Tensor, key: Tensor) -> Tensor:
-        """Scores [B * Hk, g, n] of queries [B * Hk, g, D] and keys [B * Hk, n, D]."""
-        score = self.score()
-        if score.kernel is None:
-            return score_rows(score, query, key, self.kv_heads)
-        scale = row_scale(score, query, self.kv_heads)
-        exact = self.top_k is not None
-        return pair_logits(query, key, score.kernel, scale, exact=exact, large=False)
-
-    def fused_row(self, query: Tensor, key: Tensor, value: Tensor, keep: Tensor | None) -> Tensor:
-        """One row of attention per query, [B * Hk, g, D]; sources are those of `keep`."""
-        top_k, need_lse = self.top_k, self.eps > 0 or self.sink is not None
-        own = type(self).row_logits is not GraphAttention.row_logits or "row_logits" in vars(self)
-        score = self.score()
-        if own or self.softcap is not None or score.kernel is None:
-            logits = capped(self.row_logits(query, key), self.softcap)
-            out, lse = attend_logits(logits, value, top_k, keep, need_lse=need_lse)
-        else:
-            scale = row_scale(score, query, self.kv_heads)
-            out, lse = attend_cached(
-                query, key, value, score.kernel, scale, top_k=top_k, keep=keep, need_lse=need_lse
-            )
-        if lse is not None:
-            lse = lse.unflatten(0, (-1, self.kv_heads))
-            sink = self.sink_logits(lse)
-            sink = None if sink is None else sink.view(self.kv_heads, -1)
-            out = out * share_beside_eps(lse, self.eps, sink).flatten(0, 1)[..., None]
-        return out
-
-
-def _readable(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """`x` as compiled code reads it, which knows nothing but its address."""
-    return x.to(dtype).contiguous().resolve_neg()
 
 
 def _given(edge_bias: Tensor | None) -> dict[str, Tensor]:

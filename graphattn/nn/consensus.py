@@ -12,25 +12,25 @@ from torch_geometric.typing import OptTensor, PairTensor
 
 from graphattn.graphs.arguments import as_choice, as_float, as_int
 from graphattn.graphs.token_graph import TokenGraph
-from graphattn.nn.consensus_steps import CompiledSteps
-from graphattn.nn.edge_network import EdgeNetwork, check_edge_features
-from graphattn.nn.flat_call import flat_consensus_call
-from graphattn.nn.graph_layer import (
+from graphattn.nn.base.flat_call import flat_consensus_call
+from graphattn.nn.base.graph_layer import (
     GraphLayer,
     Positions,
     Rotations,
     edge_mask,
     valid_for_propagate,
 )
-from graphattn.nn.layer_cache import LayerCache
-from graphattn.nn.overrides import names_of, overridden_rows
+from graphattn.nn.base.overrides import names_of, overridden_rows
+from graphattn.nn.caches.layer_cache import LayerCache
+from graphattn.nn.consensus_steps import CompiledSteps
+from graphattn.nn.edges.network import EdgeNetwork, check_edge_features
 from graphattn.nn.rotary import RotaryEmbedding
 from graphattn.ops.backends import choose, wanted_backend
 from graphattn.ops.consensus.api import consensus_update
 from graphattn.ops.consensus.backends import BACKENDS
 from graphattn.ops.consensus.calls import ConsensusKind, check_energy_graph
-from graphattn.ops.consensus.edge_hidden import form, in_dtype
-from graphattn.ops.consensus.parameters import FirstLayer
+from graphattn.ops.consensus.edge_network.edge_hidden import form, in_dtype
+from graphattn.ops.consensus.edge_network.parameters import FirstLayer
 from graphattn.ops.consensus.step_size import automatic_step
 from graphattn.ops.inputs import Valid, ValidPair, compute_dtype, full_precision, valid_edges
 

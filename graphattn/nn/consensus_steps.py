@@ -7,14 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphattn.nn.edge_network import EdgeNetwork
-from graphattn.nn.flat_call import is_as_shipped
-from graphattn.nn.layer_cache import LayerCache
-from graphattn.nn.overrides import overridden_kernel, overridden_rows
-from graphattn.nn.streaming import StreamingLayer
+from graphattn.nn.base.flat_call import is_as_shipped
+from graphattn.nn.base.overrides import overridden_kernel, overridden_rows
+from graphattn.nn.base.streaming import StreamingLayer
+from graphattn.nn.caches.layer_cache import LayerCache
+from graphattn.nn.edges.network import EdgeNetwork
 from graphattn.ops.compiled_code import may_repeat_step
+from graphattn.ops.consensus.edge_network.parameters import FirstLayer
 from graphattn.ops.consensus.native.steps import ConsensusCacheCall, applies, first_hidden
-from graphattn.ops.consensus.parameters import FirstLayer
 from graphattn.ops.consensus.step import step_kernel
 
 

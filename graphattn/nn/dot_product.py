@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from graphattn.graphs.arguments import as_int
 from graphattn.graphs.token_graph import TokenGraph
 from graphattn.nn.attention import GraphAttention
-from graphattn.nn.graph_layer import Positions
+from graphattn.nn.base.graph_layer import Positions
 from graphattn.nn.rotary import RotaryEmbedding
-from graphattn.ops.attention.score import DotProduct, Score
+from graphattn.ops.attention.logits.score import DotProduct, Score
 from graphattn.ops.inputs import Valid
 
 

@@ -11,7 +11,7 @@ from torch.nn import functional
 from graphattn.graphs.arguments import as_float
 from graphattn.graphs.token_graph import TokenGraph
 from graphattn.nn.attention import DistanceAttention
-from graphattn.nn.graph_layer import Positions, Rotations
+from graphattn.nn.base.graph_layer import Positions, Rotations
 from graphattn.nn.rotary import RotaryEmbedding
 from graphattn.ops.inputs import Valid
 

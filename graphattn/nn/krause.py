@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from graphattn.graphs.token_graph import TokenGraph
 from graphattn.nn.attention import DistanceAttention
-from graphattn.nn.graph_layer import Positions
+from graphattn.nn.base.graph_layer import Positions
 from graphattn.nn.rotary import RotaryEmbedding
 from graphattn.ops.inputs import Valid
 

@@ -10,20 +10,20 @@ from torch import Tensor, nn
 from torch_geometric.typing import OptTensor
 
 from graphattn.graphs.arguments import as_float, as_int
+from graphattn.graphs.builders.windows import causal_graph
 from graphattn.graphs.token_graph import TokenGraph
-from graphattn.graphs.windows import causal_graph
-from graphattn.nn.flat_call import flat_linear_call
-from graphattn.nn.graph_layer import Positions, Rotations, edge_mask, valid_for_propagate
-from graphattn.nn.layer_cache import LayerCache
-from graphattn.nn.overrides import (
+from graphattn.nn.base.flat_call import flat_linear_call
+from graphattn.nn.base.graph_layer import Positions, Rotations, edge_mask, valid_for_propagate
+from graphattn.nn.base.overrides import (
     names_of,
     overridden_edges,
     overridden_rows,
     overridden_weights,
 )
+from graphattn.nn.base.streaming import StreamingLayer
+from graphattn.nn.caches.layer_cache import LayerCache
+from graphattn.nn.caches.running_cache import RunningCache
 from graphattn.nn.rotary import RotaryEmbedding
-from graphattn.nn.running_cache import RunningCache
-from graphattn.nn.streaming import StreamingLayer
 from graphattn.ops.inputs import (
     Valid,
     ValidPair,

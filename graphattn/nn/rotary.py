@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from graphattn.graphs.arguments import as_float, as_int
-from graphattn.nn.config import Configured
+from graphattn.nn.files.config import Configured
 from graphattn.ops.rotary import can_turn, turn, turned_by_torch
 
 Rotation = tuple[Tensor, Tensor]  # cos and sin of the angles at some positions, [*, N, 1, D / 2]

@@ -24,16 +24,16 @@ from graphattn.plot.diagnostics import (
 from graphattn.plot.filters import filter_response
 from graphattn.plot.matrices import adjacency, attention_weights
 from graphattn.plot.models import model_graphs
-from graphattn.plot.runs import (
+from graphattn.plot.spectra import laplacian_spectrum, path_fiedler_values, theorem_margins
+from graphattn.plot.structures import structure_attention
+from graphattn.plot.training.curves import loss_curves
+from graphattn.plot.training.runs import (
     layer_curves,
     learning_rates,
     reliability_diagram,
     training_curves,
 )
-from graphattn.plot.spectra import laplacian_spectrum, path_fiedler_values, theorem_margins
-from graphattn.plot.structures import structure_attention
-from graphattn.plot.sweeps import sweep_curves
-from graphattn.plot.training import loss_curves
+from graphattn.plot.training.sweeps import sweep_curves
 
 __all__ = [
     "adjacency",

@@ -9,7 +9,7 @@ import torch
 
 from graphattn.diagnostics import HiddenSpectra
 from graphattn.graphs.arguments import as_choice
-from graphattn.plot.style import axes_or_new, colour_bar, style_axes
+from graphattn.plot.drawing.style import axes_or_new, colour_bar, style_axes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

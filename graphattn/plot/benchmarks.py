@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy
 
 from graphattn.graphs.arguments import as_choice
-from graphattn.plot.style import COLOURS, INK, axes_or_new, style_axes
+from graphattn.plot.drawing.style import COLOURS, INK, axes_or_new, style_axes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

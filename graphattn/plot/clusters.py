@@ -13,7 +13,7 @@ from graphattn.dynamics import Trajectory
 from graphattn.dynamics import cluster_counts as merged_counts
 from graphattn.dynamics.arguments import as_labels, as_tokens
 from graphattn.graphs.arguments import as_float, as_int
-from graphattn.plot.style import COLOURS, axes_or_new, style_axes
+from graphattn.plot.drawing.style import COLOURS, axes_or_new, style_axes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -230,7 +230,7 @@ def _whole_steps(ax: Axes) -> None:
 def _whole_counts(ax: Axes) -> None:
     from matplotlib.ticker import FuncFormatter, NullLocator
 
-    from graphattn.plot.ticks import WholeNumbers
+    from graphattn.plot.drawing.ticks import WholeNumbers
 
     ax.yaxis.set_major_locator(WholeNumbers())
     ax.yaxis.set_minor_locator(NullLocator())

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from graphattn.graphs import TokenGraph
 from graphattn.graphs.arguments import as_float, as_int
-from graphattn.plot.style import COLOURS, axes_or_new, style_axes
+from graphattn.plot.drawing.style import COLOURS, axes_or_new, style_axes
 from graphattn.spectral import laplacian, max_eigenvalue
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from graphattn.graphs import TokenGraph
 from graphattn.graphs.arguments import as_float, as_int
-from graphattn.plot.cells import Cut, edge_counts
-from graphattn.plot.style import COLOURS, INK, SHADES, axes_or_new, colour_bar, style_axes
+from graphattn.plot.drawing.cells import Cut, edge_counts
+from graphattn.plot.drawing.style import COLOURS, INK, SHADES, axes_or_new, colour_bar, style_axes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -59,7 +59,7 @@ def adjacency(graph: TokenGraph, *, colorbar: bool = True, ax: Axes | None = Non
     """
     from matplotlib.colors import LinearSegmentedColormap, ListedColormap, LogNorm
 
-    from graphattn.plot.pixels import CellImage, cell_sizes, largest
+    from graphattn.plot.drawing.pixels import CellImage, cell_sizes, largest
 
     _check_graph(graph)
     ax = axes_or_new(ax, 3, 3, square=True)
@@ -154,7 +154,7 @@ def attention_weights(
     """
     from matplotlib.colors import LinearSegmentedColormap, PowerNorm
 
-    from graphattn.plot.pixels import CellImage, largest
+    from graphattn.plot.drawing.pixels import CellImage, largest
 
     _check_graph(graph)
     if not isinstance(weights, Tensor) or weights.shape != (graph.num_edges,):

@@ -11,8 +11,8 @@ from torch import nn
 from graphattn.graphs import TokenGraph
 from graphattn.graphs.arguments import as_int
 from graphattn.models.overview import LayerRow, layer_rows
+from graphattn.plot.drawing.style import INK
 from graphattn.plot.matrices import adjacency, least_share, set_shares
-from graphattn.plot.style import INK
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from graphattn.graphs import TokenGraph, window_path_graph
 from graphattn.graphs.arguments import as_float, as_int
+from graphattn.plot.drawing.style import COLOURS, INK, axes_or_new, style_axes
 from graphattn.plot.filters import MOST_EIGENVALUES
-from graphattn.plot.style import COLOURS, INK, axes_or_new, style_axes
 from graphattn.spectral import fiedler_value, laplacian, path_fiedler_bounds
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from graphattn.graphs import TokenGraph
 from graphattn.graphs.arguments import as_float, as_int
-from graphattn.plot.style import INK, axes_or_new, colour_bar
+from graphattn.plot.drawing.style import INK, axes_or_new, colour_bar
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -14,7 +14,8 @@ directed graph exactly (see :func:`laplacian`)::
 """
 
 from graphattn.spectral.bounds import cycle_fiedler_value, path_fiedler_bounds
-from graphattn.spectral.certificates import certify
+from graphattn.spectral.certificates.certify import certify
+from graphattn.spectral.certificates.facts import Certificate, Fact
 from graphattn.spectral.cheeger import CheegerBounds, cheeger_bounds, conductance
 from graphattn.spectral.classes import closed_classes, eigenvalue_one_multiplicity
 from graphattn.spectral.design import suggest_top_k, window_for_fiedler, window_for_mixing
@@ -26,7 +27,6 @@ from graphattn.spectral.eigenvalues import (
     max_step_size,
 )
 from graphattn.spectral.energy import energy
-from graphattn.spectral.facts import Certificate, Fact
 from graphattn.spectral.filters import (
     energy_gradient,
     filter_response,
@@ -34,8 +34,8 @@ from graphattn.spectral.filters import (
     steps_until_consensus,
 )
 from graphattn.spectral.full_spectrum import spectrum
-from graphattn.spectral.laplacian import laplacian
-from graphattn.spectral.matrix_weights import (
+from graphattn.spectral.laplacians.laplacian import laplacian
+from graphattn.spectral.matrix_weighted.matrix_weights import (
     MatrixFiedlerBounds,
     matrix_fiedler_bounds,
     matrix_fiedler_value,

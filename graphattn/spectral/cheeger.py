@@ -21,9 +21,9 @@ from graphattn.spectral.eigenvalues import (
     lanczos_pair,
     polished,
 )
-from graphattn.spectral.elimination import GroundedLaplacian, elimination_order
-from graphattn.spectral.laplacian import laplacian_of
-from graphattn.spectral.operators import component_of, half_edges
+from graphattn.spectral.laplacians.elimination import GroundedLaplacian, elimination_order
+from graphattn.spectral.laplacians.laplacian import laplacian_of
+from graphattn.spectral.laplacians.operators import component_of, half_edges
 
 Array = NDArray[np.float64]
 

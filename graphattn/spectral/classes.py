@@ -12,7 +12,7 @@ from torch import Tensor
 
 from graphattn.graphs import TokenGraph
 from graphattn.spectral.arguments import as_edge_weight, as_square_graph
-from graphattn.spectral.operators import connections
+from graphattn.spectral.laplacians.operators import connections
 
 ROUNDING = 1e-6  # by which the weights of a row may miss the sum 1
 

@@ -15,14 +15,18 @@ from torch import Tensor
 
 from graphattn.graphs import TokenGraph
 from graphattn.spectral.arguments import as_edge_weight, as_square_graph
-from graphattn.spectral.banded import STORED, BandedMatrix, slowest_mode
-from graphattn.spectral.elimination import (
+from graphattn.spectral.laplacians.banded import STORED, BandedMatrix, slowest_mode
+from graphattn.spectral.laplacians.elimination import (
     EliminationOrder,
     GroundedLaplacian,
     elimination_order,
 )
-from graphattn.spectral.laplacian import float64_weights, laplacian_of, symmetrised_adjacency
-from graphattn.spectral.operators import by_pairs
+from graphattn.spectral.laplacians.laplacian import (
+    float64_weights,
+    laplacian_of,
+    symmetrised_adjacency,
+)
+from graphattn.spectral.laplacians.operators import by_pairs
 
 Array = NDArray[np.float64]
 
@@ -64,8 +68,9 @@ def fiedler_value(graph: TokenGraph, edge_weight: Tensor | None = None) -> float
     however small the value and however uneven the weights: two groups of tokens that hang together
     by a weight of 1e-40 have a Fiedler value of that order, not of the order of rounding. Window
     graphs take inverse iteration with a banded factor, half a second per 100,000 tokens; where
-    weights are very uneven, elimination that never subtracts (``spectral/elimination.py``), some
-    seconds; wide graphs, such as random ones, mix fast and take Lanczos.
+    weights are very uneven, elimination that never subtracts
+    (``spectral/laplacians/elimination.py``), some seconds; wide graphs, such as random ones, mix
+    fast and take Lanczos.
 
     Source: Stabilizing Transformer Training Through Consensus, Sections 2.3 and 4.
 

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from graphattn.graphs import TokenGraph
 from graphattn.spectral.arguments import as_square_graph, has_blocks
-from graphattn.spectral.laplacian import laplacian
-from graphattn.spectral.operators import component_of
+from graphattn.spectral.laplacians.laplacian import laplacian
+from graphattn.spectral.laplacians.operators import component_of
 
 LARGEST = 5_000  # rows of a matrix that is solved: 200 megabytes, and about half a minute
 

@@ -10,11 +10,6 @@
 
 from typing import TYPE_CHECKING, Any
 
-from graphattn.train.baselines import bigram_loss, frequency_loss
-from graphattn.train.calibration import Calibration
-from graphattn.train.causal import NextToken
-from graphattn.train.classification import Classification
-from graphattn.train.config import RunConfig
 from graphattn.train.diffusion import (
     AbsorbingDiffusion,
     GeometricNoise,
@@ -30,22 +25,27 @@ from graphattn.train.diffusion import (
     score_entropy,
 )
 from graphattn.train.engine import fit, resume
-from graphattn.train.evaluation import evaluate_model
-from graphattn.train.heads import WithHead
+from graphattn.train.evaluation.baselines import bigram_loss, frequency_loss
+from graphattn.train.evaluation.calibration import Calibration
+from graphattn.train.evaluation.evaluate import evaluate_model
+from graphattn.train.evaluation.pseudo_likelihood import pseudo_log_likelihood, pseudo_perplexity
 from graphattn.train.layer_records import layer_state
-from graphattn.train.masked import MaskedTokens
-from graphattn.train.masking import mask_tokens, masked_token_loss
-from graphattn.train.objective import Loss, Objective
+from graphattn.train.objectives.causal import NextToken
+from graphattn.train.objectives.classification import Classification
+from graphattn.train.objectives.masked import MaskedTokens
+from graphattn.train.objectives.masking import mask_tokens, masked_token_loss
+from graphattn.train.objectives.objective import Loss, Objective
+from graphattn.train.objectives.registry import objective
+from graphattn.train.objectives.regression import ResidueRegression
+from graphattn.train.objectives.schedules import MaskSchedule, mask_ratios
 from graphattn.train.parameters import parameter_groups
-from graphattn.train.pseudo_likelihood import pseudo_log_likelihood, pseudo_perplexity
-from graphattn.train.registry import objective
-from graphattn.train.regression import ResidueRegression
-from graphattn.train.run_folder import Run, read_run
-from graphattn.train.schedules import MaskSchedule, mask_ratios
-from graphattn.train.setup import Prepared, prepare
-from graphattn.train.sweep import read_sweep, resume_sweep, run_sweep
-from graphattn.train.sweep_results import MixerSummary, summarize_sweep
-from graphattn.train.trained import Trained, load_trained
+from graphattn.train.runs.config import RunConfig
+from graphattn.train.runs.folder import Run, read_run
+from graphattn.train.runs.heads import WithHead
+from graphattn.train.runs.setup import Prepared, prepare
+from graphattn.train.runs.trained import Trained, load_trained
+from graphattn.train.sweeps.results import MixerSummary, summarize_sweep
+from graphattn.train.sweeps.sweep import read_sweep, resume_sweep, run_sweep
 
 if TYPE_CHECKING:
     from graphattn.train.trainer import GraphTrainer as GraphTrainer

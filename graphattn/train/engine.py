@@ -16,11 +16,12 @@ import torch
 from torch import nn
 
 from graphattn.data.tokenizers import load_tokenizer, save_tokenizer, tokenizer_as_dict
-from graphattn.train import checkpoints, run_folder
-from graphattn.train.config import RunConfig
-from graphattn.train.objective import Example, Objective
-from graphattn.train.records import keep_rows
-from graphattn.train.run_folder import Run, read_run
+from graphattn.train.objectives.objective import Example, Objective
+from graphattn.train.runs import checkpoints
+from graphattn.train.runs import folder as run_folder
+from graphattn.train.runs.config import RunConfig
+from graphattn.train.runs.folder import Run, read_run
+from graphattn.train.runs.records import keep_rows
 
 if TYPE_CHECKING:
     from graphattn.train.trainer import GraphTrainer
@@ -136,7 +137,7 @@ def resume(
                 f"steps must be at least those of the run, {config.steps}, got {steps}"
             )
         config = config.replace(steps=steps)
-    from graphattn.train.setup import prepare
+    from graphattn.train.runs.setup import prepare
 
     found = prepare(config)
     return fit(

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
-from graphattn.train.config import RunConfig
+from graphattn.train.batches.order import lengths_of
 from graphattn.train.layer_records import layer_state
-from graphattn.train.objective import Batch, Example, Objective
-from graphattn.train.order import lengths_of
-from graphattn.train.records import append_row
-from graphattn.train.run_folder import LOG
+from graphattn.train.objectives.objective import Batch, Example, Objective
+from graphattn.train.runs.config import RunConfig
+from graphattn.train.runs.folder import LOG
+from graphattn.train.runs.records import append_row
 
 BATCHES, TOKENS = 4, 256  # of the probe: enough for a curve, little beside a step
 

@@ -17,23 +17,23 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from graphattn.diagnostics import record
-from graphattn.diagnostics.call_statistics import ranks
-from graphattn.diagnostics.curvature import (
+from graphattn.diagnostics.attention.call_statistics import ranks
+from graphattn.diagnostics.hidden.evaluating import dropout_off
+from graphattn.diagnostics.learning_rate.curvature import (
     BatchLoss,
     curvature_by_autograd,
     curvature_by_differences,
     dot,
 )
-from graphattn.diagnostics.evaluating import dropout_off
-from graphattn.diagnostics.restore import left_as_found, random_state
-from graphattn.diagnostics.stable_learning_rate import alpha_max
-from graphattn.diagnostics.twin_optimizer import TwinOptimizer
+from graphattn.diagnostics.learning_rate.largest import alpha_max
+from graphattn.diagnostics.learning_rate.restore import left_as_found, random_state
+from graphattn.diagnostics.learning_rate.twin_optimizer import TwinOptimizer
 from graphattn.nn import SelfConsensus
 from graphattn.ops.inputs import check_graph
-from graphattn.spectral.frozen_steps import FrozenStep
-from graphattn.spectral.module_certificates import sequences_of
-from graphattn.train.objective import Batch, Objective
-from graphattn.train.records import Row
+from graphattn.spectral.certificates.frozen_steps import FrozenStep
+from graphattn.spectral.certificates.modules import sequences_of
+from graphattn.train.objectives.objective import Batch, Objective
+from graphattn.train.runs.records import Row
 
 LOWEST = "1 - 2 eta lambda_max"
 WITHIN = 1e-3  # relative, of eigenvalues: a curve needs no more

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from graphattn.graphs.arguments import as_float
-from graphattn.nn.edge_network import EdgeNetwork
+from graphattn.nn.edges.network import EdgeNetwork
 
 _EXEMPT = (
     nn.Embedding,

@@ -18,13 +18,14 @@ from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from graphattn.data import TokenBatches
-from graphattn.train import checkpoints, run_folder
-from graphattn.train.config import RunConfig
-from graphattn.train.objective import Batch, Example, Loss, Objective
-from graphattn.train.order import EndlessBatches, TrainingLoader, lengths_of
+from graphattn.train.batches.order import EndlessBatches, TrainingLoader, lengths_of
+from graphattn.train.objectives.objective import Batch, Example, Loss, Objective
 from graphattn.train.parameters import parameter_groups
-from graphattn.train.records import append_row, replace_text, sync
 from graphattn.train.running_loss import RunningLoss
+from graphattn.train.runs import checkpoints
+from graphattn.train.runs import folder as run_folder
+from graphattn.train.runs.config import RunConfig
+from graphattn.train.runs.records import append_row, replace_text, sync
 
 SCHEDULES = {"cosine": "cosine", "linear": "linear", "constant": "constant_with_warmup"}
 

@@ -15,12 +15,13 @@ import graphattn as ga
 from graphattn.bench.cases import catalogue as cases
 from graphattn.bench.cases import edges as edge_cases
 from graphattn.bench.cases import inputs
-from graphattn.bench.contenders import loops, ours
-from graphattn.bench.contenders import offset_slices as slices
+from graphattn.bench.contenders import ours
 from graphattn.bench.contenders import peers as contenders
-from graphattn.bench.contenders import sliding_chunks as chunks
 from graphattn.bench.contenders import sparse_matrices as listed
-from graphattn.bench.contenders import window_blocks as blocks
+from graphattn.bench.contenders.by_hand import loops
+from graphattn.bench.contenders.by_hand import offset_slices as slices
+from graphattn.bench.contenders.by_hand import sliding_chunks as chunks
+from graphattn.bench.contenders.by_hand import window_blocks as blocks
 from graphattn.bench.measuring import correctness as gate
 from graphattn.bench.measuring import passes as measure
 from graphattn.bench.reporting import record

@@ -10,8 +10,8 @@ import torch
 import graphattn as ga
 from graphattn.bench.cases import catalogue as cases
 from graphattn.bench.cases import inputs
-from graphattn.bench.contenders import gathered
 from graphattn.bench.contenders import peers as contenders
+from graphattn.bench.contenders.by_hand import gathered
 from graphattn.bench.measuring import correctness as gate
 from graphattn.bench.measuring import passes as measure
 

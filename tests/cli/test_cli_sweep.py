@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-import graphattn.train.sweep as sweeping
+import graphattn.train.sweeps.sweep as sweeping
 from graphattn.cli.app import app
-from graphattn.cli.sweep import summary_table
+from graphattn.cli.training.sweep import summary_table
 from graphattn.train import Run, RunConfig, fit, prepare, read_run, read_sweep
 
 pytest.importorskip("optuna", reason="sweeps need the extra `train`")

@@ -16,7 +16,7 @@ from typer.testing import CliRunner, Result
 
 import graphattn as ga
 from graphattn.cli.app import app
-from graphattn.cli.run_options import descriptions
+from graphattn.cli.training.run_options import descriptions
 
 TINY = '{"dim": 16, "depth": 2, "heads": 2}'
 SMALL = ("--model-options", TINY, "--batch-tokens", "64", "--length", "16")
@@ -271,7 +271,7 @@ def test_a_run_that_diverges_is_a_result_with_an_exit_code_of_its_own(data):
 
 @pytest.mark.long
 def test_a_full_disk_ends_in_one_line(data, monkeypatch):
-    from graphattn.train import checkpoints
+    from graphattn.train.runs import checkpoints
 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
@@ -316,7 +316,7 @@ def test_an_evaluation_stands_beside_guessing(run):
 
 
 def test_an_evaluation_is_kept_when_nobody_reads_its_table(run, monkeypatch):
-    from graphattn.cli import evaluate
+    from graphattn.cli.training import evaluate
 
     def closed(*_: object) -> None:
         raise BrokenPipeError(32, "Broken pipe")

@@ -203,7 +203,7 @@ def test_rollout_in_blocks_of_columns_is_the_same(monkeypatch):
     graph = ga.causal_graph(13)
     layers = [weights_of(graph, seed=s) for s in range(3)]
     whole = diagnostics.rollout(layers, graph)
-    monkeypatch.setattr(sys.modules["graphattn.diagnostics.rollout"], "BLOCK", 5 * 13)
+    monkeypatch.setattr(sys.modules["graphattn.diagnostics.attention.rollout"], "BLOCK", 5 * 13)
     torch.testing.assert_close(diagnostics.rollout(layers, graph), whole, rtol=1e-14, atol=0)
 
 

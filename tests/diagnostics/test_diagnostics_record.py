@@ -109,7 +109,7 @@ def test_statistics_are_those_of_the_functions_on_edges(monkeypatch):
         diagnostics.attention_entropy(weights, graph),
         diagnostics.head_diversity(weights, graph),
     )
-    monkeypatch.setattr("graphattn.diagnostics.attention_operands.CHUNK", 2 * B * H * N)
+    monkeypatch.setattr("graphattn.diagnostics.attention.operands.CHUNK", 2 * B * H * N)
     in_blocks = record_once(Calls(is_causal=True), q)[0]
     for found in (call, in_blocks):
         torch.testing.assert_close((found.sinks, found.entropy, found.diversity), expected)

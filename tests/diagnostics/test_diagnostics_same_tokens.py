@@ -6,7 +6,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
 from graphattn import diagnostics
-from graphattn.diagnostics import same_tokens
+from graphattn.diagnostics.attention import same_tokens
 
 E, H, N = 16, 4, 6
 PADDING = torch.tensor([[False, False, False, True, True, True]])
@@ -137,7 +137,7 @@ def test_calls_named_cross_attention_have_no_rollout():
 
 
 def test_names_mean_what_they_mean_to_the_plug_ins():
-    modules = pytest.importorskip("graphattn.integrations.transformers.modules")
+    modules = pytest.importorskip("graphattn.integrations.transformers.conversion.modules")
     assert same_tokens._CROSS == modules.CROSS
 
 
@@ -192,7 +192,7 @@ def test_weights_under_autocast_are_those_of_the_call(cross):
 
 @pytest.mark.parametrize("fused", ["native", "layer"])
 def test_fused_functions_are_read_in_one_precision(fused):
-    from graphattn.diagnostics import attention_operands as operands
+    from graphattn.diagnostics.attention import operands
 
     layer = multi_head().float()
     x = torch.randn(2, N, E, dtype=torch.bfloat16)

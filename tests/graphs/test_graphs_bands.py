@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import graphattn as ga
-from graphattn.graphs.bands import bands_of, has_bands
+from graphattn.graphs.structures.bands import bands_of, has_bands
 from graphattn.kernels.bands.schedule import BandSchedule
 
 BANDS = {

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 import graphattn as ga
-from graphattn.graphs.structure import GraphStructure
+from graphattn.graphs.structures.structure import GraphStructure
 
 GRAPHS = {
     "structured": lambda n, seed: [

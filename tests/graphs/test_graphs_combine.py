@@ -8,8 +8,8 @@ import torch
 from torch_geometric.data import Batch, Data
 
 import graphattn as ga
-from graphattn.graphs.composites import Parts
-from graphattn.graphs.structure import GraphStructure
+from graphattn.graphs.structures.composites import Parts
+from graphattn.graphs.structures.structure import GraphStructure
 
 N = 7
 

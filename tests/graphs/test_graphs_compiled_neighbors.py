@@ -23,7 +23,7 @@ from torch._subclasses import FakeTensorMode
 from torch.utils._pytree import tree_map
 
 import graphattn as ga
-from graphattn.graphs.nearest_neighbors import nearest_index
+from graphattn.graphs.search.nearest_neighbors import nearest_index
 from graphattn.kernels.cpu import library, neighbors
 
 if (reason := library.why_not()) is not None:
@@ -41,7 +41,7 @@ POINTS = POINTS | {
 def no_other_way(monkeypatch):
     """Whoever leaves compiled code fails."""
     for name in ("nearest_by_tree", "nearest_by_pairs"):
-        monkeypatch.setattr(f"graphattn.graphs.nearest_neighbors.{name}", None)
+        monkeypatch.setattr(f"graphattn.graphs.search.nearest_neighbors.{name}", None)
 
 
 @pytest.fixture(params=["blocks", "products"])

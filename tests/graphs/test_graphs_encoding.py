@@ -6,7 +6,7 @@ import pytest
 
 import graphattn as ga
 from graphattn.graphs.encoding import decode, encode
-from graphattn.graphs.structure import Band
+from graphattn.graphs.structures.structure import Band
 
 
 class Unlisted(Band):

@@ -8,7 +8,7 @@ import torch
 
 import graphattn as ga
 from graphattn.graphs.encoding import decode, encode
-from graphattn.graphs.grid_blocks import GridBlocks, block_order
+from graphattn.graphs.structures.grid_blocks import GridBlocks, block_order
 
 CASES = [
     ((8, 8), 4, 0),

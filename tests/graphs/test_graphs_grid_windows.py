@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import graphattn as ga
-from graphattn.graphs.grid_windows import GridWindows
+from graphattn.graphs.structures.grid_windows import GridWindows
 
 
 def cells(shape: tuple[int, ...]) -> list[tuple[int, ...]]:
@@ -303,7 +303,7 @@ def test_large_grids_count_without_listing_an_edge(name):
 
 @pytest.mark.parametrize(("shape", "options"), [*NATTEN, ((700,), {"kernel_size": 9})])
 def test_pieces_hold_every_edge_once(shape, options, monkeypatch):
-    monkeypatch.setattr("graphattn.graphs.grid_windows.AT_ONCE", 64)
+    monkeypatch.setattr("graphattn.graphs.structures.grid_windows.AT_ONCE", 64)
     graph = ga.neighborhood_graph(shape, **options)
     for own in (graph, graph.transpose()):
         pieces = torch.cat(list(own.structure.pieces()), dim=1)

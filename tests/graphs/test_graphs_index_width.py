@@ -10,9 +10,10 @@ import pytest
 import torch
 
 import graphattn as ga
-from graphattn.graphs import edge_lists, index_width, listing
+from graphattn.graphs.edges import index_width, listing
+from graphattn.graphs.edges import lists as edge_lists
+from graphattn.graphs.edges.listing import edges_of_structure
 from graphattn.graphs.encoding import decode
-from graphattn.graphs.listing import edges_of_structure
 
 N = 40
 BORDERS = torch.arange(N) // 8

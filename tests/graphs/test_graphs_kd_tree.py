@@ -9,10 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import graphattn as ga
-from graphattn.graphs import kd_tree, nearest_neighbors, neighbors
-from graphattn.graphs.all_pairs import nearest_by_pairs
-from graphattn.graphs.kd_tree import FEWEST, PointTree, is_for_trees, nearest_by_tree
-from graphattn.graphs.nearest_neighbors import nearest_index
+from graphattn.graphs.builders import neighbors
+from graphattn.graphs.search import kd_tree, nearest_neighbors
+from graphattn.graphs.search.all_pairs import nearest_by_pairs
+from graphattn.graphs.search.kd_tree import FEWEST, PointTree, is_for_trees, nearest_by_tree
+from graphattn.graphs.search.nearest_neighbors import nearest_index
 from graphattn.kernels.cpu import library
 
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import graphattn as ga
-from graphattn.graphs import distances
+from graphattn.graphs.search import distances
 from graphattn.kernels.cpu import library
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import graphattn as ga
-from graphattn.graphs import nearest_neighbors
-from graphattn.graphs.nearest_neighbors import nearest_index
+from graphattn.graphs.search import nearest_neighbors
+from graphattn.graphs.search.nearest_neighbors import nearest_index
 from graphattn.kernels.shared import launch
 
 

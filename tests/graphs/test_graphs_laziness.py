@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import graphattn as ga
-from graphattn.graphs import nearest_neighbors
+from graphattn.graphs.search import nearest_neighbors
 
 MILLION = 1_000_000
 

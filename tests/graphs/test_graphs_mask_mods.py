@@ -16,8 +16,8 @@ from torch.nn.attention.flex_attention import (
 )
 
 import graphattn as ga
-from graphattn.graphs import mask_mods
-from graphattn.graphs.structure import Band, Blocks, Complete
+from graphattn.graphs.builders import mask_mods
+from graphattn.graphs.structures.structure import Band, Blocks, Complete
 
 
 def coins(*shape: int, seed: int = 0, share: float = 0.3) -> torch.Tensor:

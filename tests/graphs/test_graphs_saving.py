@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import graphattn as ga
-from graphattn.graphs.graph_code import KINDS
+from graphattn.graphs.structures.graph_code import KINDS
 
 GRAPHS = {
     "band": lambda: ga.window_path_graph(9, 2),

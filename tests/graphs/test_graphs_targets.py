@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import graphattn as ga
-from graphattn.graphs.composites import Parts
-from graphattn.graphs.sections import Section
-from graphattn.graphs.structure import GraphStructure
+from graphattn.graphs.structures.composites import Parts
+from graphattn.graphs.structures.sections import Section
+from graphattn.graphs.structures.structure import GraphStructure
 from graphattn.graphs.targets import sources_seen
 
 

@@ -151,7 +151,7 @@ def logits(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
 
 def attention_of(name: str) -> type[nn.Module]:
     """The class of a model's attention modules."""
-    from graphattn.integrations.transformers.modules import attention_modules
+    from graphattn.integrations.transformers.conversion.modules import attention_modules
 
     return type(attention_modules(model_of(name))[0][1])
 

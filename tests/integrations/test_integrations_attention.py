@@ -14,8 +14,9 @@ import graphattn as ga
 
 pytest.importorskip("transformers")
 
-from graphattn.integrations.transformers import edges, once, pairs
 from graphattn.integrations.transformers.attention import graph_attention
+from graphattn.integrations.transformers.masks import graphs as edges
+from graphattn.integrations.transformers.masks import once, pairs
 from graphattn.integrations.transformers.options import checked_options
 
 B, H, HK, D, DV = 2, 4, 2, 8, 6

@@ -8,7 +8,7 @@ from convertible import inputs_of, model_of
 from torch import nn
 
 from graphattn.integrations import transformers as gat
-from graphattn.integrations.transformers.modules import attention_modules
+from graphattn.integrations.transformers.conversion.modules import attention_modules
 
 
 def refused(model, match, **arguments):

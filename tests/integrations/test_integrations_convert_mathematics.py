@@ -17,8 +17,8 @@ from convertible import (
 )
 
 from graphattn.integrations import transformers as gat
-from graphattn.integrations.transformers.families import FAMILIES
-from graphattn.integrations.transformers.modules import attention_modules
+from graphattn.integrations.transformers.conversion.families import FAMILIES
+from graphattn.integrations.transformers.conversion.modules import attention_modules
 
 D = 8  # features per head
 

@@ -9,7 +9,7 @@ import transformers
 from convertible import V, inputs_of, logits, model_of
 
 from graphattn.integrations import transformers as gat
-from graphattn.integrations.transformers.modules import attention_modules
+from graphattn.integrations.transformers.conversion.modules import attention_modules
 
 OPTIONS = {
     "gka": {"normalize": True},

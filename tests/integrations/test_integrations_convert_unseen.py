@@ -5,7 +5,7 @@ import torch
 from convertible import ENCODERS, NAMES, V, inputs_of, model_of
 
 from graphattn.integrations import transformers as gat
-from graphattn.integrations.transformers.modules import attention_modules
+from graphattn.integrations.transformers.conversion.modules import attention_modules
 
 OPTIONS = {
     "gka": {},

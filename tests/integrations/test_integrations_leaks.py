@@ -100,7 +100,7 @@ def test_a_window_of_a_decoder_counts_keys(mixer):
 
 
 def gat_modules(model):
-    from graphattn.integrations.transformers.modules import attention_modules
+    from graphattn.integrations.transformers.conversion.modules import attention_modules
 
     return attention_modules(model)
 

@@ -15,9 +15,9 @@ transformers = pytest.importorskip("transformers")
 
 from transformers import masking_utils as upstream  # noqa: E402
 
-from graphattn.integrations.transformers.bands import FAR, MaskBand, band_of  # noqa: E402
-from graphattn.integrations.transformers.edges import seen_through  # noqa: E402
-from graphattn.integrations.transformers.masks import (  # noqa: E402
+from graphattn.integrations.transformers.masks.bands import FAR, MaskBand, band_of  # noqa: E402
+from graphattn.integrations.transformers.masks.graphs import seen_through  # noqa: E402
+from graphattn.integrations.transformers.masks.mask_function import (  # noqa: E402
     graph_mask,
     is_sketch,
     read_sketch,
@@ -199,7 +199,7 @@ def test_cross_attention_needs_no_places():
 
 
 def test_a_thousand_windows_leave_nothing_behind():
-    import graphattn.integrations.transformers.masks as masks
+    import graphattn.integrations.transformers.masks.mask_function as masks
 
     def sizes():
         tables = {n: v for n, v in vars(masks).items() if isinstance(v, list | set | dict)}
@@ -222,7 +222,7 @@ def test_another_process_reads_the_same(tmp_path):
     torch.save(masks, tmp_path / "masks.pt")
     code = (
         "import torch, sys\n"
-        "from graphattn.integrations.transformers.masks import read_sketch\n"
+        "from graphattn.integrations.transformers.masks.mask_function import read_sketch\n"
         "print([tuple(read_sketch(m)[0]) for m in torch.load(sys.argv[1])])"
     )
     done = subprocess.run(

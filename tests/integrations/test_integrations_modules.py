@@ -7,7 +7,7 @@ from torch import nn
 
 transformers = pytest.importorskip("transformers")
 
-from graphattn.integrations.transformers.modules import attention_modules  # noqa: E402
+from graphattn.integrations.transformers.conversion.modules import attention_modules  # noqa: E402
 
 SIZES = {"hidden_size": 8, "num_hidden_layers": 3, "num_attention_heads": 2, "vocab_size": 9}
 

@@ -11,7 +11,7 @@ from torch import nn
 transformers = pytest.importorskip("transformers")
 
 from graphattn.integrations import transformers as gat  # noqa: E402
-from graphattn.integrations.transformers.modules import attention_modules  # noqa: E402
+from graphattn.integrations.transformers.conversion.modules import attention_modules  # noqa: E402
 from graphattn.integrations.transformers.options import (  # noqa: E402
     AS_IT_IS,
     Options,

@@ -232,8 +232,8 @@ def test_a_step_of_generation_has_the_rows_of_the_whole_text(kind):
 
 
 def test_everything_is_undone_after_an_exception():
-    from graphattn.integrations.transformers.mixers import ReplacedAttention
-    from graphattn.integrations.transformers.shortcut_layer import KrauseShortcut
+    from graphattn.integrations.transformers.conversion.mixers import ReplacedAttention
+    from graphattn.integrations.transformers.shortcut.layer import KrauseShortcut
 
     before = ReplacedAttention.attend, KrauseShortcut.attend
 

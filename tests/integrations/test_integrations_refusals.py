@@ -10,7 +10,7 @@ from transformers import AttentionInterface
 import graphattn as ga
 from graphattn.integrations import transformers as gat
 from graphattn.integrations.transformers.attention import HARMLESS
-from graphattn.integrations.transformers.modules import attention_modules
+from graphattn.integrations.transformers.conversion.modules import attention_modules
 from graphattn.integrations.transformers.options import Options
 
 SUPPORTED = {

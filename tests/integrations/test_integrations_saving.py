@@ -16,7 +16,7 @@ from torch import nn
 transformers = pytest.importorskip("transformers")
 
 from graphattn.integrations import transformers as gat  # noqa: E402
-from graphattn.integrations.transformers.marks import MARK  # noqa: E402
+from graphattn.integrations.transformers.files.marks import MARK  # noqa: E402
 from graphattn.integrations.transformers.options import AS_IT_IS, Options  # noqa: E402
 
 SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 19}
@@ -195,7 +195,7 @@ def test_weights_of_ours_that_are_missing_are_refused(tmp_path):
 
 
 def _attention(model):
-    from graphattn.integrations.transformers.modules import attention_modules
+    from graphattn.integrations.transformers.conversion.modules import attention_modules
 
     return [module for _, module in attention_modules(model)]
 

@@ -15,7 +15,7 @@ from shortcut_oracle import (
 )
 
 from graphattn.integrations import transformers as gat
-from graphattn.integrations.transformers.shortcut_masks import ShortcutCall, dense, reach
+from graphattn.integrations.transformers.shortcut.masks import ShortcutCall, dense, reach
 
 IMPLEMENTATIONS = [
     "eager",

@@ -23,7 +23,7 @@ from cases_kernels import (
 )
 
 import graphattn as ga
-from graphattn.graphs.bands import bands_of
+from graphattn.graphs.structures.bands import bands_of
 from graphattn.kernels.bands.schedule import BandSchedule
 from graphattn.kernels.shared import tuning
 

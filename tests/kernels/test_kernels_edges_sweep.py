@@ -11,7 +11,7 @@ from cases_kernels import Case, check, check_half, exact, kernels
 from cases_kernels import random as random_numbers
 
 import graphattn as ga
-from graphattn.graphs.bands import has_bands
+from graphattn.graphs.structures.bands import has_bands
 from graphattn.kernels.shared import tuning
 
 pytestmark = pytest.mark.usefixtures("device")

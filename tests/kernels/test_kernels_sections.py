@@ -11,7 +11,7 @@ from cases_consensus import kernels as kernels_of_consensus
 from cases_kernels import Case, check, check_half, exact, kernels, tiles
 
 import graphattn as ga
-from graphattn.graphs.bands import bands_of, has_bands
+from graphattn.graphs.structures.bands import bands_of, has_bands
 from graphattn.kernels.shared import tuning
 from graphattn.ops.attention import triton
 from graphattn.ops.consensus.triton import edges_of
@@ -116,8 +116,8 @@ def test_rows_of_bands_go_to_the_band_kernels(name: str, device: str) -> None:
 
 def test_one_tensor_over_rows_that_are_as_many_as_their_sources(device: str) -> None:
     """Gaussian kernel attention reads one tensor: target i is source i, wherever both stand."""
-    from graphattn.graphs.sections import Section
-    from graphattn.graphs.structure import Band
+    from graphattn.graphs.structures.sections import Section
+    from graphattn.graphs.structures.structure import Band
 
     for loops in (True, False):
         graph = ga.TokenGraph(structure=Section(Band(60, 4, 6, 1, loops), 21, 51, 20, 50))

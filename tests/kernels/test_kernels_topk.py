@@ -22,7 +22,7 @@ from test_kernels_sweep import random_case
 from torch import Tensor
 
 import graphattn as ga
-from graphattn.graphs.bands import bands_of
+from graphattn.graphs.structures.bands import bands_of
 from graphattn.kernels.bands import top_k as selection
 from graphattn.kernels.bands.inputs import BandInputs
 from graphattn.kernels.bands.schedule import BandSchedule

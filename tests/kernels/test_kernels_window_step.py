@@ -18,7 +18,7 @@ from torch import Tensor
 import graphattn as ga
 from graphattn.kernels.shared import tuning
 from graphattn.kernels.shared.launch import launch, recording
-from graphattn.nn.layer_cache import LayerCache
+from graphattn.nn.caches.layer_cache import LayerCache
 
 DIM, WINDOW = 8, 5
 TINY = tuning.Choice(1, 4, 4, 2)  # a window is a tile and one token of a second

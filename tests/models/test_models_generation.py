@@ -10,8 +10,8 @@ from transformers import LogitsProcessorList, TemperatureLogitsWarper
 from transformers.generation.logits_process import TopKLogitsWarper, TopPLogitsWarper
 
 import graphattn as ga
+from graphattn.models.language.sampling import Sampling
 from graphattn.models.mixers import HALVES, KINDS, options_taken
-from graphattn.models.sampling import Sampling
 
 V, D, H, DEPTH = 11, 16, 4, 2
 EVERY_MIXER = pytest.mark.parametrize("mixer", [*KINDS, *HALVES])

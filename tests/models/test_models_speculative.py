@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import graphattn as ga
-from graphattn.models.generation import verify
-from graphattn.models.sampling import Sampling
+from graphattn.models.language.generation import verify
+from graphattn.models.language.sampling import Sampling
 
 V, D, H = 7, 16, 4
 MIXERS = pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import graphattn as ga
-from graphattn.models.swin_parts import PatchMerging, WindowBlock, stage_graph
+from graphattn.models.vision.swin_parts import PatchMerging, WindowBlock, stage_graph
 
 MIXERS = ("dot", "vlt", "gka", "krause", "mix")
 SMALL = {"dim": 8, "depths": (2, 2), "heads": (2, 4), "window_size": 4}
@@ -249,7 +249,7 @@ def test_other_models_are_refused():
 
 
 def test_names_of_earlier_versions_of_transformers_are_known():
-    from graphattn.models.swin_weights import weights_of
+    from graphattn.models.vision.swin_weights import weights_of
 
     model, _ = theirs(2)
     earlier = {

@@ -154,7 +154,7 @@ def test_by_distance_it_computes_the_same_where_all_keys_are_equally_long():
 
 
 def test_names_of_earlier_versions_are_read():
-    from graphattn.models.vision_weights import our_names
+    from graphattn.models.vision.vit_weights import our_names
 
     old = {
         "layers.": "encoder.layer.",

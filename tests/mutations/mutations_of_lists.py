@@ -11,35 +11,35 @@ PYG_BATCHES = "tests/graphs/test_graphs_pyg_batches.py"
 MUTATIONS = [
     Mutation(
         "a list with one edge too many has 32 bits",
-        "graphattn/graphs/index_width.py",
+        "graphattn/graphs/edges/index_width.py",
         "max(sizes) <= MOST",
         "max(sizes) <= MOST + 1",
         (f"{WIDTH}::test_the_largest_graph_of_32_bits_is_as_large_as_its_numbers[10]",),
     ),
     Mutation(
         "a union multiplies in 32 bits",
-        "graphattn/graphs/combine.py",
+        "graphattn/graphs/builders/combine.py",
         "graph.compact_edges[1].long() * a.num_sources",
         "graph.compact_edges[1] * a.num_sources",
         (f"{WIDTH}::test_products_of_numbers_of_tokens_do_not_overflow",),
     ),
     Mutation(
         "a graph hands out what somebody wrote into",
-        "graphattn/graphs/held.py",
+        "graphattn/graphs/edges/storage.py",
         "if found is not None and found[0] == (held._version, found[1]._version):",
         "if found is not None:",
         (f"{WIDTH}::test_writing_into_what_was_asked_for_does_not_change_the_graph",),
     ),
     Mutation(
         "a moved graph keeps what was derived where it was",
-        "graphattn/graphs/held.py",
+        "graphattn/graphs/edges/storage.py",
         "changed._wide, changed._derived = {}, {}",
         "changed._wide = {}",
         (f"{WIDTH}::test_what_was_derived_for_one_device_is_not_used_on_another",),
     ),
     Mutation(
         "rows of a union are numbered from the first of a piece",
-        "graphattn/graphs/listing.py",
+        "graphattn/graphs/edges/listing.py",
         "    edges[1] += start\n",
         "",
         (
@@ -49,7 +49,7 @@ MUTATIONS = [
     ),
     Mutation(
         "sources of a batch for PyG begin where its targets do",
-        "graphattn/graphs/export_batches.py",
+        "graphattn/graphs/conversions/to_pyg_batch.py",
         "shift = torch.stack([shift, first_target[:-1]], dim=1)[:, :, None]",
         "shift = torch.stack([first_target[:-1], shift], dim=1)[:, :, None]",
         (f"{PYG_BATCHES}::test_a_batch_comes_apart_again[two sides-edge_type16]",),
@@ -63,7 +63,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a query is read as keys of fewer heads",
-        "graphattn/nn/flat_call.py",
+        "graphattn/nn/base/flat_call.py",
         "other is query and call.key == call.query",
         "other is query",
         (f"{FLAT}::test_one_tensor_of_two_widths_is_refused",),
@@ -77,7 +77,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a graph keeps fake positions",
-        "graphattn/graphs/held.py",
+        "graphattn/graphs/edges/storage.py",
         "        if not makes_fakes():\n            setattr",
         "        if name:\n            setattr",
         (f"{FLAT}::test_fake_tensors_first_and_real_ones_then[turned-window]",),

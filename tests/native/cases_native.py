@@ -18,7 +18,7 @@ import native_entries
 import torch
 
 import graphattn as ga
-from graphattn.graphs import index_width
+from graphattn.graphs.edges import index_width
 from graphattn.kernels.cpu import edge_order, library
 from graphattn.ops import rotary
 from graphattn.ops.attention.native import rows

@@ -6,7 +6,7 @@ import builds
 import pytest
 import torch
 
-from graphattn.graphs import edge_lists
+from graphattn.graphs.edges import lists as edge_lists
 from graphattn.kernels.cpu import edge_order, library
 
 if library.why_not() is not None:

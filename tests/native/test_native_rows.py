@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 import graphattn as ga
-from graphattn.graphs import index_width
+from graphattn.graphs.edges import index_width
 from graphattn.kernels.cpu import library
 from graphattn.ops.attention.native import rows
 from graphattn.ops.attention.structured import plans

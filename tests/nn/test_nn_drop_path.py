@@ -3,7 +3,7 @@
 import torch
 
 import graphattn as ga
-from graphattn.nn.drop_path import drop_paths
+from graphattn.nn.blocks.drop_path import drop_paths
 
 
 def test_packed_sequences_are_dropped_one_by_one():

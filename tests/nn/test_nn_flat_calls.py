@@ -16,8 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import graphattn as ga
 from graphattn.kernels.cpu import library
-from graphattn.nn import flat_call
-from graphattn.nn.edge_network import EdgeNetwork
+from graphattn.nn.base import flat_call
+from graphattn.nn.edges.network import EdgeNetwork
 
 if library.why_not() is not None:
     pytest.skip(str(library.why_not()), allow_module_level=True)

@@ -9,7 +9,7 @@ import torch
 from nn_by_hand import CASES, DIM, Case
 
 import graphattn as ga
-from graphattn.nn.layer_cache import ANGLES_AHEAD
+from graphattn.nn.caches.layer_cache import ANGLES_AHEAD
 from graphattn.ops.attention.step.cached import not_among_best
 
 STREAMING = [case for case in CASES if case.context_width is None and not case.is_energy]

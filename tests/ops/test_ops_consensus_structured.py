@@ -8,7 +8,7 @@ from cases_ops import FAST, GRAPHS
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import graphattn as ga
-from graphattn.graphs.structure import Band
+from graphattn.graphs.structures.structure import Band
 from graphattn.kernels.cpu import library
 from graphattn.ops.consensus import native, pieces
 from graphattn.ops.consensus.native import calls

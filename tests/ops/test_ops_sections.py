@@ -8,7 +8,7 @@ from cases_ops import BACKENDS, consensus_inputs, qkv, random, valid_tokens
 from oracle_ops import attention
 
 import graphattn as ga
-from graphattn.graphs.bands import has_bands
+from graphattn.graphs.structures.bands import has_bands
 from graphattn.ops.attention.structured.tiles import tiles_of
 
 TIGHT = {"rtol": 1e-10, "atol": 1e-11}
@@ -246,8 +246,8 @@ def test_energy_over_equally_many_shifted_sources_is_that_of_the_list_of_edges()
 
     Such a graph is square by number: its own numbers say what a self-loop is.
     """
-    from graphattn.graphs.sections import Section
-    from graphattn.graphs.structure import Band
+    from graphattn.graphs.structures.sections import Section
+    from graphattn.graphs.structures.structure import Band
 
     for loops in (True, False):
         structure = Section(Band(12, 2, 2, 1, loops), 3, 9, 1, 7)

@@ -8,8 +8,8 @@ from cases_ops import FAST
 from random_ops import draws, random_graph
 
 import graphattn as ga
-from graphattn.graphs.composites import Union
-from graphattn.graphs.structure import Band, Blocks, Complete, GlobalTokens
+from graphattn.graphs.structures.composites import Union
+from graphattn.graphs.structures.structure import Band, Blocks, Complete, GlobalTokens
 from graphattn.ops import compiled_code
 from graphattn.ops.attention import native, structured
 from graphattn.ops.attention.structured import chunked, softmax

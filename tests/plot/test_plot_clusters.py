@@ -12,7 +12,7 @@ matplotlib = pytest.importorskip("matplotlib", reason="figures need the extra `p
 from matplotlib.colors import to_hex, to_rgb  # noqa: E402
 from matplotlib.figure import Figure  # noqa: E402
 
-from graphattn.plot.style import COLOURS  # noqa: E402
+from graphattn.plot.drawing.style import COLOURS  # noqa: E402
 
 
 @pytest.fixture

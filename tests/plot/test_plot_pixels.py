@@ -17,7 +17,7 @@ import scipy.sparse
 import torch
 
 import graphattn as ga
-from graphattn.plot.cells import Cut, edge_counts
+from graphattn.plot.drawing.cells import Cut, edge_counts
 
 matplotlib = pytest.importorskip("matplotlib", reason="figures need the extra `plots`")
 

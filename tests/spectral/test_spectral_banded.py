@@ -7,9 +7,10 @@ import torch
 from scipy.sparse.linalg import eigsh
 
 import graphattn as ga
-from graphattn.spectral import banded, eigenvalues
-from graphattn.spectral.elimination import elimination_order
-from graphattn.spectral.laplacian import laplacian_of
+from graphattn.spectral import eigenvalues
+from graphattn.spectral.laplacians import banded
+from graphattn.spectral.laplacians.elimination import elimination_order
+from graphattn.spectral.laplacians.laplacian import laplacian_of
 
 
 def weighted(graph, seed=0):

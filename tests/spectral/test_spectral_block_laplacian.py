@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import graphattn as ga
-from graphattn.spectral import block_laplacian, spectrum_ends
-from graphattn.spectral.block_laplacian import BlockLaplacian
-from graphattn.spectral.spectrum_ends import largest_eigenvalue, smallest_eigenvalue
+from graphattn.spectral.matrix_weighted import block_laplacian, spectrum_ends
+from graphattn.spectral.matrix_weighted.block_laplacian import BlockLaplacian
+from graphattn.spectral.matrix_weighted.spectrum_ends import largest_eigenvalue, smallest_eigenvalue
 
 
 def laplacians(graph, features, *, rank=2, heads=3, seed=0, uneven=0.0):

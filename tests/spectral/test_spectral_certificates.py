@@ -7,7 +7,9 @@ import pytest
 import torch
 
 import graphattn as ga
-from graphattn.spectral import Certificate, certify, linear_maps, spectrum_ends
+from graphattn.spectral import Certificate, certify
+from graphattn.spectral.laplacians import linear_maps
+from graphattn.spectral.matrix_weighted import spectrum_ends
 
 
 def tokens(N, dim, seed=0):

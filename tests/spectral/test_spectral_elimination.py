@@ -8,13 +8,13 @@ import pytest
 import scipy.sparse
 
 import graphattn as ga
-from graphattn.spectral import elimination
-from graphattn.spectral.elimination import (
+from graphattn.spectral.laplacians import elimination
+from graphattn.spectral.laplacians.elimination import (
     GroundedLaplacian,
     elimination_order,
     grounded_inverse,
 )
-from graphattn.spectral.laplacian import symmetrised_adjacency
+from graphattn.spectral.laplacians.laplacian import symmetrised_adjacency
 
 
 def exact_inverse(weight, leak):

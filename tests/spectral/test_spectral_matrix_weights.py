@@ -7,13 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import graphattn as ga
-from graphattn.spectral import (
-    fiedler_value,
-    laplacian,
-    matrix_fiedler_bounds,
-    matrix_fiedler_value,
-    matrix_weights,
-)
+from graphattn.spectral import fiedler_value, laplacian, matrix_fiedler_bounds, matrix_fiedler_value
+from graphattn.spectral.matrix_weighted import matrix_weights
 
 
 def random_blocks(num_edges, size, seed, *, rank=None):

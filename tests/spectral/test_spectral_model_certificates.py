@@ -10,8 +10,10 @@ import torch
 from torch import nn
 
 import graphattn as ga
-from graphattn.spectral import certify, eigenvalues, facts, frozen_steps, spectrum_ends
-from graphattn.spectral.block_laplacian import BlockLaplacian
+from graphattn.spectral import certify, eigenvalues
+from graphattn.spectral.certificates import facts, frozen_steps
+from graphattn.spectral.matrix_weighted import spectrum_ends
+from graphattn.spectral.matrix_weighted.block_laplacian import BlockLaplacian
 
 
 def drawn(*shape, seed=0):
@@ -132,8 +134,8 @@ def test_a_graph_is_solved_once(monkeypatch):
 
 
 def test_wide_graphs_say_residual_where_counting_costs_too_much(monkeypatch):
-    monkeypatch.setattr("graphattn.spectral.block_laplacian.COUNTABLE", 0)
-    monkeypatch.setattr("graphattn.spectral.spectrum_ends.DENSE", 0)
+    monkeypatch.setattr("graphattn.spectral.matrix_weighted.block_laplacian.COUNTABLE", 0)
+    monkeypatch.setattr("graphattn.spectral.matrix_weighted.spectrum_ends.DENSE", 0)
     graph, x = ga.complete_graph(12), drawn(12, 12)
     numbers = certify(consensus(), x, graph=graph)["rate"].numbers
     assert "error bound" not in numbers

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import graphattn as ga
-from graphattn.train import baselines
+from graphattn.train.evaluation import baselines
 
 
 def texts(seed: int, vocab_size: int, lengths=(40, 1, 25, 2)) -> list[torch.Tensor]:

@@ -9,8 +9,9 @@ import pytest
 import tiny_runs
 
 import graphattn as ga
-from graphattn.train import RunConfig, checkpoints
-from graphattn.train.config import from_yaml, to_yaml
+from graphattn.train import RunConfig
+from graphattn.train.runs import checkpoints
+from graphattn.train.runs.config import from_yaml, to_yaml
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -179,7 +180,7 @@ def test_a_seed_is_one_that_all_generators_take():
 
 
 def test_a_range_of_more_rates_than_there_are_is_refused_at_once():
-    from graphattn.train.sweep_grid import as_rates
+    from graphattn.train.sweeps.grid import as_rates
 
     assert as_rates("1e-3..1e-2:3") == [0.001, 0.003162, 0.01]
     for count in (10**5, 10**20):

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import graphattn as ga
-from graphattn.train import order
+from graphattn.train.batches import order
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")

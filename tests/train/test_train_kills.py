@@ -10,7 +10,8 @@ import pytest
 import tiny_runs
 
 import graphattn as ga
-from graphattn.train import checkpoints, run_folder
+from graphattn.train.runs import checkpoints
+from graphattn.train.runs import folder as run_folder
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import graphattn as ga
-from graphattn.train.calling import call
+from graphattn.train.batches.calling import call
 
 
 class Table(nn.Module):

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 import graphattn as ga
-from graphattn.train import run_folder
+from graphattn.train.runs import folder as run_folder
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import graphattn as ga
-from graphattn.train import evaluation
+from graphattn.train.evaluation import evaluate as evaluation
 
 
 def generator(seed: int = 0) -> torch.Generator:

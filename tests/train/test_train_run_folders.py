@@ -19,7 +19,8 @@ import torch
 from torch import nn
 
 import graphattn as ga
-from graphattn.train import checkpoints, records, run_folder
+from graphattn.train.runs import checkpoints, records
+from graphattn.train.runs import folder as run_folder
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -186,7 +187,7 @@ def test_checkpoints_are_read_as_numbers_only(tmp_path):
 
 
 def test_a_folder_is_enough_to_go_on(tmp_path, monkeypatch):
-    """A stand-in for `graphattn.train.setup` prepares what the config of the folder says."""
+    """A stand-in for `graphattn.train.runs.setup` prepares what the config of the folder says."""
     straight = tiny_runs.train(tmp_path / "straight", steps=9, schedule="constant")
     tiny_runs.train(tmp_path / "run", steps=6, schedule="constant")
 
@@ -201,7 +202,7 @@ def test_a_folder_is_enough_to_go_on(tmp_path, monkeypatch):
         )
 
     setup = types.SimpleNamespace(prepare=prepare)
-    monkeypatch.setitem(sys.modules, "graphattn.train.setup", setup)
+    monkeypatch.setitem(sys.modules, "graphattn.train.runs.setup", setup)
     moved = (tmp_path / "run").rename(tmp_path / "moved")
     run = ga.train.resume(moved, steps=9)
     assert (run.status, run.step, run.path) == ("finished", 9, moved)

@@ -19,16 +19,9 @@ from typing import Any
 import pytest
 
 import graphattn as ga
-from graphattn.train import (
-    MixerSummary,
-    Run,
-    RunConfig,
-    read_sweep,
-    run_sweep,
-    summarize_sweep,
-    sweep_queue,
-)
-from graphattn.train.sweep_grid import Trial, as_rates
+from graphattn.train import MixerSummary, Run, RunConfig, read_sweep, run_sweep, summarize_sweep
+from graphattn.train.sweeps import queue as sweep_queue
+from graphattn.train.sweeps.grid import Trial, as_rates
 
 pytest.importorskip("optuna", reason="sweeps need the extra `train`")
 pytest.importorskip("yaml", reason="sweeps need the extra `train`")
@@ -377,7 +370,7 @@ def test_a_worker_of_another_machine_is_taken_for_dead_after_the_grace_alone(
 
     A trial without a heartbeat would be left alone.
     """
-    from graphattn.train import sweep_queue
+    from graphattn.train.sweeps import queue as sweep_queue
 
     folder = tmp_path / "a"
     with pytest.raises(KeyboardInterrupt):
@@ -404,7 +397,7 @@ def test_who_was_taken_for_dead_and_is_alive_is_waited_for(tmp_path: Path) -> No
     """The one that took his trial over finds it locked, and trains after him."""
     import threading
 
-    from graphattn.train import sweep_queue
+    from graphattn.train.sweeps import queue as sweep_queue
 
     folder = tmp_path / "a"
     with pytest.raises(KeyboardInterrupt):
@@ -449,7 +442,7 @@ def test_whoever_asks_a_trial_to_stop_has_not_killed_it() -> None:
 
 
 def test_a_trial_that_kills_every_worker_is_given_up(tmp_path: Path) -> None:
-    from graphattn.train import sweep_queue
+    from graphattn.train.sweeps import queue as sweep_queue
 
     folder = tmp_path / "a"
     with pytest.raises(KeyboardInterrupt):

@@ -13,12 +13,13 @@ from graphattn.bench.cases.case import BOTH, FORWARD, TWICE, BenchmarkCase
 from graphattn.bench.cases.inputs import AttentionInputs, attention_inputs
 from graphattn.bench.cases.least_work import Size
 from graphattn.bench.cases.targets import Target
-from graphattn.bench.contenders import flex, gathered, ours
+from graphattn.bench.contenders import flex, ours
 from graphattn.bench.contenders import fused_attention as fused
-from graphattn.bench.contenders import offset_slices as slices
 from graphattn.bench.contenders import peers as other
 from graphattn.bench.contenders import sparse_matrices as listed
-from graphattn.bench.contenders import window_blocks as blocks
+from graphattn.bench.contenders.by_hand import gathered
+from graphattn.bench.contenders.by_hand import offset_slices as slices
+from graphattn.bench.contenders.by_hand import window_blocks as blocks
 from graphattn.bench.reporting.record import OURS
 
 

@@ -29,10 +29,11 @@ from graphattn.bench.cases.case import BOTH, FORWARD, BenchmarkCase
 from graphattn.bench.cases.inputs import AttentionInputs, attention_inputs
 from graphattn.bench.cases.least_work import Size
 from graphattn.bench.cases.targets import Target
-from graphattn.bench.contenders import flex, gathered, ours
+from graphattn.bench.contenders import flex, ours
 from graphattn.bench.contenders import fused_attention as fused
 from graphattn.bench.contenders import peers as other
-from graphattn.bench.contenders import sliding_chunks as chunks
+from graphattn.bench.contenders.by_hand import gathered
+from graphattn.bench.contenders.by_hand import sliding_chunks as chunks
 from graphattn.bench.reporting.record import OURS
 
 CHUNKS, CHUNKS_DOT = "chunks + SDPA", "chunks + SDPA (dot product)"

@@ -16,8 +16,8 @@ from torch import Tensor
 from graphattn.bench.cases.inputs import AttentionInputs, ForwardOnlyError, MissingError
 from graphattn.bench.contenders.fused_attention import by_head, by_token, dense_mask
 from graphattn.bench.contenders.peers import needs_compiler
-from graphattn.graphs.composites import Union
-from graphattn.graphs.structure import Band, GlobalTokens, GraphStructure
+from graphattn.graphs.structures.composites import Union
+from graphattn.graphs.structures.structure import Band, GlobalTokens, GraphStructure
 
 Contains = Callable[..., Tensor]  # whether (target, source) are edges, or of (batch, head) too
 ROWS = 256  # of targets whose windows of keys are gathered at a time: 134 MB for 8 heads of 64

@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from graphattn.bench.cases.inputs import AttentionInputs, MissingError
 from graphattn.bench.contenders.peers import Run, check_memory, installed
-from graphattn.graphs.structure import Band
+from graphattn.graphs.structures.structure import Band
 
 
 def sdpa(backend: SDPBackend, *, is_causal: bool = False) -> Run:

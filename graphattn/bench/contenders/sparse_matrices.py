@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from graphattn.bench.cases.inputs import AttentionInputs
-from graphattn.bench.contenders import loops
+from graphattn.bench.contenders.by_hand import loops
 from graphattn.bench.contenders.peers import check_memory, installed, only_on_a_cpu
 
 

@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 
 from graphattn.bench.reporting.record import OURS, Record
 from graphattn.plot import benchmark_ratios, benchmark_scaling
-from graphattn.plot.style import INK
+from graphattn.plot.drawing.style import INK
 
 
 def draw(record: Record) -> Figure:

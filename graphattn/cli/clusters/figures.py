@@ -13,7 +13,7 @@ from graphattn.plot.clusters import (
     cluster_scatter,
     covariance_spectra,
 )
-from graphattn.plot.style import COLOURS
+from graphattn.plot.drawing.style import COLOURS
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -10,8 +10,8 @@ import graphattn as ga
 from graphattn.cli.report import Figure
 from graphattn.cli.runs_report.reading import FoundRun
 from graphattn.cli.runs_report.words import is_number, number
-from graphattn.plot.runs import LAYER_MEASURES, SIZE
-from graphattn.train.records import Row
+from graphattn.plot.training.runs import LAYER_MEASURES, SIZE
+from graphattn.train.runs.records import Row
 
 DPI = 192  # twice the resolution of a screen
 LAYOUT: Any = "constrained"

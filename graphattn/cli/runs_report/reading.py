@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from graphattn.train import Run, RunConfig, read_run
-from graphattn.train.records import Row
-from graphattn.train.run_folder import CONFIG, LOG, STATE, _is_locked, read_state
+from graphattn.train.runs.folder import CONFIG, LOG, STATE, _is_locked, read_state
+from graphattn.train.runs.records import Row
 
 EVALUATION, SAMPLES, MODEL = "evaluation.json", "samples.jsonl", "model"
 RESULTS, SHARED = "results.jsonl", "sweep.yaml"

@@ -10,7 +10,7 @@ from graphattn.cli.runs_report.certificates import certificates_of
 from graphattn.cli.runs_report.reading import FoundRun
 from graphattn.cli.runs_report.words import best_row, is_number, number, status, value
 from graphattn.plain_tables import short
-from graphattn.train.records import Row
+from graphattn.train.runs.records import Row
 
 MOST_SAMPLES, LONGEST = 12, 4000  # of a page; all are in the folder
 

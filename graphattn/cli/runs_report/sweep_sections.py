@@ -14,7 +14,7 @@ from graphattn.cli.runs_report.reading import FoundSweep
 from graphattn.cli.runs_report.words import duration, is_number, number, value
 from graphattn.plain_tables import Cells, counted
 from graphattn.train import RunConfig
-from graphattn.train.records import Row
+from graphattn.train.runs.records import Row
 
 
 def sections_of(found: FoundSweep) -> list[Any]:

@@ -19,7 +19,7 @@ from graphattn.cli.runs_report.words import (
 )
 from graphattn.plain_tables import Cells
 from graphattn.train import RunConfig
-from graphattn.train.records import Row
+from graphattn.train.runs.records import Row
 
 PLACES = ("data", "out")  # options without which no run is
 

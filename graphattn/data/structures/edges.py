@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from graphattn.graphs.convert import from_edge_index
+from graphattn.graphs.builders.windows import window_path_graph
+from graphattn.graphs.conversions.from_libraries import from_edge_index
 from graphattn.graphs.token_graph import TokenGraph
-from graphattn.graphs.windows import window_path_graph
 
 
 def window_graph_of_chains(

@@ -18,7 +18,7 @@ from graphattn.data.structures.edges import (
 from graphattn.data.structures.numbering import places_along_chains
 from graphattn.data.structures.tracks import secondary_structure, solvent_accessibility
 from graphattn.graphs.arguments import as_float, as_int
-from graphattn.graphs.neighbors import knn_graph, radius_graph
+from graphattn.graphs.builders.neighbors import knn_graph, radius_graph
 from graphattn.graphs.token_graph import TokenGraph
 
 _LETTERS = "ARNDCQEGHILKMFPSTWYV"

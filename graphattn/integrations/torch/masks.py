@@ -18,7 +18,7 @@ from graphattn.graphs import (
     from_mask,
     window_path_graph,
 )
-from graphattn.graphs.recognize import ListedRows, structure_of_rows
+from graphattn.graphs.structures.recognize import ListedRows, structure_of_rows
 from graphattn.graphs.token_graph import TokenGraph
 
 GraphOf = Callable[[int, int], TokenGraph]

@@ -11,9 +11,9 @@ model = gat.from_pretrained(folder)
 
 from graphattn.integrations.transformers.configure import configure, register
 from graphattn.integrations.transformers.configured import configured
-from graphattn.integrations.transformers.convert import convert
-from graphattn.integrations.transformers.saving import from_pretrained
-from graphattn.integrations.transformers.shortcut import add_krause_shortcut
+from graphattn.integrations.transformers.conversion.convert import convert
+from graphattn.integrations.transformers.files.saving import from_pretrained
+from graphattn.integrations.transformers.shortcut.add import add_krause_shortcut
 
 __all__ = [
     "add_krause_shortcut",

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers.utils.output_capturing import _active_collector
 
-from graphattn.integrations.transformers.edges import (
+from graphattn.integrations.transformers.masks.graphs import (
     DENSE,
     SeenEdges,
     limit_of,
@@ -17,14 +17,14 @@ from graphattn.integrations.transformers.edges import (
     seen_through,
     seen_where_sparse,
 )
-from graphattn.integrations.transformers.masks import is_sketch
-from graphattn.integrations.transformers.options import Options, options_of
-from graphattn.integrations.transformers.pairs import (
+from graphattn.integrations.transformers.masks.mask_function import is_sketch
+from graphattn.integrations.transformers.masks.pairs import (
     Pairs,
     pairs_in_band,
     pairs_in_graph,
     pairs_in_mask,
 )
+from graphattn.integrations.transformers.options import Options, options_of
 from graphattn.ops import attention_weights, dot_product_attention, rbf_attention
 from graphattn.ops.attention.step import all_pairs
 

@@ -9,9 +9,9 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from graphattn.integrations.transformers.attention import graph_attention
-from graphattn.integrations.transformers.marks import is_marked, mark
-from graphattn.integrations.transformers.masks import graph_mask
-from graphattn.integrations.transformers.modules import attention_modules, is_attention
+from graphattn.integrations.transformers.conversion.modules import attention_modules, is_attention
+from graphattn.integrations.transformers.files.marks import is_marked, mark
+from graphattn.integrations.transformers.masks.mask_function import graph_mask
 from graphattn.integrations.transformers.options import (
     GraphOf,
     add_step,

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from graphattn.integrations.transformers.modules import attention_modules
+from graphattn.integrations.transformers.conversion.modules import attention_modules
 from graphattn.integrations.transformers.options import AS_IT_IS, steps_of
 from graphattn.integrations.transformers.wrapped import unwrapped
 

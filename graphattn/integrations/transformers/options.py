@@ -11,7 +11,10 @@ from torch import nn
 from graphattn.graphs.arguments import as_float, as_int
 from graphattn.graphs.token_graph import TokenGraph
 from graphattn.integrations.arguments import check_takes_two, numbers_of_layers
-from graphattn.integrations.transformers.modules import attention_modules, is_cross_attention
+from graphattn.integrations.transformers.conversion.modules import (
+    attention_modules,
+    is_cross_attention,
+)
 
 VERSION = 1  # of config.graphattn
 MIXERS = ("dot", "rbf", "krause")

@@ -22,9 +22,15 @@ from graphattn.kernels.shared.launch import is_transformed
 from graphattn.ops.attention import reference
 from graphattn.ops.attention.backends import BACKENDS
 from graphattn.ops.attention.calls import AttentionCall, check_qkv, check_sink, checked_call
-from graphattn.ops.attention.edge_bias import check_edge_bias, per_edge
-from graphattn.ops.attention.score import DotProduct, GaussianKernel, Score, as_score, score_of
-from graphattn.ops.attention.softcap import as_softcap
+from graphattn.ops.attention.logits.edge_bias import check_edge_bias, per_edge
+from graphattn.ops.attention.logits.score import (
+    DotProduct,
+    GaussianKernel,
+    Score,
+    as_score,
+    score_of,
+)
+from graphattn.ops.attention.logits.softcap import as_softcap
 from graphattn.ops.backends import choose
 from graphattn.ops.dropout import draw_seed
 from graphattn.ops.inputs import (

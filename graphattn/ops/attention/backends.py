@@ -11,8 +11,8 @@ from torch import Tensor
 from graphattn.ops import compiled_code
 from graphattn.ops.attention import native, operators, reference, structured, triton
 from graphattn.ops.attention.calls import AttentionCall
-from graphattn.ops.attention.edge_bias import per_edge
-from graphattn.ops.attention.score import per_head
+from graphattn.ops.attention.logits.edge_bias import per_edge
+from graphattn.ops.attention.logits.score import per_head
 from graphattn.ops.backends import Backend
 from graphattn.ops.counting import is_watched, note_uncounted
 from graphattn.ops.dropout import dropout_of_call

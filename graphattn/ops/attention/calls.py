@@ -10,8 +10,8 @@ from torch import Tensor
 
 from graphattn.graphs.arguments import as_int
 from graphattn.graphs.token_graph import TokenGraph
-from graphattn.ops.attention.edge_bias import check_edge_bias, is_table
-from graphattn.ops.attention.score import Score, per_head
+from graphattn.ops.attention.logits.edge_bias import check_edge_bias, is_table
+from graphattn.ops.attention.logits.score import Score, per_head
 from graphattn.ops.backends import check_backend
 from graphattn.ops.dropout import as_share
 from graphattn.ops.inputs import (

@@ -11,7 +11,7 @@ from torch import Tensor
 from graphattn.graphs.arguments import as_int
 from graphattn.graphs.token_graph import TokenGraph
 from graphattn.ops.attention.calls import check_qkv
-from graphattn.ops.attention.score import DotProduct, GaussianKernel, score_of
+from graphattn.ops.attention.logits.score import DotProduct, GaussianKernel, score_of
 from graphattn.ops.inputs import (
     Valid,
     check_graph,

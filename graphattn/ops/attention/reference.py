@@ -9,8 +9,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from graphattn.graphs.token_graph import TokenGraph
-from graphattn.ops.attention.score import Score, edge_logits
-from graphattn.ops.attention.softcap import capped
+from graphattn.ops.attention.logits.score import Score, edge_logits
+from graphattn.ops.attention.logits.softcap import capped
 from graphattn.ops.dropout import Dropout, Kept
 from graphattn.ops.inputs import ValidPair, clear_invalid, repeat_heads, valid_edges
 from graphattn.ops.segments import edge_softmax, segment_sum

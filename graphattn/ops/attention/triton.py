@@ -14,8 +14,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from graphattn.graphs.bands import band_schedule_of, bands_and_others, bands_of, has_bands
-from graphattn.graphs.structure import GraphStructure
+from graphattn.graphs.structures.bands import (
+    band_schedule_of,
+    bands_and_others,
+    bands_of,
+    has_bands,
+)
+from graphattn.graphs.structures.structure import GraphStructure
 from graphattn.graphs.token_graph import TokenGraph
 from graphattn.kernels.bands.schedule import BandSchedule
 from graphattn.kernels.edges.schedule import EdgeSchedule

@@ -23,8 +23,12 @@ from graphattn.ops.consensus.calls import (
     check_energy_graph,
     check_network,
 )
-from graphattn.ops.consensus.edge_hidden import EdgeHidden, check_edge_hidden, in_dtype
-from graphattn.ops.consensus.parameters import EdgeNetworkParameters, FirstLayer, as_dtype
+from graphattn.ops.consensus.edge_network.edge_hidden import EdgeHidden, check_edge_hidden, in_dtype
+from graphattn.ops.consensus.edge_network.parameters import (
+    EdgeNetworkParameters,
+    FirstLayer,
+    as_dtype,
+)
 from graphattn.ops.inputs import (
     Valid,
     check_graph,

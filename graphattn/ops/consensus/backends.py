@@ -12,7 +12,7 @@ from graphattn.ops import compiled_code
 from graphattn.ops.backends import Backend
 from graphattn.ops.consensus import compiled, native, operators, reference, triton
 from graphattn.ops.consensus.calls import ConsensusCall, ConsensusKind
-from graphattn.ops.consensus.parameters import FirstLayer, as_dtype
+from graphattn.ops.consensus.edge_network.parameters import FirstLayer, as_dtype
 from graphattn.ops.consensus.structured import sums as structured
 from graphattn.ops.counting import is_watched, note_uncounted
 from graphattn.ops.inputs import compute_dtype, full_precision, may_be_differentiated

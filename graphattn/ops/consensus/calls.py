@@ -12,8 +12,12 @@ from torch import Tensor
 
 from graphattn.graphs.arguments import as_choice
 from graphattn.graphs.token_graph import TokenGraph
-from graphattn.ops.consensus.edge_hidden import EdgeHidden, check_edge_hidden
-from graphattn.ops.consensus.parameters import EdgeNetworkParameters, FirstLayer, as_dtype
+from graphattn.ops.consensus.edge_network.edge_hidden import EdgeHidden, check_edge_hidden
+from graphattn.ops.consensus.edge_network.parameters import (
+    EdgeNetworkParameters,
+    FirstLayer,
+    as_dtype,
+)
 from graphattn.ops.inputs import (
     ValidPair,
     check_graph,

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from graphattn.graphs.encoding import decode
 from graphattn.graphs.token_graph import TokenGraph
-from graphattn.ops.consensus.parameters import EdgeNetworkParameters, FirstLayer
+from graphattn.ops.consensus.edge_network.parameters import EdgeNetworkParameters, FirstLayer
 from graphattn.ops.consensus.step_size import step_of_degrees
 from graphattn.ops.consensus.structured import sums as structured
 from graphattn.ops.consensus.triton import Groups, add_layer_gradients

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from graphattn.graphs.structure import GraphStructure
+from graphattn.graphs.structures.structure import GraphStructure
 from graphattn.graphs.token_graph import TokenGraph
 from graphattn.kernels.consensus.schedule import ConsensusSchedule
 from graphattn.kernels.shared.launch import why_not_heads
-from graphattn.ops.consensus.parameters import EdgeNetworkParameters
+from graphattn.ops.consensus.edge_network.parameters import EdgeNetworkParameters
 from graphattn.ops.consensus.pieces import equal_bands, moves_of, shift_of
 from graphattn.ops.inputs import ValidPair
 from graphattn.ops.kept import kept

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from itertools import groupby
 from typing import NamedTuple
 
-from graphattn.graphs.composites import Parts
-from graphattn.graphs.sections import Section, pairs_up_to
-from graphattn.graphs.structure import Band, Blocks, Complete, GraphStructure
+from graphattn.graphs.structures.composites import Parts
+from graphattn.graphs.structures.sections import Section, pairs_up_to
+from graphattn.graphs.structures.structure import Band, Blocks, Complete, GraphStructure
 
 
 class Interval(NamedTuple):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphattn.models.sampling import draw
+from graphattn.models.language.sampling import draw
 from graphattn.train.diffusion.score_entropy import check_tokens
 
 

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from graphattn.graphs.arguments import as_float, as_int
-from graphattn.train.calling import unwrapped
-from graphattn.train.collation import collate_tokens
+from graphattn.train.batches.calling import unwrapped
+from graphattn.train.batches.collation import collate_tokens
 from graphattn.train.diffusion.calling import Denoiser, call
 from graphattn.train.diffusion.noise import Noise, as_noise
 from graphattn.train.diffusion.score_entropy import check_no_masks, score_entropy_parts
-from graphattn.train.objective import Batch, Example, Loss, Objective
+from graphattn.train.objectives.objective import Batch, Example, Loss, Objective
 
 FOR_THE_MODEL = (
     *("graph", "valid", "positions", "edge_features", "edge_bias", "structure", "context"),

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from graphattn.graphs.arguments import as_choice, as_int
-from graphattn.models.sampling import Sampling, draw
+from graphattn.models.language.sampling import Sampling, draw
 from graphattn.ops.inputs import check_valid, full_precision
 from graphattn.train.diffusion.calling import (
     Denoiser,

@@ -1,6 +1,7 @@
 """Attention over bands by compiled code: windows, blocks, and batches of them.
 
-`kernels/cpu/bands.cpp` is the code, and `graphs/bands.py` has the table of sequences that it reads.
+The code is `kernels/cpu/bands.cpp`. The table of sequences that it reads is made in
+`graphattn/graphs/structures/bands.py`.
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from graphattn.graphs.bands import Bands, bands_of
-from graphattn.graphs.composites import Parts
-from graphattn.graphs.grid_blocks import GridBlocks, block_order
-from graphattn.graphs.structure import Blocks, GraphStructure
+from graphattn.graphs.structures.bands import Bands, bands_of
+from graphattn.graphs.structures.composites import Parts
+from graphattn.graphs.structures.grid_blocks import GridBlocks, block_order
+from graphattn.graphs.structures.structure import Blocks, GraphStructure
 from graphattn.kernels.cpu import library
 from graphattn.kernels.cpu.tensors import TokenView, address, featurewise, view
 from graphattn.ops.attention.structured.chunked import TilePlan

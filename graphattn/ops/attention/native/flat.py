@@ -18,8 +18,8 @@ from graphattn.kernels.cpu import library
 from graphattn.kernels.cpu.packing import packer, steps_of
 from graphattn.ops.attention import native
 from graphattn.ops.attention.api import known_backend
+from graphattn.ops.attention.logits.score import Score
 from graphattn.ops.attention.native.bands import BandsCall, BandsGradients, NativeBandPlan
-from graphattn.ops.attention.score import Score
 from graphattn.ops.attention.structured.recompute import Plan
 from graphattn.ops.inputs import full_precision
 from graphattn.ops.rotary import KnownTurn, turned_by_torch

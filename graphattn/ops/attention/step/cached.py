@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from graphattn.ops.attention.score import Kernel
+from graphattn.ops.attention.logits.score import Kernel
 from graphattn.ops.memory import keep_freed_memory
 
 SMALL = 1 << 15  # numbers of the keys of a cache up to which the fewest calls are the fastest way

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from graphattn.graphs.arguments import as_float, as_int
 from graphattn.ops.attention.calls import check_sink
+from graphattn.ops.attention.logits.score import Kernel, score_of
 from graphattn.ops.attention.native import steps as native_steps
-from graphattn.ops.attention.score import Kernel, score_of
 from graphattn.ops.attention.step.cached import attend_cached
 from graphattn.ops.attention.step.masked_rows import attend_masked
 from graphattn.ops.inputs import check_tensors, compute_dtype, full_precision

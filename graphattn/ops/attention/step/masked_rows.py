@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from graphattn.ops.attention.score import Kernel
+from graphattn.ops.attention.logits.score import Kernel
 
 
 def attend_masked(

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from graphattn.graphs.structure import GraphStructure
+from graphattn.graphs.structures.structure import GraphStructure
 from graphattn.graphs.token_graph import kept_for_training
-from graphattn.ops.attention.score import Score
+from graphattn.ops.attention.logits.score import Score
 from graphattn.ops.attention.structured.chunks import Chunk, ChunkAttention, put
 from graphattn.ops.attention.structured.options import PlanOptions
 from graphattn.ops.attention.structured.recompute import (

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from graphattn.ops.attention.score import Kernel, Score
+from graphattn.ops.attention.logits.score import Kernel, Score
 from graphattn.ops.dropout import Dropout
 from graphattn.ops.inputs import ValidPair
 

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphattn.ops.attention.score import Score, edge_logits, pair_logits_of
-from graphattn.ops.attention.softcap import capped, slope
+from graphattn.ops.attention.logits.score import Score, edge_logits, pair_logits_of
+from graphattn.ops.attention.logits.softcap import capped, slope
 from graphattn.ops.attention.structured.options import PlanOptions
 from graphattn.ops.attention.structured.squares import (
     HalfSquares,

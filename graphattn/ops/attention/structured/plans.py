@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from graphattn.graphs.bands import has_bands
-from graphattn.graphs.composites import Parts, Union
-from graphattn.graphs.grid_blocks import GridBlocks
-from graphattn.graphs.sections import Section
-from graphattn.graphs.structure import Complete, GlobalTokens, GraphStructure
+from graphattn.graphs.structures.bands import has_bands
+from graphattn.graphs.structures.composites import Parts, Union
+from graphattn.graphs.structures.grid_blocks import GridBlocks
+from graphattn.graphs.structures.sections import Section
+from graphattn.graphs.structures.structure import Complete, GlobalTokens, GraphStructure
 from graphattn.graphs.token_graph import TokenGraph
-from graphattn.ops.attention.score import Kernel, Score
+from graphattn.ops.attention.logits.score import Kernel, Score
 from graphattn.ops.attention.structured.chunked import RowPlan, TilePlan
 from graphattn.ops.attention.structured.options import PlanOptions
 from graphattn.ops.attention.structured.parts import GlobalTokensPlan, PartsPlan

@@ -13,9 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from graphattn.graphs.bands import bands_of
-from graphattn.graphs.grid_blocks import GridBlocks, block_order
-from graphattn.graphs.structure import GraphStructure
+from graphattn.graphs.structures.bands import bands_of
+from graphattn.graphs.structures.grid_blocks import GridBlocks, block_order
+from graphattn.graphs.structures.structure import GraphStructure
 from graphattn.graphs.token_graph import kept_for_training
 
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from graphattn.graphs.structure import GraphStructure
+from graphattn.graphs.structures.structure import GraphStructure
 from graphattn.graphs.token_graph import TokenGraph
 from graphattn.kernels.cpu.tensors import TokenView
 from graphattn.ops.consensus.pieces import equal_bands, moves_of, shift_of

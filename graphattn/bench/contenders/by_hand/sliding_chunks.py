@@ -1,0 +1,164 @@
+"""Attention in a window with global tokens by hand: sliding chunks by SDPA, as for Longformer.
+
+Chunks of queries attend to the keys around them, all queries to the few global keys, and global
+queries to all keys. The first two are merged by the logarithms of their sums. In the backward pass
+each of them is given the merged output and sum: then its weights are those among all keys.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.nn.functional import pad
+
+from graphattn.bench.cases.inputs import AttentionInputs, MissingError
+from graphattn.bench.contenders.by_hand.window_blocks import (
+    WindowBlocks,
+    by_token,
+    cut,
+    in_blocks,
+    operands,
+)
+from graphattn.bench.contenders.peers import only_on_a_cpu
+from graphattn.graphs.structures.composites import Union
+from graphattn.graphs.structures.structure import Band, GlobalTokens
+
+# Tokens of a chunk. For 64, 128 and 256, both passes took 603, 472 and 478 ms: 4,096 tokens, 256 on
+# each side, 4 global tokens, 8 heads of 64, one thread.
+CHUNK = 128
+aten = torch.ops.aten
+attend = aten._scaled_dot_product_flash_attention_for_cpu
+d_attend = aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+class Chunks(NamedTuple):
+    """A window cut into blocks that leave out the global tokens, and these; made once."""
+
+    blocks: WindowBlocks
+    tokens: Tensor  # [G]
+
+
+def chunks_of(x: AttentionInputs) -> Chunks:
+    """Derive chunks from the graph alone."""
+    if "chunks" not in x.prepared:
+        structure = x.graph.structure
+        match structure.parts if isinstance(structure, Union) else ():
+            case GlobalTokens(tokens=tokens), Band(self_loops=True, dilation=1) as band:
+                everyone = torch.tensor(tokens)
+            case _:
+                raise MissingError("windows with global tokens only")
+        x.prepared["chunks"] = Chunks(cut(band, x, CHUNK, everyone), everyone)
+    found: Chunks = x.prepared["chunks"]
+    return found
+
+
+def chunks_dot(x: AttentionInputs) -> Tensor:
+    """The dot product."""
+    only_on_a_cpu(x.query.device)
+    return Chunked.apply(x.query, x.key, x.value, x.query.shape[-1] ** -0.5, chunks_of(x))
+
+
+def chunks_rbf(x: AttentionInputs) -> Tensor:
+    """The Gaussian kernel as a dot product: one feature more holds -|k|^2 / 2 beside a 1."""
+    only_on_a_cpu(x.query.device)
+    chunks, D = chunks_of(x), x.query.shape[-1]
+    query = pad(x.query, (0, 1), value=1.0)
+    key = torch.cat([x.key, -x.key.square().sum(-1, keepdim=True) / 2], -1)
+    out: Tensor = Chunked.apply(query, key, pad(x.value, (0, 1)), x.sigma**-2, chunks)
+    return out[..., :D]
+
+
+class Chunked(Function):
+    """Scores and sums are kept."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float, chunks: Chunks
+    ) -> Tensor:
+        """[N, H, D]."""
+        blocks, tokens = chunks
+        q, k, v = operands(query, key, value, blocks)
+        near, log_near = attend(q, k, v, attn_mask=blocks.additive, scale=scale)
+        near, log_near = (by_token(t, len(query)) for t in (near, log_near))
+        scores = at_global_keys(query, key, tokens) * scale
+        log_sum = torch.logaddexp(log_near, scores.logsumexp(-1))
+        far = times_global(weights(scores, log_sum), value, tokens)
+        out = torch.addcmul(far, near, (log_near - log_sum).exp_()[..., None])
+        of_rows, log_rows = attend(*rows_of(query, key, value, tokens), scale=scale)
+        out[tokens] = of_rows[0].transpose(0, 1)
+        ctx.save_for_backward(query, key, value, out, log_sum, scores, of_rows, log_rows)
+        ctx.given = scale, chunks
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, d_out: Tensor) -> Any:
+        """Return the gradients of query, key and value."""
+        query, key, value, out, log_sum, scores, of_rows, log_rows = ctx.saved_tensors
+        scale, (blocks, tokens) = ctx.given
+        d_rest = d_out.index_fill(0, tokens, 0.0)  # the global rows are no part of the window
+        parts = d_attend(
+            in_blocks(d_rest, blocks),
+            *operands(query, key, value, blocks),
+            in_blocks(out, blocks),
+            in_blocks(log_sum, blocks),
+            *(0.0, False),
+            attn_mask=blocks.additive,
+            scale=scale,
+        )
+        d_query = by_token(parts[0], len(query))
+        d_key, d_value = (added_up(t, blocks, len(key)) for t in parts[1:])
+
+        weight = weights(scores, log_sum)
+        pull = at_global_keys(d_rest, value, tokens) - (out * d_rest).sum(-1, keepdim=True)
+        pull *= weight * scale
+        d_query += times_global(pull, key, tokens)
+        d_key[tokens] += at_global_tokens(pull, query)
+        d_value[tokens] += at_global_tokens(weight, d_rest)
+
+        d_rows = d_out[tokens].transpose(0, 1)[None]
+        rows = rows_of(query, key, value, tokens)
+        parts = d_attend(d_rows, *rows, of_rows, log_rows, 0.0, False, scale=scale)
+        d_own, d_keys, d_values = (t[0].transpose(0, 1) for t in parts)
+        d_query[tokens] += d_own
+        return d_query, d_key.add_(d_keys), d_value.add_(d_values), None, None
+
+
+def added_up(parts: Tensor, blocks: WindowBlocks, tokens: int) -> Tensor:
+    """[N, H, D] of what every block has for its keys, [blocks, H, B + W, D]."""
+    C, H, _, D = parts.shape
+    places = parts.split(blocks.size, dim=2)
+    found = parts.new_zeros(C + len(places) - 1, blocks.size, H, D)
+    for first, part in enumerate(places):
+        found[first : first + C, : part.shape[2]] += part.transpose(1, 2)
+    return found.flatten(0, 1).narrow(0, blocks.band.before, tokens)
+
+
+def rows_of(
+    query: Tensor, key: Tensor, value: Tensor, tokens: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Global queries and all keys and values, [1, H, *, D]."""
+    q, k, v = (t.transpose(0, 1)[None] for t in (query[tokens], key, value))
+    return q, k, v
+
+
+def at_global_keys(of_queries: Tensor, of_keys: Tensor, tokens: Tensor) -> Tensor:
+    """Inner products [N, H, G] with those of the global tokens."""
+    return torch.einsum("nhd,ghd->nhg", of_queries, of_keys[tokens])
+
+
+def times_global(factors: Tensor, of_keys: Tensor, tokens: Tensor) -> Tensor:
+    """[N, H, D]: what belongs to the global tokens, summed with factors [N, H, G]."""
+    return torch.einsum("nhg,ghd->nhd", factors, of_keys[tokens])
+
+
+def at_global_tokens(factors: Tensor, of_queries: Tensor) -> Tensor:
+    """[G, H, D]: what belongs to all queries, summed with factors [N, H, G]."""
+    return torch.einsum("nhg,nhd->ghd", factors, of_queries)
+
+
+def weights(scores: Tensor, log_sum: Tensor) -> Tensor:
+    """[N, H, G]."""
+    return (scores - log_sum[..., None]).exp_()

@@ -1,0 +1,1 @@
+"""Commands of training: train, evaluate, generate, sweep."""

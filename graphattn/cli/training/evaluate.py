@@ -1,0 +1,150 @@
+"""`graphattn evaluate`: what a trained model is worth on data, beside guessing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from graphattn.cli.demo.sample import printable
+from graphattn.cli.outputs import as_json
+from graphattn.data import Part, split_corpus
+from graphattn.graphs.arguments import as_choice
+from graphattn.plain_tables import plain_table
+from graphattn.train.evaluation.evaluate import evaluate_model
+from graphattn.train.runs.choices import tokens_of_image
+from graphattn.train.runs.folder import origin
+from graphattn.train.runs.records import replace_text
+from graphattn.train.runs.setup import Examples, examples_of, read_corpus
+from graphattn.train.runs.trained import Trained, load_trained
+
+NAMES = {
+    "loss": "loss (nats)",
+    "nats": "loss without smoothing (nats)",
+    "perplexity": "perplexity",
+    "bits_per_token": "bits per token",
+    "bits_per_byte": "bits per byte",
+    "accuracy": "accuracy",
+    "pseudo_perplexity": "pseudo-perplexity",
+    "frequency_loss": "guessing by frequency (nats)",
+    "bigram_loss": "guessing by the token before (nats)",
+}
+
+
+def run_evaluate(
+    folder: Path,
+    data: str | None,
+    split: str,
+    pseudo_tokens: int,
+    batch_tokens: int | None,
+    seed: int,
+    console: Console,
+) -> None:
+    """Evaluate, show, and write ``evaluation.json``; its path is the last line printed."""
+    as_choice("--split", split, ("train", "validation", "test", "all"))
+    trained = load_trained(folder)
+    with console.status("reading"):
+        examples, train, name = _data_of(trained, data, split)
+    with console.status(f"evaluating {len(examples):,} examples"):
+        found = evaluate_model(
+            trained.model,
+            trained.objective,
+            examples,
+            train=train,
+            batch_tokens=batch_tokens or trained.run.config.batch_tokens,
+            pseudo_tokens=pseudo_tokens,
+            seed=seed,
+        )
+    found["model"] = str(trained.source.relative_to(trained.run.path))
+    found["origin"] = {**origin(trained.run.config), "seed": seed}
+    path = folder / "evaluation.json"  # first, whole: a full disk or a closed pipe loses nothing
+    replace_text(path, as_json({**_before(path), name: found}))
+    console.print(table_of(name, found))
+    if train is None:
+        typer.echo(
+            "graphattn: the run's own data is not there any more, so what guessing by its "
+            "frequencies costs is not told",
+            err=True,
+        )
+    typer.echo(str(path))
+
+
+def _data_of(trained: Trained, data: str | None, split: str) -> tuple[Examples, Part | None, str]:
+    """Return the data to evaluate, the training data (None if gone), and a name for the first."""
+    config = trained.run.config
+    of_image = tokens_of_image(trained.model) if config.kind == "images" else None
+    own: dict[str, Part] | None = None
+    try:
+        corpus = read_corpus(config, trained.tokenizer)
+    except (ValueError, OSError):  # FileFormatError is a ValueError
+        if data is None:
+            raise
+    else:
+        own = split_corpus(
+            corpus,
+            validation=config.validation,
+            test=config.test,
+            by=config.split,
+            group=config.group,
+            seed=config.seed,
+        )
+    if data is None:
+        assert own is not None
+        part = own[split] if split != "all" else _whole(corpus)
+        if not len(part):
+            raise ValueError(f"--split must be a part that holds data, got {split!r}: it is empty")
+        name = f"{Path(config.data).name} {split}"
+    else:
+        if split != "test":
+            raise ValueError(f"--split is of the run's own data, got --data and {split!r}")
+        other = read_corpus(config.replace(data=data), trained.tokenizer)
+        if of_image is not None:
+            _check_images(trained, other)
+        part, name = _whole(other), Path(data).name
+    return (
+        examples_of(part, config.length, of_image),
+        None if own is None else own["train"],
+        printable(name),
+    )
+
+
+def _whole(corpus: Any) -> Part:
+    return split_corpus(corpus, validation=0.0, test=0.0, by="position")["train"]
+
+
+def _check_images(trained: Trained, corpus: Any) -> None:
+    given = trained.run.config.model_options
+    expected = (given["channels"], *given["image_size"]) if "image_size" in given else None
+    if expected is not None and tuple(corpus.image_shape) != tuple(expected):
+        raise ValueError(
+            f"--data must hold images of (channels, height, width) = {tuple(expected)}, got "
+            f"{tuple(corpus.image_shape)}"
+        )
+
+
+def _before(path: Path) -> dict[str, Any]:
+    """Return earlier evaluations; a file that is broken is replaced."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def table_of(name: str, found: dict[str, Any]) -> Table:
+    """The numbers of an evaluation, the loss first and guessing beside it."""
+    table = plain_table(f"{name}: {found['examples']:,} examples")
+    table.add_column("what")
+    table.add_column("", justify="right", no_wrap=True)
+    shown = ["loss", "frequency_loss", "bigram_loss"]
+    rest = [key for key in found if key not in shown and isinstance(found[key], float)]
+    for key in [*shown, *rest]:
+        if key in found:
+            table.add_row(NAMES.get(key, key.replace("_", " ")), f"{found[key]:.4f}")
+    if "calibration" in found:
+        table.add_row("calibration error (ECE)", f"{found['calibration']['error']:.4f}")
+    return table

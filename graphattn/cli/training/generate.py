@@ -1,0 +1,239 @@
+"""`graphattn generate`: text and sequences from a trained model, as they come."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import typer
+from rich.console import Console
+from torch import Tensor
+
+from graphattn.data import NucleotideTokenizer, ProteinTokenizer
+from graphattn.graphs.arguments import as_int
+from graphattn.models import CausalLM
+from graphattn.train.diffusion import sample_diffusion
+from graphattn.train.runs.folder import origin
+from graphattn.train.runs.trained import Trained, load_trained
+
+SAMPLES = "samples.jsonl"
+GAP = "_"  # in a prompt of residues or bases: what the model is to fill in
+UNREAD = "\N{REPLACEMENT CHARACTER}"
+
+
+def run_generate(
+    folder: Path,
+    prompt: str,
+    tokens: int,
+    temperature: float,
+    top_k: int | None,
+    top_p: float | None,
+    seed: int,
+    steps: int | None,
+    samples: int,
+    method: str | None,
+    console: Console,
+) -> None:
+    """Write samples to stdout and into ``samples.jsonl`` of the run."""
+    tokens, samples = as_int("--tokens", tokens, 1), as_int("--samples", samples, 1)
+    trained = load_trained(folder)
+    if trained.objective.name not in ("causal", "masked", "diffusion"):
+        raise ValueError(
+            f"RUN must be that of a model that writes, got one of {trained.objective.name}"
+        )
+    is_causal = isinstance(trained.model, CausalLM)
+    given = [("--top-k", top_k)] if not is_causal else [("--steps", steps), ("--method", method)]
+    for option, value in given:
+        if value is not None:
+            kind = "a causal model" if is_causal else "a model that unmasks"
+            raise ValueError(f"{option} does nothing with {kind}, got {value!r}")
+    made_by = origin(trained.run.config)
+    for number in range(samples):
+        generator = torch.Generator().manual_seed(seed + number)
+        if number:
+            typer.echo()
+        if is_causal:
+            made = _write_on(trained, prompt, tokens, temperature, top_k, top_p, generator)
+        else:
+            made = _unmask(
+                trained, prompt, tokens, steps, method, temperature, top_p, generator, console
+            )
+        row = {
+            "prompt": prompt,
+            "text": made,
+            "seed": seed + number,
+            "temperature": temperature,
+            "top_k": top_k,
+            "top_p": top_p,
+            "steps": steps,
+            "method": method,
+            "model": str(trained.source.relative_to(trained.run.path)),
+            "origin": {**made_by, "seed": seed + number},
+        }
+        with (folder / SAMPLES).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+
+
+def _encoded(trained: Trained, prompt: str) -> Tensor:
+    assert trained.tokenizer is not None
+    try:
+        return trained.tokenizer.encode(prompt)
+    except ValueError as error:
+        raise ValueError(f"--prompt: {error}") from None
+
+
+# Causal models.
+
+
+def _write_on(
+    trained: Trained,
+    prompt: str,
+    count: int,
+    temperature: float,
+    top_k: int | None,
+    top_p: float | None,
+    generator: torch.Generator,
+) -> str:
+    """The prompt and what follows it, written to stdout token by token."""
+    assert isinstance(trained.model, CausalLM)
+    if prompt:
+        start, hidden = _encoded(trained, prompt), 0
+        if not len(start):
+            raise ValueError(f"--prompt must hold at least one token, got {prompt!r}")
+    else:
+        start, hidden = _first_token(trained, generator), 1
+    if hidden and not _is_text(trained):
+        hidden = 0
+    stream = TextStream(trained.tokenizer)
+    stream.add(start[hidden:].tolist())
+
+    def told(step: int, written: Tensor) -> None:
+        stream.add([int(written[-1])])
+
+    trained.model.generate(
+        start,
+        count,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        generator=generator,
+        progress=told,
+    )
+    return stream.end()
+
+
+def _is_text(trained: Trained) -> bool:
+    return not isinstance(trained.tokenizer, ProteinTokenizer | NucleotideTokenizer)
+
+
+def _first_token(trained: Trained, generator: torch.Generator) -> Tensor:
+    """Return the first token of a text without a prompt: a new line, or else any token."""
+    assert trained.tokenizer is not None
+    if _is_text(trained):
+        try:
+            found = trained.tokenizer.encode("\n")
+        except ValueError:
+            found = torch.zeros(0)
+        if len(found):
+            return found
+    return torch.randint(trained.tokenizer.vocab_size, (1,), generator=generator)
+
+
+class TextStream:
+    """Tokens as text on stdout, as soon as they are whole characters.
+
+    Args:
+        tokenizer: what makes text of tokens.
+        write: takes pieces of text; stdout if None.
+
+    Example:
+        >>> import graphattn as ga
+        >>> from graphattn.cli.training.generate import TextStream
+        >>> pieces = []
+        >>> stream = TextStream(ga.data.ByteTokenizer(), pieces.append)
+        >>> for byte in "né".encode():
+        ...     stream.add([byte])
+        >>> pieces, stream.end()
+        (['n', 'é'], 'né')
+    """
+
+    def __init__(self, tokenizer: Any, write: Any = None) -> None:
+        self.tokenizer, self.write = tokenizer, _to_stdout if write is None else write
+        self.tokens: list[int] = []
+        self.before, self.told = 0, 0  # tokens that give context, and that are written
+        self.text = ""
+
+    def add(self, tokens: list[int]) -> None:
+        """Some more tokens."""
+        self.tokens += tokens
+        self._tell(is_end=False)
+
+    def end(self) -> str:
+        """The whole text; what is left of it is written."""
+        self._tell(is_end=True)
+        return self.text
+
+    def _tell(self, is_end: bool) -> None:
+        # Decoders drop or add blanks at the start of a text: what is new is what the tokens before
+        # it do not give.
+        old = self.tokenizer.decode(self.tokens[self.before : self.told])
+        new = self.tokenizer.decode(self.tokens[self.before :])
+        if new.endswith(UNREAD) and not is_end and len(self.tokens) - self.told < 4:
+            return  # part of a character; one of UTF-8 has four bytes at most
+        piece = new[len(old) :]
+        self.before, self.told = self.told, len(self.tokens)
+        if piece:
+            self.text += piece
+            self.write(piece)
+
+
+def _to_stdout(piece: str) -> None:
+    """Write to stdout without characters that would steer a terminal."""
+    kept = "".join(own if own.isprintable() or own in "\n\t" else UNREAD for own in piece)
+    sys.stdout.write(kept)
+    sys.stdout.flush()
+
+
+# Models that unmask.
+
+
+def _unmask(
+    trained: Trained,
+    prompt: str,
+    count: int,
+    steps: int | None,
+    method: str | None,
+    temperature: float,
+    top_p: float | None,
+    generator: torch.Generator,
+    console: Console,
+) -> str:
+    mask = int(trained.objective.mask_token)  # type: ignore[attr-defined]
+    pieces = [prompt] if _is_text(trained) else prompt.split(GAP)
+    start: list[int] = []
+    for place, piece in enumerate(pieces):
+        start += [mask] * (place > 0) + (_encoded(trained, piece).tolist() if piece else [])
+    is_diffusion = trained.objective.name == "diffusion"
+    noise = {"noise": trained.objective.noise} if is_diffusion else {}  # type: ignore[attr-defined]
+    # A prompt with gaps is as long as it is; another one is gone on from.
+    length = len(start) if mask in start else len(start) + count
+    with console.status(f"unmasking {length:,} tokens"):
+        made = sample_diffusion(
+            trained.model,
+            length,
+            steps,
+            mask_token=mask,
+            method=method or ("ancestral" if is_diffusion else "top-probability"),  # type: ignore[arg-type]
+            temperature=temperature,
+            top_p=top_p,
+            generator=generator,
+            prompt=torch.tensor(start) if start else None,
+            **noise,
+        )
+    assert trained.tokenizer is not None
+    text = trained.tokenizer.decode(made)
+    _to_stdout(text)
+    return text

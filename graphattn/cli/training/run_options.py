@@ -1,0 +1,118 @@
+"""The options of a run as those of a command: made from RunConfig, so that they are the same."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+import typing
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
+
+import typer
+
+from graphattn.train.runs.config import RunConfig
+
+
+def with_run_options(*left_out: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Give a command an option per field of :class:`RunConfig`, in the place of its `options`.
+
+    The command gets them as a dict, ``options``, of those that were given, as text.
+    """
+    hints = typing.get_type_hints(RunConfig)
+    said = descriptions()
+
+    def add(command: Callable[..., Any]) -> Callable[..., Any]:
+        own = inspect.signature(command, eval_str=True).parameters
+        fields = [own for own in dataclasses.fields(RunConfig) if own.name not in left_out]
+        parameters = [
+            parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+            for parameter in own.values()
+            if parameter.name != "options"
+        ]
+        for field in fields:
+            kind, metavar = _kind(hints[field.name])
+            flag = f"--{field.name.replace('_', '-')}"
+            names = f"{flag}/--no-{flag[2:]}" if kind is bool else flag
+            default = RunConfig.__dataclass_fields__[field.name].default
+            told = "" if default in ("", None, dataclasses.MISSING) else f" [default: {default}]"
+            option = typer.Option(
+                names,
+                metavar=metavar,
+                show_default=False,
+                help=said[field.name] + told.replace("[", r"\["),
+                rich_help_panel=_panel(field.name),
+            )
+            parameters.append(
+                inspect.Parameter(
+                    field.name,
+                    inspect.Parameter.KEYWORD_ONLY,
+                    default=None,
+                    annotation=Annotated[kind | None, option],
+                )
+            )
+
+        def called(**given: Any) -> Any:
+            named = {field.name: given.pop(field.name) for field in fields}
+            chosen = {name: value for name, value in named.items() if value is not None}
+            return command(**given, options=chosen)
+
+        called.__name__, called.__doc__ = command.__name__, command.__doc__
+        called.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        called.__annotations__ = {own.name: own.annotation for own in parameters}
+        return called
+
+    return add
+
+
+def config_of(file: Any, options: dict[str, Any]) -> RunConfig:
+    """The config of a file, if there is one, in which options take the place of what it says.
+
+    Raises:
+        ValueError: names the option or key, its value and what is allowed.
+    """
+    given = {
+        name: RunConfig.parse(name, value) if isinstance(value, str) else value
+        for name, value in options.items()
+    }
+    return RunConfig(**given) if file is None else RunConfig.load(file, **given)
+
+
+def descriptions() -> dict[str, str]:
+    """Return the description of every field in the docstring of RunConfig."""
+    text = inspect.getdoc(RunConfig) or ""
+    entries = re.search(r"^Args:\n(.*?)^\S", text, re.S | re.M)
+    assert entries is not None
+    found: dict[str, str] = {}
+    for names, said in re.findall(r"^    ([\w, ]+): (.*?)(?=^    \w|\Z)", entries[1], re.S | re.M):
+        plain = re.sub(r":\w+:`([^`]*)`|``([^`]*)``|`([^`]*)`", r"\1\2\3", " ".join(said.split()))
+        for name in names.split(", "):
+            found[name] = plain[:1].upper() + plain[1:]
+    return found
+
+
+def _kind(hint: Any) -> tuple[Any, str | None]:
+    """Return typer's type of a field; texts are read by RunConfig, whose messages are one line."""
+    if hint is bool:
+        return bool, None
+    if typing.get_origin(hint) is Literal:
+        return str, "|".join(typing.get_args(hint))
+    return str, {int: "INTEGER", float: "NUMBER", str: "TEXT"}.get(hint, "YAML")
+
+
+_PANELS = {
+    "data": "Data",
+    "model": "Model",
+    "objective": "Objective",
+    "steps": "Training",
+    "evaluate_every": "Records",
+}
+
+
+def _panel(name: str) -> str:
+    found = ""
+    for field in dataclasses.fields(RunConfig):
+        found = _PANELS.get(field.name, found)
+        if field.name == name:
+            return found
+    return found

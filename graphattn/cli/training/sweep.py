@@ -1,0 +1,146 @@
+"""`graphattn sweep`: many trainings, a line when one is over, and what they say in a table."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from graphattn.cli.outputs import check_figures_can_be_drawn, check_output
+from graphattn.cli.training.run_options import config_of
+from graphattn.plain_tables import counted, plain_table, short
+from graphattn.train import MixerSummary, resume_sweep, run_sweep, summarize_sweep
+from graphattn.train.sweeps.results import RESULTS
+
+Row = dict[str, Any]
+
+
+def run_sweeps(
+    out: Path | None,
+    resume: Path | None,
+    grid: dict[str, Any],
+    processes: int,
+    grace: int,
+    retry_failed: bool,
+    file: Path | None,
+    plot: Path | None,
+    options: dict[str, Any],
+    console: Console,
+) -> bool:
+    """Train, or go on with it; the table is printed after an interruption too.
+
+    Returns:
+        Whether no trial failed.
+
+    Raises:
+        KeyboardInterrupt: somebody asked to stop, and everything is saved.
+    """
+    if plot is not None:
+        check_figures_can_be_drawn()
+        check_output("--plot", plot, (".png", ".svg", ".pdf"))
+    how: dict[str, Any] = {"grace": grace, "retry_failed": retry_failed, "tell": tell}
+    given = [name for name, value in {**grid, **options}.items() if value is not None]
+    if resume is not None:
+        if given or out is not None or file is not None:
+            other = [*given, *["out"] * (out is not None), *["config"] * (file is not None)]
+            names = ", ".join(f"--{name.replace('_', '-')}" for name in other)
+            raise ValueError(f"--resume goes on with what is in its folder, without {names}")
+        folder, work = resume, lambda: resume_sweep(resume, processes=processes, **how)
+    else:
+        missing = [name for name in ("mixers", "lrs") if grid[name] is None]
+        missing += ["out"] * (out is None)
+        if out is None or missing:
+            names = ", ".join(f"--{name}" for name in missing)
+            raise ValueError(f"give {names}, or --resume FOLDER to go on with a sweep")
+        config = config_of(file, options).replace(out=os.fspath(out))
+        own = {**grid, "seeds": 1 if grid["seeds"] is None else grid["seeds"]}
+        folder, work = out, lambda: run_sweep(config, processes=processes, **own, **how)
+    try:
+        rows = work()
+    except KeyboardInterrupt:
+        typer.echo(f"stopped; go on with: graphattn sweep --resume {folder}", err=True)
+        raise
+    console.print(summary_table(rows))
+    if plot is not None and any(row["status"] in RESULTS for row in rows):
+        draw(rows, plot)
+    typer.echo(os.fspath(folder / "results.jsonl"))
+    return not any(row["status"] == "failed" for row in rows)
+
+
+def tell(row: Row) -> None:
+    """A line for a trial that is over."""
+    name = Path(row["folder"]).name
+    if row["status"] == "failed":
+        typer.echo(f"{name}: failed: {row['error']}", err=True)
+    elif row["status"] == "diverged":
+        typer.echo(f"{name}: diverged at step {row['diverged_at']:,}")
+    else:
+        seconds = "" if row["seconds"] is None else f", {short(row['seconds'])} s"
+        best = f"best {row['best_loss']:.4f} at step {row['best_step']:,}"
+        typer.echo(f"{name}: loss {row['loss']:.4f}, {best}{seconds}")
+
+
+def summary_table(rows: list[Row]) -> Table:
+    """A line per mixer."""
+    table = plain_table("Validation loss at the last step, by mixer")
+    table.add_column("mixer", no_wrap=True)
+    table.add_column("best lr", justify="right", no_wrap=True)
+    table.add_column("loss there", justify="right", no_wrap=True)
+    table.add_column("stable lrs", justify="right", no_wrap=True)
+    table.add_column("at the highest", justify="right", no_wrap=True)
+    table.add_column("trials")
+    for own in summarize_sweep(rows):
+        table.add_row(escape(own.mixer), *_numbers(own), _counts(own))
+    caption = (
+        "Loss: mean over seeds, ± standard deviation. Stable: rates around the best at which no "
+        "trial diverged; at the highest of them, the loss is so much above the best."
+    )
+    if ends := [own.mixer for own in summarize_sweep(rows) if own.best_lr in _ends(rows)]:
+        caption += (
+            f" {escape(', '.join(ends))}: best at the end of the rates tried, so that others "
+            "beyond may be better, and how far it is stable is not known."
+        )
+    table.caption = caption
+    return table
+
+
+def _ends(rows: list[Row]) -> set[float]:
+    rates = [row["lr"] for row in rows]
+    return {min(rates), max(rates)} if len(set(rates)) > 1 else set()
+
+
+def _numbers(own: MixerSummary) -> list[str]:
+    if own.best_lr is None or own.loss is None or own.stable is None or own.highest_loss is None:
+        return ["-"] * 4
+    spread = "" if own.spread is None else f" ± {own.spread:.4f}"
+    low, high = own.stable
+    return [
+        f"{own.best_lr:g}",
+        f"{own.loss:.4f}{spread}",
+        f"{low:g} to {high:g}",
+        f"+{own.highest_loss - own.loss:.4f}",
+    ]
+
+
+def _counts(own: MixerSummary) -> str:
+    parts = [counted(own.trials, "trial")]
+    for name in ("diverged", "failed", "open"):
+        if number := getattr(own, name):
+            parts.append(f"{number} {name}")
+    return ", ".join(parts)
+
+
+def draw(rows: list[Row], path: Path) -> None:
+    """The curves, as a file of their own."""
+    from matplotlib.figure import Figure
+
+    import graphattn as ga
+
+    figure = Figure(figsize=(5.5, 3.6), layout="constrained")
+    ga.plot.sweep_curves(rows, ax=figure.add_subplot())
+    figure.savefig(path, dpi=160)

@@ -1,0 +1,167 @@
+"""`graphattn train`: a file of data, or a config, to a folder with a trained model."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shlex
+from pathlib import Path
+from typing import Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from graphattn.cli.training.run_options import config_of
+from graphattn.plain_tables import counted, plain_table, short
+from graphattn.train import Prepared, Run, fit, prepare, read_run
+from graphattn.train.evaluation.guessing import guesses_of
+
+DONE, FAILED, BAD_INPUT, DIVERGED, INTERRUPTED = 0, 1, 2, 3, 130
+MAY_CHANGE = ("steps", "workers", "log_to")  # of a run that goes on
+
+
+def run_train(
+    file: Path | None, resume: Path | None, options: dict[str, Any], console: Console
+) -> int:
+    """Train, or go on; what was made is the last line printed. Returns the exit code.
+
+    Raises:
+        ValueError, OSError: bad input, before anything was trained.
+    """
+    if int(os.environ.get("RANK", "0")) > 0:  # of several processes one tells
+        console = Console(quiet=True)
+    if resume is not None:
+        if file is not None:
+            raise ValueError("--resume takes the config of its folder, and no other file")
+        for name in options:
+            if name not in MAY_CHANGE:
+                raise ValueError(
+                    f"--{name.replace('_', '-')} cannot change when a run goes on: --resume takes "
+                    f"{', '.join('--' + own.replace('_', '-') for own in MAY_CHANGE)}"
+                )
+        before = read_run(resume).config.replace(out=os.fspath(resume))
+        config = config_of(None, {**before.as_dict(), **options} if options else before.as_dict())
+        if config.steps < before.steps:
+            raise ValueError(
+                f"--steps must be at least those of the run, {before.steps}, got {config.steps}"
+            )
+    else:
+        config = config_of(file, options)
+    if not config.data:
+        raise ValueError("--data must be a file or a folder, got ''")
+    if not config.out:
+        raise ValueError("--out must be the folder of the run, got ''")
+    with console.status("reading"):
+        prepared = prepare(config)
+    console.print(what_is_trained(prepared))
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    try:
+        run = fit(
+            prepared.model,
+            prepared.objective,
+            prepared.config,
+            prepared.train,
+            prepared.validation,
+            tokenizer=prepared.tokenizer,
+        )
+    except OSError as error:
+        typer.echo(f"graphattn: {error}", err=True)
+        return FAILED
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        said = str(error).splitlines()[0] if str(error) else "there is no memory left"
+        typer.echo(
+            f"graphattn: {said}: fewer --batch-tokens (and more to --accumulate), or "
+            "--gradient-checkpointing, take less",
+            err=True,
+        )
+        return FAILED
+    except KeyboardInterrupt:
+        typer.echo(f"graphattn: stopped at once; {go_on(config.out)}", err=True)
+        return INTERRUPTED
+    return tell_end(run, prepared, console)
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether there was too little memory, on a GPU or elsewhere."""
+    kinds = (MemoryError, torch.OutOfMemoryError)
+    return isinstance(error, kinds) or "can't allocate memory" in str(error)
+
+
+def go_on(folder: str | os.PathLike[str]) -> str:
+    """How an interrupted run is continued."""
+    return f"go on with: graphattn train --resume {shlex.quote(os.fspath(folder))}"
+
+
+def tell_end(run: Run, prepared: Prepared, console: Console) -> int:
+    """Print how a run ended, and return the exit code."""
+    if run.status == "interrupted":
+        typer.echo(f"graphattn: stopped at step {run.step}; {go_on(run.path)}", err=True)
+        return INTERRUPTED
+    if run.status == "diverged":
+        typer.echo(
+            f"graphattn: the loss ran away at step {run.step}, which is a result: a lower --lr or "
+            "more --warmup-steps may keep it",
+            err=True,
+        )
+        typer.echo(str(run.path))
+        return DIVERGED
+    console.print(result_table(run, prepared))
+    seconds = short(float(run.info.get("seconds", 0)))
+    model = escape(str(run.path / "model"))
+    console.print(f"{seconds} seconds. The best model is in {model}", soft_wrap=True)
+    typer.echo(str(run.path))
+    return DONE
+
+
+def what_is_trained(prepared: Prepared) -> Table:
+    """Describe the run that data and options have become."""
+    config, model = prepared.config, prepared.model
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    unit = "images" if config.kind == "images" else "tokens"
+    table = plain_table("What is trained")
+    table.add_column("option", no_wrap=True)
+    table.add_column("value")
+    name = Path(config.data).name
+    records = f"{counted(len(prepared.corpus), 'record')}, {prepared.corpus.num_tokens:,} {unit}"
+    table.add_row("data", f"{name}: {config.kind}, {records}")
+    told = [f"{part} {own.num_tokens:,}" for part, own in prepared.parts.items()]
+    table.add_row("split", f"by {config.split}: {', '.join(told)} {unit}")
+    validation = prepared.validation
+    if validation is not None and validation.indices is not None:
+        seen = f"{len(validation):,} of {len(validation.windows):,} windows while training"
+        table.add_row("", f"validation on {seen}; --validation-tokens 0 for all")
+    mixer = f", mixer {config.mixer}" if config.mixer is not None else ""
+    table.add_row("model", f"{Path(config.model).name}: {parameters:,} parameters{mixer}")
+    table.add_row("objective", repr(prepared.objective))
+    epochs = config.steps * config.accumulate * config.batch_tokens
+    epochs_told = epochs / max(int(prepared.train.lengths.sum()), 1)
+    table.add_row(
+        "training",
+        f"{counted(config.steps, 'step')} of {config.batch_tokens * config.accumulate:,} tokens "
+        f"({epochs_told:.2g} epochs), length {config.length}, rate {config.lr:g}",
+    )
+    return table
+
+
+def result_table(run: Run, prepared: Prepared) -> Table:
+    """The validation loss beside what guessing gives on the same tokens."""
+    validation = prepared.validation
+    table = plain_table(f"After {counted(run.step, 'step')}")
+    table.add_column("validation")
+    table.add_column("nats", justify="right", no_wrap=True)
+    if validation is None or not run.evaluations:
+        losses = [row["loss"] for row in run.training if row["loss"] is not None]
+        table.add_row("the last training loss", f"{losses[-1]:.4f}" if losses else "unknown")
+        return table
+    losses = [row["loss"] for row in run.evaluations if row.get("loss") is not None]
+    table.add_row("the model", f"{min(losses):.4f}" if losses else "unknown")
+    for name, value in guesses_of(
+        prepared.objective, prepared.parts["train"], validation, prepared.model
+    ).items():
+        table.add_row(f"guessing by {name}", f"{value:.4f}")
+    return table

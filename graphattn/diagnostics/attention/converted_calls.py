@@ -1,0 +1,120 @@
+"""Seeing the attention that :mod:`graphattn.integrations` puts into other people's models."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from graphattn.diagnostics.attention.operands import Operands
+from graphattn.diagnostics.attention.same_tokens import are_parts_of_one
+from graphattn.diagnostics.hidden.evaluating import dropout_off
+
+#: (the function itself, its output, its arguments) -> what the call was made of
+OperandsOf = Callable[..., Operands]
+
+
+def converted_doors() -> Iterator[tuple[Any, str, OperandsOf]]:
+    """Owner, name and reader of every function that converted modules attend through.
+
+    Only of what has been imported: without it no model holds such a module.
+    """
+    package = "graphattn.integrations."
+    for file in ("torch.multihead", "torch.timm"):
+        if module := sys.modules.get(package + file):
+            yield module, "attend", _of_torch
+    if module := sys.modules.get(package + "transformers.conversion.mixers"):
+        yield module.ReplacedAttention, "attend", _of_mixer
+    if module := sys.modules.get(package + "transformers.shortcut.layer"):
+        yield module.KrauseShortcut, "attend", _of_shortcut
+
+
+def _of_torch(
+    attend: Any,
+    output: tuple[Tensor, Tensor | None],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    seen: list[Any],
+    sigma: float | Tensor | None,
+    top_k: int | None,
+    dropout: float,
+    need_weights: bool,
+) -> Operands:
+    """``graphattn.integrations.torch.multihead.attend``."""
+    B = len(q)
+    weights = attend(q, k, v, seen, sigma, top_k, 0.0, True)[1]
+    allowed = []
+    for what in seen:  # one for all heads, or one per head
+        valid = what.valid if what.valid is not None else q.new_ones(B, k.shape[1]).bool()
+        edges = valid.new_ones(1, what.graph.num_edges, 1)
+        pairs = what.dense(edges, B)
+        allowed.append(pairs if what.packed else pairs & valid[:, None, None])
+    return Operands(
+        output[0],
+        weights=weights,
+        mask=torch.cat(allowed, dim=1),
+        same_tokens=are_parts_of_one(q, k) or None,
+    )
+
+
+def _of_mixer(
+    attend: Any,
+    output: Tensor,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    hidden: Tensor,
+    call: Any,
+) -> Operands:
+    """Operands of a mixer put into a model of transformers: values are [B, Hk, K, D]."""
+    with dropout_off(module):  # its dropout is no part of the weights
+        weights = attend(module, query, key, _one_hot(value, 2), hidden, call)
+    return Operands(output, weights=weights.transpose(1, 2), mask=mask_of_sketch(call.mask))
+
+
+def _of_shortcut(
+    attend: Any,
+    output: Tensor,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Any,
+    past: int | Tensor,
+    dropout: float,
+) -> Operands:
+    """``KrauseShortcut.attend``: values are [B, K, Hk, D], the output [B, Q, H * D]."""
+    weights = attend(module, query, key, _one_hot(value, 1), mask, past, 0.0)
+    weights = weights.unflatten(-1, (query.shape[2], -1)).transpose(1, 2)
+    masks = sys.modules["graphattn.integrations.transformers.shortcut.masks"]
+    if mask is None or masks.is_sketch(mask):
+        allowed = mask_of_sketch(mask)
+    else:
+        call = masks.ShortcutCall(*query.shape[:2], key.shape[1], int(past), 1)
+        allowed = masks.dense(mask, call)[:, None]
+    return Operands(output, weights=weights, mask=allowed)
+
+
+def _one_hot(value: Tensor, keys: int) -> Tensor:
+    """Values of which the average is the weights: 1 in the place of their own key.
+
+    So windows, packed texts and steps of a cache need not be told apart here.
+    """
+    K = value.shape[keys]
+    eye = torch.eye(K, dtype=value.dtype, device=value.device)
+    eye = eye if keys == 2 else eye[:, None]
+    return eye.expand(*value.shape[:-1], K)
+
+
+def mask_of_sketch(mask: Tensor | None) -> Tensor | None:
+    """The keys that a mask of "graphattn" lets be seen, where it says them in short."""
+    masks = sys.modules["graphattn.integrations.transformers.masks.mask_function"]
+    if mask is None or not masks.is_sketch(mask):
+        return mask
+    valid: Tensor | None = masks.read_sketch(mask)[1]
+    return None if valid is None else valid[:, None, None]

@@ -1,0 +1,172 @@
+"""The attention weights of every layer of a model, taken while the model runs."""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from graphattn.diagnostics.arguments import as_model
+from graphattn.diagnostics.attention.statistics import sink_share
+from graphattn.diagnostics.per_layer import PerLayer, per_layer
+from graphattn.graphs import TokenGraph
+from graphattn.graphs.token_graph import as_token_graph
+
+
+@dataclass(frozen=True)
+class AttentionRecord:
+    """One call of one attention layer."""
+
+    name: str  #: as in ``model.named_modules()``
+    weights: Tensor  #: [*, E, heads], in the order of ``graph.edge_index``
+    output: Tensor  #: of the layer, [*, N, dim]
+    graph: TokenGraph  #: that the layer was called with
+
+
+@contextmanager
+def record_attention(model: nn.Module) -> Iterator[list[AttentionRecord]]:
+    """Record the weights and outputs of every attention layer while the model runs.
+
+    Layers are those of :mod:`graphattn.nn` that have attention weights (consensus layers have
+    none). Each is asked for its weights in the very call that the model makes, so nothing is
+    computed twice and the model's results are the same to the last bit. What is recorded is cut
+    off from gradients; weights are a number per edge and head, so record short runs. Steps of
+    generation are not recorded here, but by :func:`record`.
+
+    Args:
+        model: any module that holds such layers, or a layer.
+
+    Yields:
+        A list that grows by one :class:`AttentionRecord` per layer and call, in order of the calls.
+
+    Raises:
+        ValueError: if `model` has no such layer; inside the block, if a layer is called with a raw
+            edge_index that is not sorted (weights follow the sorted order).
+
+    Example:
+        >>> import torch, graphattn as ga
+        >>> model = ga.models.SequenceEncoder(11, 16, depth=2, heads=4)
+        >>> with ga.diagnostics.record_attention(model) as layers:
+        ...     logits = model(torch.randint(11, (10,)))
+        >>> [(layer.name, tuple(layer.weights.shape)) for layer in layers]
+        [('blocks.0.mixer', (100, 4)), ('blocks.1.mixer', (100, 4))]
+        >>> weights, graphs = [r.weights for r in layers], [r.graph for r in layers]
+        >>> ga.diagnostics.rollout(weights, graphs).shape
+        torch.Size([10, 10])
+    """
+    records: list[AttentionRecord] = []
+
+    def take(name: str, weights: Tensor, output: Tensor, graph: TokenGraph, _: Any) -> None:
+        records.append(AttentionRecord(name, weights.detach(), output.detach(), graph))
+
+    handles: list[RemovableHandle] = []
+    try:
+        for name, layer in as_model(model).named_modules():
+            if is_attention_layer(layer):
+                handles += listen(name or type(layer).__name__, layer, take)
+        if not handles:
+            raise ValueError(
+                "model must hold attention layers of graphattn.nn (DotProductAttention, "
+                f"KrauseAttention, GaussianKernelAttention), got a {type(model).__name__} with none"
+            )
+        yield records
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def is_attention_layer(module: nn.Module) -> bool:
+    """Whether a layer gives weights [*, E, H] when called with return_attention_weights=True.
+
+    PyG's own convolutions have that keyword too, with another answer; `edge_weights` is ours.
+    """
+    return (
+        callable(getattr(module, "edge_weights", None))
+        and "return_attention_weights" in inspect.signature(type(module).forward).parameters
+    )
+
+
+def listen(
+    name: str,
+    layer: nn.Module,
+    tell: Callable[[str, Tensor, Tensor, TokenGraph, Tensor | None], None],
+) -> tuple[RemovableHandle, RemovableHandle]:
+    """Hooks that ask a layer for its weights and take them out of its answer again.
+
+    Calls in other threads, and those that gradient checkpointing repeats, go on as they are.
+    """
+    asked: list[bool] = []  # whether the caller wants the weights too, of calls under way
+    thread = threading.get_ident()
+
+    def listens() -> bool:
+        return threading.get_ident() == thread and torch._C._current_graph_task_id() == -1
+
+    def ask(_: nn.Module, args: Any, keywords: dict[str, Any]) -> Any:
+        if not listens():
+            return None
+        wanted = keywords.get("return_attention_weights", False)
+        asked.append(bool(wanted))
+        return args, {**keywords, "return_attention_weights": wanted or "detached"}
+
+    def take(_: nn.Module, args: Any, keywords: dict[str, Any], answer: Any) -> Any:
+        if not listens():
+            return None
+        output, weights = answer
+        given = dict(zip(("x", "graph", "context"), args, strict=False)) | keywords
+        context = given.get("context")
+        x = given["x"]
+        graph = as_token_graph(
+            given["graph"], x.shape[-2], (x if context is None else context).shape[-2]
+        )
+        valid = given.get("valid")
+        valid = valid[1] if isinstance(valid, tuple | list) else valid
+        tell(name, weights, output, graph, valid)
+        return answer if asked.pop() else output
+
+    # The last to speak before the layer and the first after it: other hooks see the answer that the
+    # model gets.
+    return (
+        layer.register_forward_pre_hook(ask, with_kwargs=True),
+        layer.register_forward_hook(take, prepend=True, with_kwargs=True),
+    )
+
+
+def sinks_per_layer(model: nn.Module, *inputs: Any, token: int = 0, **keywords: Any) -> PerLayer:
+    """:func:`sink_share` of every attention layer and head, for one call of a model.
+
+    Args:
+        model: as in :func:`record_attention`; it runs as it is (training mode or not) and without
+            gradients.
+        inputs, keywords: what the model is called with.
+        token: the position of the token.
+
+    Returns:
+        (values [layers, heads], names): means over the batch, in order of the calls. NaN where a
+        layer has fewer heads than the others.
+
+    Raises:
+        ValueError: if `model` has no attention layer, or no sequence has such a token.
+
+    Example:
+        >>> import torch, graphattn as ga
+        >>> model = ga.models.SequenceEncoder(11, 16, depth=2, heads=4)
+        >>> values, names = ga.diagnostics.sinks_per_layer(model, torch.randint(11, (3, 10)))
+        >>> values.shape, names
+        (torch.Size([2, 4]), ('blocks.0.mixer', 'blocks.1.mixer'))
+    """
+    with torch.no_grad(), record_attention(model) as records:
+        model(*inputs, **keywords)
+    if not records:
+        raise ValueError("model must call its attention layers, but this call reached none of them")
+    rows = []
+    for record in records:
+        share = sink_share(record.weights, record.graph, token)
+        rows.append((record.name, share.reshape(-1, share.shape[-1]).nanmean(dim=0)))
+    return per_layer(rows)

@@ -1,0 +1,313 @@
+"""Sinks, entropy, diversity, rank and rollout of any model's attention, taken while it runs."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, overload
+
+import torch
+from torch import Tensor, nn
+
+from graphattn.diagnostics.arguments import as_model
+from graphattn.diagnostics.attention.call_statistics import (
+    Keep,
+    RecordedCall,
+    of_edges,
+    of_operands,
+    of_step,
+)
+from graphattn.diagnostics.attention.calls import Watcher, watching
+from graphattn.diagnostics.attention.operands import Operands
+from graphattn.diagnostics.attention.record import is_attention_layer, listen
+from graphattn.diagnostics.attention.rollout import rollout_of_matrices
+from graphattn.diagnostics.attention.same_tokens import by_name
+from graphattn.diagnostics.attention.step_calls import SeenStep
+from graphattn.diagnostics.per_layer import PerLayer, per_layer
+from graphattn.graphs.arguments import as_choice, as_int
+from graphattn.nn import CrossConsensus, SelfConsensus
+from graphattn.nn.base.graph_layer import GraphLayer
+
+
+class Recording(Sequence[RecordedCall]):
+    """The attention calls of a model, in their order; what :func:`record` yields.
+
+    Attributes:
+        missed: what ran and looks like attention, but could not be recorded: name -> reason.
+
+    Example:
+        >>> import torch, graphattn as ga
+        >>> layer = torch.nn.TransformerEncoderLayer(16, 4, 32, batch_first=True)
+        >>> model = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        >>> with ga.diagnostics.record(model) as recording:
+        ...     y = model(torch.randn(3, 10, 16))
+        >>> recording.names
+        ('layers.0.self_attn', 'layers.1.self_attn')
+    """
+
+    def __init__(self, calls: Sequence[RecordedCall] = ()) -> None:
+        self.calls = list(calls)
+        self.missed: dict[str, str] = {}
+
+    @overload
+    def __getitem__(self, index: int) -> RecordedCall: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[RecordedCall]: ...
+
+    def __getitem__(self, index: int | slice) -> RecordedCall | list[RecordedCall]:
+        if isinstance(index, str):
+            raise TypeError(
+                f"index must be the number of a call or a slice, got {index!r}: "
+                f"select({index!r}) picks calls by the names of their modules, {self.names}"
+            )
+        return self.calls[index]
+
+    def __len__(self) -> int:
+        return len(self.calls)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the modules that were called, as in ``model.named_modules()``; a name comes once
+        per call.
+        """
+        return tuple(call.name for call in self.calls)
+
+    def select(self, text: str) -> Recording:
+        """Pick the calls of modules whose names contain a text, such as "encoder".
+
+        Raises:
+            ValueError: if there is none.
+        """
+        chosen = Recording([call for call in self.calls if text in call.name])
+        if not chosen.calls:
+            raise ValueError(f"text must be part of one of the names {self.names}, got {text!r}")
+        chosen.missed = {name: why for name, why in self.missed.items() if text in name}
+        return chosen
+
+    def sinks(self) -> PerLayer:
+        """Share of the attention on one token, :func:`sink_share`, [calls, heads].
+
+        The token is the one `token` names in :func:`record`, counted from the first real token of
+        every sequence: padding on the left is no sink.
+        """
+        return per_layer([(c.name, c.sinks.nanmean(dim=0)) for c in self._some()])
+
+    def entropy(self) -> PerLayer:
+        """Entropy of the rows in nats, :func:`attention_entropy`, [calls, heads]."""
+        return per_layer([(c.name, c.entropy.nanmean(dim=0)) for c in self._some()])
+
+    def head_diversity(self) -> PerLayer:
+        """How differently heads attend, :func:`head_diversity`, [calls]; NaN for one head."""
+        return self._numbers([c.diversity.nanmean() for c in self._some()])
+
+    def effective_rank(self) -> PerLayer:
+        """Effective rank of the outputs of attention, by :func:`effective_rank`, [calls].
+
+        Outputs are those of the attention call, heads side by side, before the output projection
+        (of our own layers: after it). For hidden states see :func:`effective_rank_per_layer` and
+        :func:`hidden_spectra`.
+        """
+        return self._numbers([c.effective_rank.nanmean() for c in self._some()])
+
+    def rollout(self, *, residual: float = 0.5, discard: float = 0.0) -> Tensor:
+        """Attention rollout through all recorded calls, first to last, [B, N, N].
+
+        As :func:`graphattn.diagnostics.rollout`; `discard` counts the weights above 0 of a row.
+
+        Raises:
+            ValueError: if a module was called more than once, calls have different tokens (see
+                :meth:`select`), a layer and the Krause shortcut beside it are both there, or the
+                matrices were not kept.
+        """
+        calls = self._some()
+        again = {name for name in self.names if self.names.count(name) > 1}
+        if again:
+            raise ValueError(
+                "rollout needs one call of every layer: record a single forward pass, got several "
+                f"calls of {sorted(again)[0]!r}"
+            )
+        beside = {f"{name}.krause" for name in self.names} & set(self.names)
+        if beside:
+            raise ValueError(
+                "rollout needs layers one after the other, but the shortcut "
+                f"{min(beside)!r} stands beside its layer: choose select('.krause'), or "
+                "Recording([call for call in recording if not call.name.endswith('.krause')])"
+            )
+        crossing = any(c.shape[2] != c.shape[3] or c.same_tokens is False for c in calls)
+        if crossing or (len({(call.shape[0], call.shape[2]) for call in calls}) > 1):
+            got = sorted({f"{call.shape[2]} x {call.shape[3]}" for call in calls})
+            raise ValueError(
+                "rollout needs calls with the same tokens as queries and keys: choose some with "
+                f"select(text), got weights of {', '.join(got)}"
+            )
+        return rollout_of_matrices(
+            (call.mean_over_heads() for call in calls), residual=residual, discard=discard
+        )
+
+    def __repr__(self) -> str:
+        missed = f", {len(self.missed)} missed" if self.missed else ""
+        return f"Recording({len(self)} calls{missed})"
+
+    def __str__(self) -> str:
+        """A table with a line per call."""
+        if not self.calls:
+            return repr(self)
+        width = max(len(name) for name in self.names)
+        lines = [f"{'':{width}}  queries x keys  sink  tokens  diversity  rank"]
+        for call in self.calls:
+            size = f"{call.shape[2]} x {call.shape[3]}"
+            seen = call.entropy.exp().nanmean()
+            lines.append(
+                f"{call.name:{width}}  {size:>14}  {call.sinks.nanmean():4.2f}  {seen:6.1f}"
+                f"  {call.diversity.nanmean():9.2f}  {call.effective_rank.nanmean():4.1f}"
+            )
+        if any(call.signed for call in self.calls):
+            lines.append("nan: weights below 0 (linear attention with rope=True) are no shares")
+        lines += [f"{name:{width}}  not recorded: {why}" for name, why in self.missed.items()]
+        return "\n".join(lines)
+
+    def _some(self) -> list[RecordedCall]:
+        if not self.calls:
+            raise ValueError("the recording holds no call yet: run the model inside the block")
+        return self.calls
+
+    def _numbers(self, values: list[Tensor]) -> PerLayer:
+        return PerLayer(torch.stack([value.cpu() for value in values]), self.names)
+
+
+@contextmanager
+def record(model: nn.Module, *, token: int = 0, keep: Keep = "weights") -> Iterator[Recording]:
+    """Record what the attention of any model does, while it runs: ours and other people's.
+
+    Seen are the layers of :mod:`graphattn.nn`, every call of
+    ``torch.nn.functional.scaled_dot_product_attention``, ``torch.nn.MultiheadAttention`` and
+    ``torch.nn.TransformerEncoder`` (their fused functions for inference too), and the attention of
+    Hugging Face's transformers under "eager", "sdpa", "flex_attention" and "graphattn"; and what
+    :mod:`graphattn.integrations` puts into such models, but consensus, which has no weights: it is
+    in :attr:`Recording.missed`. Weights are those of the call: with its mask, causality, scale,
+    cap, sinks and groups of heads, without dropout. With a sink logit (GPT-OSS) rows sum to less
+    than 1: what is missing is the sink's.
+
+    Steps of generation (``step``, ``generate``) are calls too, with few queries: those of our
+    layers have the newest tokens as queries and what the cache holds as keys. Linear attention
+    without a window keeps sums in the place of tokens, so of its steps only the first, the prompt,
+    has weights; the others are in :attr:`Recording.missed`.
+
+    Queries that may look at nothing count for nothing. In self-attention nor do tokens that no
+    query may look at, not even their own: padding. A call is self-attention if its queries and keys
+    are one tensor or come from one, if it is causal, or if its module is called so (all attention
+    of transformers that is not called cross-attention). Elsewhere a key that nobody may look at
+    says nothing of a query, and no query is the token of :meth:`Recording.sinks` itself.
+
+    Results, gradients and random numbers are the same to the last bit. A compiled function that
+    calls the model runs as it is written inside the block.
+    Only calls in the thread that opened the block are recorded; calls that gradient checkpointing
+    repeats in the backward pass are not recorded twice. Blocks may be nested.
+
+    Args:
+        model: any torch model that is not compiled.
+        token: whose share of the attention :meth:`Recording.sinks` is, counted from the first real
+            token of every sequence.
+        keep: what is kept of every call, beside its statistics: "weights", H Q K numbers per
+            sequence, so record short runs; "mean", their mean over heads, which rollout needs;
+            "statistics", nothing. Statistics are computed in blocks of rows: no other matrix of
+            queries by keys is formed where the model forms none (but one per call of "graphattn",
+            of converted layers and of shortcuts).
+
+    Yields:
+        A :class:`Recording` that grows with every call.
+
+    Raises:
+        ValueError: if the model is compiled or TorchScript; at the end of the block, if nothing was
+            recorded.
+
+    Warns:
+        UserWarning: at the end of the block, if modules that look like attention ran but could
+            not be recorded. They and the reasons are in :attr:`Recording.missed`.
+
+    Example:
+        >>> import torch, graphattn as ga
+        >>> class Attention(torch.nn.Module):
+        ...     def forward(self, x):  # [B, H, N, D]
+        ...         return torch.nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True)
+        >>> model = torch.nn.Sequential(Attention(), Attention())
+        >>> with ga.diagnostics.record(model) as recording:
+        ...     y = model(torch.randn(2, 4, 10, 8))
+        >>> values, names = recording.sinks()
+        >>> values.shape, names
+        (torch.Size([2, 4]), ('0', '1'))
+        >>> recording.rollout().shape
+        torch.Size([2, 10, 10])
+        >>> call = recording[0]  # weights by edges of a graph, for all functions of this module
+        >>> ga.diagnostics.attention_entropy(call.weights, call.graph).shape
+        torch.Size([2, 4])
+    """
+    as_choice("keep", keep, ("weights", "mean", "statistics"))
+    watcher = _Recorder(as_model(model), as_int("token", token, 0), keep)
+    with ExitStack() as stack:
+        for name, layer in model.named_modules():
+            if is_attention_layer(layer):
+                for handle in listen(name or type(layer).__name__, layer, watcher.saw_layer):
+                    stack.callback(handle.remove)
+        stack.enter_context(watching(watcher))
+        yield watcher.recording
+    recording, missed = watcher.recording, watcher.missed
+    named = "; ".join(f"{name}: {why}" for name, why in missed.items())
+    if not recording.calls:
+        if watcher.num_runs == 0 and not missed:
+            raise ValueError(
+                f"nothing was recorded: the {type(model).__name__} was not called inside the "
+                "block, or only in another thread"
+            )
+        raise ValueError(
+            f"nothing was recorded: no call of attention was seen in the {type(model).__name__}"
+            + (f" ({named})" if named else _only_consensus(model))
+        )
+    if missed:
+        warnings.warn(f"graphattn could not record all attention: {named}", stacklevel=3)
+
+
+def _only_consensus(model: nn.Module) -> str:
+    """Explain why there was nothing to record: all layers of a model are consensus."""
+    layers = [layer for layer in model.modules() if isinstance(layer, GraphLayer)]
+    if not layers or not all(isinstance(x, SelfConsensus | CrossConsensus) for x in layers):
+        return ""
+    which = f"its {len(layers)} layers are" if len(layers) > 1 else "its layer is"
+    return f": {which} consensus, which has no attention weights"
+
+
+class _Recorder(Watcher):
+    """Puts what it sees into a recording."""
+
+    def __init__(self, model: nn.Module, token: int, keep: Keep) -> None:
+        super().__init__(model)
+        self.recording = Recording()
+        self.recording.missed = self.missed
+        self.token = token
+        self.keep = keep
+        self.modules = {self.names[id(module)]: module for module in model.modules()}
+
+    def is_own(self, module: nn.Module) -> bool:
+        return is_attention_layer(module)
+
+    def saw(self, name: str, operands: Operands) -> None:
+        if operands.same_tokens is None:
+            operands.same_tokens = by_name(name, self.modules.get(name))
+        self.recording.calls.append(of_operands(name, operands, self.token, self.keep))
+
+    def saw_layer(
+        self, name: str, weights: Tensor, output: Tensor, graph: Any, valid: Tensor | None
+    ) -> None:
+        self.found()
+        call = of_edges(name, weights, output, graph, self.token, self.keep, valid)
+        self.recording.calls.append(call)
+
+    def saw_step(self, name: str, layer: nn.Module, step: SeenStep | str, output: Tensor) -> None:
+        if isinstance(step, str):
+            self.miss(name, step)
+            return
+        self.found()
+        call = of_step(name, step.weights(layer), output, step, self.token, self.keep)
+        self.recording.calls.append(call)

@@ -1,0 +1,1 @@
+"""Hidden states of a model, block by block: spectra, ranks, and what attention adds."""

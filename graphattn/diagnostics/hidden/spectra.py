@@ -1,0 +1,254 @@
+"""Eigenvalues of the hidden states of a model, layer by layer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from graphattn.diagnostics.arguments import as_model
+from graphattn.diagnostics.attention.calls import refuse_compiled
+from graphattn.diagnostics.hidden.attention_off import without_attention
+from graphattn.diagnostics.hidden.blocks import Layers, Layout, choose_layers, layouts
+from graphattn.diagnostics.hidden.disabled import disabled_parameters, without_normalization
+from graphattn.diagnostics.hidden.evaluating import evaluating
+from graphattn.diagnostics.hidden.scaling_in_place import queries_scaled_in_place
+from graphattn.dynamics.scores import participation_ratio
+from graphattn.dynamics.simulate import covariance_spectrum
+from graphattn.graphs.arguments import as_choice
+
+Switch = Literal["enabled", "disabled"]
+INPUT = "input"
+
+
+@dataclass(frozen=True, eq=False)
+class HiddenSpectra:
+    """Eigenvalues of the covariance of the hidden states, before and after every block.
+
+    Attributes:
+        spectra: largest first, float64 [L + 1, C], means over the sequences.
+        names: "input" (what the first block is given) and the blocks, in order of the calls.
+
+    Example:
+        >>> import torch, graphattn as ga
+        >>> model = ga.models.SequenceEncoder(11, 16, depth=2, heads=4)
+        >>> found = ga.diagnostics.hidden_spectra(model, torch.randint(11, (3, 40)))
+        >>> found.spectra.shape, found.names
+        (torch.Size([3, 16]), ('input', 'blocks.0', 'blocks.1'))
+    """
+
+    spectra: Tensor
+    names: tuple[str, ...]
+
+    @property
+    def leading_share(self) -> Tensor:
+        """Share of the variance along the leading direction, [L + 1]; NaN without variance."""
+        return self.spectra[:, 0] / self.spectra.sum(dim=1)
+
+    @property
+    def participation_ratio(self) -> Tensor:
+        """Effective number of dimensions, [L + 1]; 0 without variance."""
+        return participation_ratio(self.spectra)
+
+    def __repr__(self) -> str:
+        states, features = self.spectra.shape
+        return f"HiddenSpectra(states={states}, features={features})"
+
+
+def hidden_spectra(
+    model: nn.Module,
+    *inputs: Any,
+    layers: Layers = None,
+    attention_off: str | Sequence[str] = (),
+    weights: Switch = "enabled",
+    normalization: Switch = "enabled",
+    scaling: Literal["sdp", "sq_inplace"] = "sdp",
+    projections: Sequence[str] = (),
+    **keywords: Any,
+) -> HiddenSpectra:
+    r"""Eigenvalue spectra of the hidden states of any model that is a list of blocks.
+
+    The eigenvalues of the population covariance of a sequence's tokens, largest first, mean over
+    the sequences (Attention Clusters, Figures 9 and 12-15, where there is one sequence). Padding
+    is left out where the call says what padding is: ``attention_mask``, `valid` or
+    ``src_key_padding_mask``; for a decoder beside an encoder ``decoder_attention_mask`` or
+    ``tgt_key_padding_mask``. States of torch's layers are read as their `batch_first` says.
+
+    `weights` and `normalization` are those of :func:`effective_rank_per_layer`. `scaling` is that
+    of :func:`graphattn.dynamics.simulate`, for models without their weights: the paper's wide
+    spectral gap comes from code that scales queries **in place**. Without projections queries,
+    keys, values and, where a block adds to the tensor that it attends with, the residual are one
+    tensor, and all of it shrinks. ``scaling="sq_inplace"`` does that: projections hand on the very
+    tensor that they are given, and it is divided by sqrt(D) in place, D the width of a head. A
+    block that normalises before attention without changing its input keeps its residual; with
+    ``normalization="disabled"`` it does not. Logits are x_i . x_j / D then, values and
+    residual x / sqrt(D).
+
+    The model runs in evaluation mode and without gradients, and is left as it was.
+
+    Args:
+        model: any torch model that is not compiled.
+        inputs, keywords: what the model is called with. Tensors that the model gets are never
+            written: with "sq_inplace" floating-point inputs are copied first.
+        layers: the blocks, as in :func:`effective_rank_per_layer`.
+        attention_off: names of blocks whose attention brings 0 to every token, its output
+            projection's bias included; the rest of the block stays.
+        weights: "enabled" or "disabled".
+        normalization: "enabled" or "disabled".
+        scaling: "sdp", products divided by sqrt(D) as the model does; or "sq_inplace".
+        projections: as in :func:`effective_rank_per_layer`.
+
+    Returns:
+        :class:`HiddenSpectra`.
+
+    Raises:
+        ValueError: if no block is found or reached, a name is unknown, no attention is seen in a
+            block whose attention is to be disabled, ``scaling="sq_inplace"`` comes without
+            ``weights="disabled"`` (behind projections queries are a tensor of their own, and
+            scaling it in place is scaling the product), or the model is compiled.
+
+    Example:
+        >>> import torch, graphattn as ga
+        >>> layer = torch.nn.TransformerEncoderLayer(16, 4, 32, batch_first=True)
+        >>> model = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        >>> x = torch.randn(1, 50, 16)
+        >>> whole = ga.diagnostics.hidden_spectra(model, x)
+        >>> without = ga.diagnostics.hidden_spectra(model, x, attention_off="layers.0")
+        >>> torch.equal(whole.spectra[0], without.spectra[0])
+        True
+        >>> bare = ga.diagnostics.hidden_spectra(
+        ...     model, x, weights="disabled", normalization="disabled", scaling="sq_inplace")
+        >>> bool((bare.leading_share[1:] > 0).all())
+        True
+    """
+    as_choice("weights", weights, ("enabled", "disabled"))
+    as_choice("normalization", normalization, ("enabled", "disabled"))
+    as_choice("scaling", scaling, ("sdp", "sq_inplace"))
+    if scaling == "sq_inplace" and weights == "enabled":
+        raise ValueError(
+            "scaling='sq_inplace' needs weights='disabled': behind a projection queries are a "
+            "tensor of their own, and scaling them in place is scaling the product"
+        )
+    blocks = choose_layers(as_model(model), layers)
+    for module in model.modules():
+        refuse_compiled(module)
+    off = [attention_off] if isinstance(attention_off, str) else list(attention_off)
+    if unknown := [name for name in off if name not in blocks]:
+        raise ValueError(f"attention_off must name some of {tuple(blocks)}, got {unknown[0]!r}")
+    parameters: dict[str, Tensor] = {}
+    if weights == "disabled":
+        parameters = disabled_parameters(model, blocks, tuple(projections))
+    if scaling == "sq_inplace":
+        inputs = tuple(map(_copied, inputs))
+        keywords = {name: _copied(value) for name, value in keywords.items()}
+    rows: list[tuple[str, Tensor]] = []
+    laid_out = layouts(model, blocks, inputs, keywords)
+    with ExitStack() as stack:
+        stack.enter_context(evaluating(model))
+        # Inputs are looked at before, and outputs after, whatever else is done to a block.
+        for name, block in blocks.items():
+            layout = laid_out[name]
+            before = block.register_forward_pre_hook(_look_before(rows, layout), with_kwargs=True)
+            after = block.register_forward_hook(_look_after(rows, layout))
+            stack.callback(before.remove)
+            stack.callback(after.remove)
+        if normalization == "disabled":
+            for handle in without_normalization(blocks):
+                stack.callback(handle.remove)
+        if scaling == "sq_inplace":
+            stack.enter_context(queries_scaled_in_place(model, blocks, tuple(projections)))
+        if off:
+            stack.enter_context(without_attention(model, {name: blocks[name] for name in off}))
+        functional_call(model, parameters, inputs, keywords)
+    if not rows:
+        raise ValueError("layers must be reached by this call of the model, but none was")
+    return HiddenSpectra(_stacked(rows), tuple(name for name, _ in rows))
+
+
+def spectra_without_attention(
+    model: nn.Module, *inputs: Any, layers: Layers = None, **options: Any
+) -> dict[str, HiddenSpectra]:
+    """:func:`hidden_spectra` with the attention of one block disabled at a time.
+
+    Args:
+        model: as in :func:`hidden_spectra`.
+        inputs: what the model is called with.
+        layers: the blocks.
+        options: the other arguments of :func:`hidden_spectra`, and keywords of the model.
+
+    Returns:
+        "none" -> with all attention, then name of the block -> without its attention. See
+        :func:`graphattn.plot.attention_ablation`.
+
+    Raises:
+        ValueError: as :func:`hidden_spectra`; if `attention_off` is given.
+
+    Example:
+        >>> import torch, graphattn as ga
+        >>> model = ga.models.SequenceEncoder(11, 16, depth=2, heads=4)
+        >>> found = ga.diagnostics.spectra_without_attention(model, torch.randint(11, (3, 40)))
+        >>> list(found)
+        ['none', 'blocks.0', 'blocks.1']
+    """
+    if "attention_off" in options:
+        raise ValueError("attention_off goes with hidden_spectra: here every block has its turn")
+    found = {"none": hidden_spectra(model, *inputs, layers=layers, **options)}
+    for name in choose_layers(model, layers):
+        found[name] = hidden_spectra(model, *inputs, layers=layers, attention_off=name, **options)
+    return found
+
+
+def _copied(value: Any) -> Any:
+    is_input = isinstance(value, Tensor) and value.is_floating_point()
+    return value.clone() if is_input else value
+
+
+def _look_before(rows: list[tuple[str, Tensor]], layout: Layout) -> Any:
+    def hook(_: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        if not rows:
+            given = [*args, *keywords.values()]
+            x = next((part for part in given if _is_states(part)), None)
+            if x is not None:
+                rows.append((INPUT, _spectrum(x, INPUT, layout)))
+
+    return hook
+
+
+def _look_after(rows: list[tuple[str, Tensor]], layout: Layout) -> Any:
+    name = layout.name
+
+    def hook(_: nn.Module, __: Any, output: Any) -> None:
+        if isinstance(output, tuple | list):
+            output = next((part for part in output if isinstance(part, Tensor)), output)
+        if not _is_states(output):
+            got = list(output.shape) if isinstance(output, Tensor) else type(output).__name__
+            raise ValueError(f"layers must return states [B, N, C] or [N, C], {name!r} gave {got}")
+        rows.append((name, _spectrum(output, name, layout)))
+
+    return hook
+
+
+def _is_states(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.is_floating_point() and x.dim() in (2, 3)
+
+
+def _spectrum(x: Tensor, name: str, layout: Layout) -> Tensor:
+    """[C], the mean over sequences of :func:`graphattn.dynamics.simulate.covariance_spectrum`."""
+    sequences = layout.tokens_of(x, name)
+    if not all(tokens.isfinite().all() for tokens in sequences):
+        raise ValueError(f"states must be finite, those of {name!r} are not")
+    return torch.stack([covariance_spectrum(tokens) for tokens in sequences]).mean(dim=0)
+
+
+def _stacked(rows: list[tuple[str, Tensor]]) -> Tensor:
+    widths = {len(row) for _, row in rows}
+    if len(widths) > 1:
+        raise ValueError(
+            f"layers must have states of one width, got {sorted(widths)}: choose some by name"
+        )
+    return torch.stack([row for _, row in rows])

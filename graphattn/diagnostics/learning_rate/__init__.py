@@ -1,0 +1,1 @@
+"""Stability of training: the largest learning rate whose next step lowers the loss."""

@@ -1,0 +1,1 @@
+"""Batches of items that have graphs of their own."""

@@ -1,0 +1,106 @@
+"""PyG's batch vectors: which item of a batch every token belongs to, as sizes of its parts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphattn.graphs.token_graph import TokenGraph
+
+BatchVector = Tensor | tuple[Tensor, Tensor]
+Sizes = tuple[tuple[int, int], ...]  # (targets, sources) of every part
+MOST_ITEMS = 1 << 24  # of a batch vector: one that is far off would take all memory
+
+
+def part_sizes(name: str, batch: Any, num_tokens: int) -> list[int]:
+    """How many tokens every item of a checked batch vector [N] has.
+
+    Items are numbered from 0 in ascending order; one without tokens is a number that is missing.
+
+    Example:
+        >>> import torch
+        >>> from graphattn.graphs.batches.batch_vectors import part_sizes
+        >>> part_sizes("batch", torch.tensor([0, 0, 2, 2, 2]), 5)
+        [2, 0, 3]
+    """
+    if not isinstance(batch, Tensor) or batch.dim() != 1 or not _holds_integers(batch):
+        got = (
+            f"{batch.dtype} of shape {list(batch.shape)}"
+            if isinstance(batch, Tensor)
+            else type(batch).__name__
+        )
+        raise ValueError(
+            f"{name} must be an integer tensor of shape [{num_tokens}], the item of every token, "
+            f"got {got}"
+        )
+    if len(batch) != num_tokens:
+        raise ValueError(
+            f"{name} must have one entry for each of {num_tokens} tokens, got {len(batch)}"
+        )
+    steps = batch.diff()
+    if (steps < 0).any():
+        i = int((steps < 0).nonzero()[0])
+        raise ValueError(
+            f"{name} must be in ascending order, as PyG's batches are, but {name}[{i}] = "
+            f"{int(batch[i])} stands before {name}[{i + 1}] = {int(batch[i + 1])}: sort the tokens "
+            f"by it first, order = {name}.argsort(stable=True)"
+        )
+    if num_tokens and int(batch[0]) < 0:
+        raise ValueError(f"{name} must be >= 0, got {name}[0] = {int(batch[0])}")
+    if num_tokens and int(batch[-1]) >= MOST_ITEMS:
+        raise ValueError(
+            f"{name} must number items from 0 on, at most {MOST_ITEMS}, got {int(batch[-1])}"
+        )
+    sizes: list[int] = torch.bincount(batch.long()).tolist()
+    return sizes
+
+
+def pair_sizes(batch: Any, num_targets: int, num_sources: int) -> Sizes:
+    """(targets, sources) of every item, from one batch vector or a pair (targets, sources)."""
+    if isinstance(batch, tuple | list):
+        if len(batch) != 2:
+            raise ValueError(f"batch must be a pair (targets, sources), got {len(batch)} of them")
+        targets = part_sizes("batch[0]", batch[0], num_targets)
+        sources = part_sizes("batch[1]", batch[1], num_sources)
+        most = max(len(targets), len(sources))  # the last items may have no tokens in one of them
+        targets += [0] * (most - len(targets))
+        sources += [0] * (most - len(sources))
+        return tuple(zip(targets, sources, strict=True))
+    if num_targets != num_sources:
+        raise ValueError(
+            f"batch must be a pair (targets [{num_targets}], sources [{num_sources}]) where these "
+            "are different tokens, got one tensor"
+            if isinstance(batch, Tensor)
+            else f"batch must be a pair of integer tensors, got {type(batch).__name__}"
+        )
+    return tuple((size, size) for size in part_sizes("batch", batch, num_targets))
+
+
+def with_borders(graph: TokenGraph, sizes: Sizes, what: str) -> TokenGraph:
+    """The graph of an edge list as a batch of parts; an edge across a border is refused."""
+    part_of_target, part_of_source = (
+        torch.arange(len(sizes)).repeat_interleave(
+            torch.tensor([size[side] for size in sizes], dtype=torch.int64)
+        )
+        for side in (0, 1)
+    )
+    source, target = graph.compact_edges
+    of_target = part_of_target.to(graph.device)[target]
+    crossing = (of_target != part_of_source.to(graph.device)[source]).nonzero()
+    if len(crossing) > 0:
+        j, i = graph.compact_edges[:, int(crossing[0])].tolist()
+        raise ValueError(
+            f"the edge (source {j}, target {i}) of {what} crosses the border of a part"
+        )
+    return TokenGraph(
+        edge_index=graph.compact_edges,
+        num_targets=graph.num_targets,
+        num_sources=graph.num_sources,
+        sizes=sizes,
+    )
+
+
+def _holds_integers(x: Tensor) -> bool:
+    return not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)

@@ -1,0 +1,353 @@
+"""The items of a batch as they come, and what each of their fields has one entry for."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from graphattn.graphs.batches.token_batch import OWN_NAMES, Kind
+from graphattn.graphs.conversions.from_libraries import from_edge_index
+from graphattn.graphs.token_graph import TokenGraph
+
+TOKEN_NAMES = frozenset(
+    {
+        "tokens", "input_ids", "token_type_ids", "attention_mask", "position_ids",
+        "features", "x", "pos", "positions", "valid",
+    }
+)  # fmt: skip
+SOURCE_NAMES = frozenset({"context"})
+GRAPH_NAMES = ("graph", "edge_index")
+
+
+class Item:
+    """One item as it came: its fields without its graph, and what it says of its size."""
+
+    def __init__(self, place: int, given: Any) -> None:
+        self.place, self.data = place, None
+        self.num_tokens: int | None = None
+        if _is_pyg(given):
+            self.data, self.fields = given, _fields_of_data(place, given)
+            if any(name in given for name in ("num_nodes", "x", "pos")):
+                self.num_tokens = given.num_nodes
+        elif isinstance(given, Mapping):
+            self.fields = dict(given)
+        else:
+            raise ValueError(
+                f"items must hold dicts or PyG's Data, got a {type(given).__name__} as "
+                f"items[{place}]" + _advice(given)
+            )
+        for name in self.fields:
+            if not isinstance(name, str):
+                raise ValueError(f"items[{place}] must have names that are strings, got {name!r}")
+            if name in OWN_NAMES and name != "graph":
+                raise ValueError(
+                    f"items[{place}] has a field {name!r}, which a batch has of its own: "
+                    "give it another name"
+                )
+        graphs = [self.fields.pop(name, None) for name in GRAPH_NAMES]
+        if None not in graphs:
+            raise ValueError(f"items[{place}] must have a graph or an edge_index, not both")
+        self.graph = graphs[0] if graphs[1] is None else graphs[1]
+
+    def says(self, name: str) -> str:
+        return f"items[{self.place}]" + (f".{name}" if self.data is not None else f"[{name!r}]")
+
+
+def _advice(given: Any) -> str:
+    if isinstance(given, TokenGraph):
+        return ": graphattn.batch joins graphs alone"
+    if isinstance(given, tuple | list):
+        return ": name its parts, as in {'features': x, 'graph': graph, 'target': y}"
+    return ""
+
+
+def _is_pyg(given: Any) -> bool:
+    """Whether it is a Data or the like; where PyG is not loaded there is none."""
+    module = sys.modules.get("torch_geometric.data.data")
+    return module is not None and isinstance(given, module.BaseData)
+
+
+def _fields_of_data(place: int, data: Any) -> dict[str, Any]:
+    kind = type(data).__name__
+    if hasattr(data, "edge_types"):
+        raise ValueError(
+            f"items must hold dicts or PyG's Data, got a {kind} as items[{place}]: make a dict of "
+            "one of its edge types, with 'graph': graphattn.from_pyg(data, edge_type)"
+        )
+    if hasattr(data, "ptr") and hasattr(data, "to_data_list"):
+        raise ValueError(
+            f"items must hold single Data, got a {kind} as items[{place}]: its "
+            "to_data_list() gives them, and graphattn.from_pyg(batch) its graph alone"
+        )
+    fields = dict(data.to_dict())
+    fields.pop("num_nodes", None)
+    return fields
+
+
+def read_items(items: Iterable[Any]) -> list[Item]:
+    if _is_pyg(items) or isinstance(items, Mapping | Tensor | TokenGraph | str):
+        more = ": its to_data_list() gives them" if hasattr(items, "to_data_list") else ""
+        raise ValueError(f"items must be a list of items, got a {type(items).__name__}{more}")
+    if not isinstance(items, Iterable):
+        raise ValueError(f"items must be a list of dicts or Data, got {type(items).__name__}")
+    found = [Item(place, given) for place, given in enumerate(items)]
+    if not found:
+        raise ValueError("items must hold at least one item, got none")
+    first = found[0]
+    for item in found[1:]:
+        if (item.data is None) != (first.data is None):
+            kinds = ["a dict" if each.data is None else "a Data" for each in (first, item)]
+            raise ValueError(
+                f"items must be all dicts or all Data, got {kinds[0]} as items[0] and "
+                f"{kinds[1]} as items[{item.place}]"
+            )
+        if differing := sorted(first.fields.keys() ^ item.fields.keys()):
+            name = differing[0]
+            has, lacks = (0, item.place) if name in first.fields else (item.place, 0)
+            raise ValueError(
+                f"items must have the same fields: items[{has}] has {name!r}, "
+                f"items[{lacks}] has not"
+            )
+    return found
+
+
+def declared_kinds(found: list[Item], **names: Iterable[str]) -> dict[str, Kind]:
+    """The kind of every field that the caller names."""
+    declared: dict[str, Kind] = {}
+    for kind, given in names.items():
+        if isinstance(given, str) or not isinstance(given, Iterable):
+            raise ValueError(
+                f"{kind}_fields must be names of fields, such as ({given!r},), got {given!r}"
+            )
+        for name in given:
+            if name not in found[0].fields:
+                known = ", ".join(map(repr, found[0].fields)) or "none"
+                raise ValueError(
+                    f"{kind}_fields must be names of fields of the items ({known}), got {name!r}"
+                )
+            if declared.setdefault(name, cast(Kind, kind)) != kind:
+                raise ValueError(
+                    f"{kind}_fields has {name!r}, which {declared[name]}_fields has, too"
+                )
+    return declared
+
+
+class Columns:
+    """The fields of all items, one list of values for each name."""
+
+    def __init__(self, found: list[Item], declared: dict[str, Kind]) -> None:
+        self.found, self.declared = found, declared
+        self.values = {
+            name: _as_tensors([item.fields[name] for item in found]) for name in found[0].fields
+        }
+
+    def kind_by_name(self, name: str) -> Kind | None:
+        if name in self.declared:
+            return self.declared[name]
+        if name in TOKEN_NAMES:
+            return "token"
+        if name in SOURCE_NAMES:
+            return "source"
+        return "edge" if name.startswith("edge_") else None
+
+    def graphs(
+        self, build: Callable[[int], TokenGraph] | None
+    ) -> tuple[list[TokenGraph], list[Tensor | None]]:
+        """The graph of every item, and the permutation that sorts its edges where it was a list."""
+        if build is not None and not callable(build):
+            raise ValueError(
+                "graph must be a function of the number of tokens, such as graphattn.complete_graph"
+                f" or lambda n: graphattn.window_path_graph(n, 2), got a {type(build).__name__}"
+            )
+        graphs: list[TokenGraph] = []
+        orders: list[Tensor | None] = []
+        for item in self.found:
+            if item.graph is None and build is None:
+                raise ValueError(
+                    f"items[{item.place}] has no graph (under 'graph' or 'edge_index'): give "
+                    "graph=, a function of its number of tokens, such as graphattn.complete_graph"
+                )
+            if item.graph is not None and build is not None:
+                raise ValueError(
+                    f"graph is for items without one, but items[{item.place}] has its own"
+                )
+            own, order = item.graph, None
+            if build is not None:
+                own = build(self.num_tokens(item))
+                if not isinstance(own, TokenGraph) or own.num_targets != self.num_tokens(item):
+                    raise ValueError(
+                        f"graph must make a TokenGraph of {self.num_tokens(item)} tokens for "
+                        f"items[{item.place}], got {own!r}"
+                    )
+            elif not isinstance(own, TokenGraph):
+                try:
+                    own, order = from_edge_index(
+                        own, self.num_tokens(item), return_permutation=True
+                    )
+                except ValueError as error:
+                    raise ValueError(f"{item.says('edge_index')}: {error}") from None
+            graphs.append(own)
+            orders.append(order)
+        return graphs, orders
+
+    def num_tokens(self, item: Item) -> int:
+        """The tokens of an item whose graph does not tell them."""
+        if item.num_tokens is not None:
+            return item.num_tokens
+        for name, values in self.values.items():
+            value = values[item.place]
+            if self.kind_by_name(name) == "token" and isinstance(value, Tensor) and value.dim():
+                return len(value)
+        raise ValueError(
+            f"items[{item.place}] does not tell its number of tokens: it has none of "
+            f"{', '.join(sorted(TOKEN_NAMES))}; name a field that is per token by token_fields="
+        )
+
+    def kinds(self, graphs: list[TokenGraph], sizes: list[tuple[int, int]]) -> dict[str, Kind]:
+        """Return the kind of every field, by its name or otherwise by its length."""
+        kinds: dict[str, Kind] = {}
+        for name in self.values:
+            kind = self.kind_by_name(name)
+            kinds[name] = self.kind_by_length(name, graphs, sizes) if kind is None else kind
+            if kinds[name] != "item" or name not in self.declared:
+                self._refuse_indices(name)
+        return kinds
+
+    def _refuse_indices(self, name: str) -> None:
+        """PyG adds the number of nodes before an item to some fields; those are not joined here."""
+        for item in self.found:
+            value = item.fields[name]
+            if item.data is None or not isinstance(value, Tensor):
+                continue
+            step = item.data.__inc__(name, value)
+            if (isinstance(step, Tensor) and step.any()) or (
+                not isinstance(step, Tensor) and step != 0
+            ):
+                raise ValueError(
+                    f"{item.says(name)} holds indices that PyG counts on from item to item: "
+                    f"item_fields=({name!r},) keeps those of each item"
+                )
+
+    def kind_by_length(
+        self, name: str, graphs: list[TokenGraph], sizes: list[tuple[int, int]]
+    ) -> Kind:
+        values = self.values[name]
+        if not all(isinstance(value, Tensor) and value.dim() for value in values):
+            return "item"
+        bipartite = any(n != m for n, m in sizes)
+        fits: list[set[Kind]] = []
+        for value, graph, (n, m) in zip(values, graphs, sizes, strict=True):
+            lengths: dict[Kind, int] = {"token": n, "edge": graph.num_edges}
+            if bipartite:
+                lengths["source"] = m
+            fits.append({kind for kind, length in lengths.items() if length == len(value)})
+        in_all = set.intersection(*fits)
+        if len(in_all) == 1:
+            return in_all.pop()
+        if in_all:
+            one, two = sorted(in_all)[:2]
+            raise ValueError(
+                f"{name} has one entry per {one} and per {two} alike in every item: say which is "
+                f"meant by {one}_fields=({name!r},) or {two}_fields=({name!r},)"
+            )
+        fitting = [place for place, kinds in enumerate(fits) if kinds]
+        if not fitting or all(
+            len(values[place]) == 1 and self.found[place].data is not None for place in fitting
+        ):  # PyG's [1, ...] is one value per item, also beside a single node
+            return "item"
+        meant = min(fits[fitting[0]])
+        other = next(place for place, kinds in enumerate(fits) if meant not in kinds)
+        raise ValueError(
+            f"{name} has one entry per {meant} in items[{fitting[0]}] and not in items[{other}] "
+            f"(its shape there is {list(values[other].shape)}): say what it is by "
+            f"{meant}_fields=({name!r},) or item_fields=({name!r},)"
+        )
+
+    def check_rows(
+        self, name: str, kind: Kind, graphs: list[TokenGraph], sizes: list[tuple[int, int]]
+    ) -> None:
+        """Tensors of one dtype and device, [rows of the item, ...] with one shape behind."""
+        first = self.values[name][0]
+        for item, value, graph, (n, m) in zip(
+            self.found, self.values[name], graphs, sizes, strict=True
+        ):
+            rows = {"token": n, "source": m}.get(kind)
+            rows = graph.num_edges if rows is None else rows
+            if not isinstance(value, Tensor) or value.dim() == 0 or len(value) != rows:
+                got = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+                raise ValueError(
+                    f"{item.says(name)} must be a tensor of shape [{rows}, ...], one entry per "
+                    f"{kind} of its graph, got {got} (item_fields=({name!r},) if it is none)"
+                )
+            _check_alike(name, first, value, item.place, 1)
+
+    def sort_edges(self, name: str, orders: list[Tensor | None]) -> None:
+        """Values of an edge list follow its edges."""
+        self.values[name] = [
+            value if order is None else value[order.to(value.device)]
+            for value, order in zip(self.values[name], orders, strict=True)
+        ]
+
+    def per_item(self, name: str, joined: set[str]) -> Any:
+        """Stacked where they are numbers or tensors of one shape; a list otherwise."""
+        values = self.values[name]
+        if all(isinstance(value, bool | int | float) for value in values):
+            return torch.tensor(values)
+        first = values[0]
+        if not all(isinstance(value, Tensor) and value.shape == first.shape for value in values):
+            return values
+        for place, value in enumerate(values):
+            _check_alike(name, first, value, place, 0)
+        data = self.found[0].data
+        if data is None or first.shape[:1] != (1,) or data.__cat_dim__(name, first) != 0:
+            return torch.stack(values)
+        joined.add(name)
+        return torch.cat(values)
+
+
+def _check_alike(name: str, first: Tensor, value: Tensor, place: int, skip: int) -> None:
+    for what, a, b in (
+        ("shape after the first dimension", list(first.shape[skip:]), list(value.shape[skip:])),
+        ("dtype", first.dtype, value.dtype),
+        ("device", first.device, value.device),
+    ):
+        if a != b:
+            raise ValueError(
+                f"{name} must have one {what} in all items, got {a} in items[0] and {b} in "
+                f"items[{place}]"
+            )
+
+
+def _as_tensors(values: list[Any]) -> list[Any]:
+    """numpy's arrays and lists of numbers as tensors; everything else as it is."""
+    values = [
+        torch.tensor(value) if type(value).__module__ == "numpy" and _is_numeric(value) else value
+        for value in values
+    ]
+    if not all(isinstance(value, list) and _holds_numbers(value) for value in values):
+        return values
+    try:
+        tensors = [torch.tensor(value) for value in values]
+    except (TypeError, ValueError):  # rows of several lengths, words among the numbers
+        return values
+    dtypes = {tensor.dtype for tensor in tensors if tensor.numel()}  # [] alone tells none
+    if len(dtypes) == 0:
+        return tensors
+    dtype = dtypes.pop()
+    for other in dtypes:
+        dtype = torch.promote_types(dtype, other)
+    return [tensor.to(dtype) for tensor in tensors]
+
+
+def _is_numeric(value: Any) -> bool:
+    return getattr(getattr(value, "dtype", None), "kind", None) in tuple("biufc")
+
+
+def _holds_numbers(value: Any) -> bool:
+    while isinstance(value, list) and value:
+        value = value[0]
+    return isinstance(value, bool | int | float | list)

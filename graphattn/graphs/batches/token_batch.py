@@ -1,0 +1,349 @@
+"""A batch of items that have graphs of their own: what `collate` makes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, ItemsView, KeysView
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+
+from graphattn.graphs.arguments import as_choice
+from graphattn.graphs.conversions.to_libraries import pyg_batch_of_items
+from graphattn.graphs.token_graph import TokenGraph
+
+if TYPE_CHECKING:
+    from torch_geometric.data import Batch
+
+Kind = Literal["token", "source", "edge", "item"]
+# What a batch itself knows under these names.
+OWN_NAMES = ("batch", "ptr", "cu_seqlens", "lengths", "source_lengths", "sizes", "graph")
+
+
+class TokenBatch:
+    """Items with graphs of their own, as tensors over all their tokens; made by `collate`.
+
+    Packed, tokens of all items stand one after the other: fields per token are [N_total, ...].
+    Padded (``collate(..., padding=True)``) they are [B, N, ...], N being the longest item's. Either
+    way ``layer(batch.features, batch.graph, valid=batch.valid)`` gives every item what it would get
+    by itself: :attr:`graph` is one graph over all tokens, without edges between items or to
+    padding, and layers and models read [B, N, dim] over it row by row. Operations and modules that
+    make biases take rows laid end to end, ``x.flatten(0, 1)``.
+
+    A field is an attribute and an entry, ``batch.tokens`` and ``batch["tokens"]``: those per token
+    as above; those per edge [E_total, ...], in the order of ``graph.edge_index``; those per item
+    stacked to [B, ...], or a list where they are no tensors or numbers, or of several shapes.
+
+    Attributes:
+        graph: one :class:`TokenGraph` over N_total tokens, padded over B * N.
+        batch: LongTensor, the item of every token of `graph`; PyG's `batch`.
+        lengths: LongTensor [B], how many tokens every item has (targets, where sources are others).
+        source_lengths: LongTensor [B], how many sources.
+        sizes: (targets, sources) of every item, as numbers.
+        ptr: LongTensor [B + 1], where the tokens of every item begin, packed; PyG's `ptr`.
+        cu_seqlens: the same as int32, as flash-attention takes it, :attr:`max_seqlen` beside it.
+        valid: bool, True where a token is real; None where all are. Padded: [B, N] (a pair for
+            targets and sources where these are different tokens). A field `valid` of the items, or
+            `attention_mask` of Hugging Face's, takes part.
+
+    Example:
+        >>> import torch, graphattn as ga
+        >>> batch = ga.collate(
+        ...     [
+        ...         {"tokens": torch.tensor([4, 2]), "graph": ga.causal_graph(2), "name": "a"},
+        ...         {"tokens": torch.tensor([1, 3, 0]), "graph": ga.causal_graph(3), "name": "b"},
+        ...     ]
+        ... )
+        >>> batch
+        TokenBatch(2 items, num_tokens=5, num_edges=9, tokens=[5], name=list)
+        >>> batch.positions, batch.cu_seqlens
+        (tensor([0, 1, 0, 1, 2]), tensor([0, 2, 5], dtype=torch.int32))
+        >>> model = ga.models.SequenceEncoder(vocab_size=5, dim=8, depth=1, heads=2)
+        >>> logits = model(batch.tokens, batch.graph)
+        >>> [own.shape for own in batch.unpack(logits)]
+        [torch.Size([2, 5]), torch.Size([3, 5])]
+    """
+
+    graph: TokenGraph
+    batch: Tensor
+    lengths: Tensor
+    source_lengths: Tensor
+    sizes: tuple[tuple[int, int], ...]
+    ptr: Tensor
+    cu_seqlens: Tensor
+    valid: Tensor | tuple[Tensor | None, Tensor | None] | None
+
+    def __init__(
+        self,
+        *,
+        fields: dict[str, Any],
+        kinds: dict[str, Kind],
+        graph: TokenGraph,
+        sizes: list[tuple[int, int]],
+        shape: tuple[int, int] | None = None,
+        had_batch_dimension: tuple[str, ...] = (),
+    ) -> None:
+        self._fields = fields
+        self._kinds = kinds
+        self.sizes = tuple(sizes)
+        self._shape = shape  # (targets, sources) of a padded row; None: packed
+        self._had_batch_dimension = had_batch_dimension  # [1, ...] in every item, as PyG has it
+        self.graph = graph
+        device = graph.device
+        targets = torch.tensor([targets for targets, _ in sizes], dtype=torch.int64)
+        self.source_lengths = torch.tensor([n for _, n in sizes], dtype=torch.int64).to(device)
+        self.ptr = torch.cat([targets.new_zeros(1), targets.cumsum(0)]).to(device)
+        self.cu_seqlens = self.ptr.int()
+        rows = targets if shape is None else torch.full_like(targets, shape[0])
+        self.batch = torch.arange(len(sizes)).repeat_interleave(rows).to(device)
+        self.lengths = targets.to(device)
+        self.valid = self._what_is_real()
+
+    def _what_is_real(self) -> Tensor | tuple[Tensor | None, Tensor | None] | None:
+        names = [n for n in ("valid", "attention_mask") if self._kinds.get(n) == "token"]
+        own = self._as_mask(names[0]) if names else None
+        if self._shape is None:
+            of_targets, of_sources = own, None
+        else:
+            of_targets, of_sources = (
+                torch.arange(most, device=lengths.device) < lengths[:, None]
+                for most, lengths in zip(
+                    self._shape, (self.lengths, self.source_lengths), strict=True
+                )
+            )
+            if own is not None:
+                of_targets = of_targets & own
+        if all(targets == sources for targets, sources in self.sizes):
+            return of_targets
+        return None if of_targets is None and of_sources is None else (of_targets, of_sources)
+
+    def _as_mask(self, name: str) -> Tensor:
+        """A field per token as bool, of booleans or of 0 and 1."""
+        mask = self._fields[name]
+        rows = 1 if self._shape is None else 2
+        if mask.dim() != rows or not bool(((mask == 0) | (mask == 1)).all()):
+            shown = f"{mask.dtype} of shape {list(mask.shape)}"
+            raise ValueError(
+                f"items must hold {name} as booleans (or 0 and 1), one per token, got {shown}"
+                + ("" if mask.dim() != rows else " with other numbers")
+            )
+        return mask.bool()
+
+    # Facts.
+
+    def __len__(self) -> int:
+        """The number of items B."""
+        return len(self.sizes)
+
+    __iter__ = None  # neither items nor names are the obvious choice
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether fields per token are [B, N, ...]."""
+        return self._shape is not None
+
+    @property
+    def max_seqlen(self) -> int:
+        """The most tokens of an item, without asking a device."""
+        return max(targets for targets, _ in self.sizes)
+
+    @property
+    def device(self) -> torch.device:
+        """Device of :attr:`graph`."""
+        return self.graph.device
+
+    @property
+    def positions(self) -> Tensor:
+        """The items' own `positions` (or Hugging Face's `position_ids`), otherwise the graph's.
+
+        Those of the graph restart in every item: [N_total], padded [B, N].
+        """
+        for name in ("positions", "position_ids"):
+            if name in self._fields:
+                own: Tensor = self._fields[name]
+                return own
+        positions = self.graph.positions
+        return positions if self._shape is None else positions.view(len(self), -1)
+
+    # Fields.
+
+    def keys(self) -> KeysView[str]:
+        """The names of the fields."""
+        return self._fields.keys()
+
+    def items(self) -> ItemsView[str, Any]:
+        """The fields with their names."""
+        return self._fields.items()
+
+    def kind(self, name: str) -> Kind:
+        """Return the unit that a field has one entry for: "token", "source", "edge" or "item"."""
+        self[name]
+        return self._kinds[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._fields
+
+    def __getitem__(self, name: str) -> Any:
+        if not isinstance(name, str):
+            raise TypeError(
+                f"a TokenBatch is indexed by the name of a field, got {name!r}: "
+                "unpack(y) gives what belongs to each item"
+            )
+        if name not in self._fields:
+            raise KeyError(f"{name!r} is no field of this batch: it has {', '.join(self._fields)}")
+        return self._fields[name]
+
+    def __getattr__(self, name: str) -> Any:  # of what is no attribute
+        fields = self.__dict__.get("_fields", {})
+        if name in fields:
+            return fields[name]
+        raise AttributeError(
+            f"{name!r} is neither an attribute nor a field of this TokenBatch: "
+            f"its fields are {', '.join(fields)}"
+        )
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        own = name in TokenBatch.__annotations__ or hasattr(TokenBatch, name)
+        if name in self.__dict__.get("_fields", {}) and not own:
+            self._fields[name] = value  # augmentation in a training loop, say
+        else:
+            object.__setattr__(self, name, value)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *self._fields})
+
+    def __repr__(self) -> str:
+        graph = repr(self.graph).removeprefix("TokenGraph(").removesuffix(")")
+        facts = [f"{len(self)} items", graph.split(", structure=")[0]]
+        for name, value in self._fields.items():
+            shown = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            facts.append(f"{name}={shown}")
+        return f"TokenBatch({', '.join(facts)})"
+
+    # Back to items.
+
+    def unpack(self, y: Tensor, *, per: Kind = "token") -> list[Tensor]:
+        """Split a tensor over all tokens into those of every item, without padding.
+
+        Args:
+            y: values of tokens, [N_total, ...] (padded [B, N, ...]); of edges, [E_total, ...] in
+                the order of ``graph.edge_index``; or of items, [B, ...].
+            per: "token", "source", "edge" or "item". Edges of an item are those of its graph,
+                sorted by target, then source.
+
+        Returns:
+            Views, one per item: [N_b, ...], [E_b, ...] or [...].
+
+        Raises:
+            ValueError: if `y` has another number of rows.
+        """
+        as_choice("per", per, ("token", "source", "edge", "item"))
+        side = int(per == "source")
+        B = len(self)
+        if per in ("token", "source") and self._shape is not None:
+            shape = [B, self._shape[side]]
+        elif per == "item":
+            shape = [B]
+        else:
+            parts = self.edge_counts() if per == "edge" else [size[side] for size in self.sizes]
+            shape = [sum(parts)]
+        if not isinstance(y, Tensor) or list(y.shape[: len(shape)]) != shape:
+            got = list(y.shape) if isinstance(y, Tensor) else type(y).__name__
+            raise ValueError(
+                f"y must be a tensor of shape [{', '.join(map(str, shape))}, ...] with "
+                f"per={per!r}, got {got}"
+            )
+        if len(shape) == 2:
+            return [y[b, : size[side]] for b, size in enumerate(self.sizes)]
+        return list(y.unbind()) if per == "item" else list(y.split(parts))
+
+    def edge_counts(self) -> list[int]:
+        """How many edges every item has; on a GPU this waits for the device."""
+        begin = self.first_tokens()[:, 1]
+        end = torch.tensor([self.graph.num_targets], device=self.device)
+        counts: list[int] = self.graph.rowptr[torch.cat([begin, end])].diff().tolist()
+        return counts
+
+    def first_tokens(self) -> Tensor:
+        """LongTensor [B, 2]: where the sources and the targets of every item begin in `graph`."""
+        sizes = [self._shape] * len(self) if self._shape is not None else self.sizes
+        rows = torch.tensor([(0, 0), *sizes], dtype=torch.int64).cumsum(0)[:-1]
+        return rows.flip(1).to(self.device)
+
+    def to_pyg(self) -> Batch:
+        """PyG's ``Batch`` of the items, each a ``Data`` with its edges and fields.
+
+        What :func:`~graphattn.collate` was given comes back from ``batch.to_pyg().to_data_list()``:
+        edges sorted by target, then source, and what belongs to them in that order; numbers as
+        tensors; padding left out.
+
+        Raises:
+            ValueError: if targets and sources are different tokens: a Data has one kind of nodes.
+
+        Example:
+            >>> import torch, graphattn as ga
+            >>> path = torch.tensor([[0, 1], [1, 0]])
+            >>> items = [{"x": torch.ones(n, 4), "graph": ga.causal_graph(n)} for n in (2, 3)]
+            >>> ga.collate(items).to_pyg()
+            DataBatch(x=[5, 4], edge_index=[2, 9], num_nodes=5, batch=[5], ptr=[3])
+        """
+        columns = {name: self.values_of_items(name) for name in self.keys()}
+        rows = self.first_tokens()
+        edges = self.unpack(self.graph.edge_index.T, per="edge")
+        return pyg_batch_of_items(
+            self.sizes,
+            [(own - first).T.contiguous() for own, first in zip(edges, rows, strict=True)],
+            [{name: values[b] for name, values in columns.items()} for b in range(len(self))],
+        )
+
+    def values_of_items(self, name: str) -> list[Any]:
+        """The entry of every item in a field, with the shape that it had there."""
+        value, kind = self[name], self._kinds[name]
+        if kind != "item":
+            return self.unpack(value, per=kind)
+        if name in self._had_batch_dimension:
+            return list(value.split(1))
+        return list(value)
+
+    # Devices.
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> TokenBatch:
+        """Return this batch on another device, graph and lists of tensors included."""
+        device = torch.empty(0, device=device).device
+        return self._with_tensors(
+            lambda x: x.to(device, non_blocking=non_blocking),
+            self.graph.to(device, non_blocking=non_blocking),
+        )
+
+    def cuda(self, device: torch.device | str = "cuda", non_blocking: bool = False) -> TokenBatch:
+        """Return this batch on a GPU."""
+        return self.to(device, non_blocking)
+
+    def cpu(self) -> TokenBatch:
+        """Return this batch in main memory."""
+        return self.to("cpu")
+
+    def pin_memory(self) -> TokenBatch:
+        """A copy in page-locked memory: what ``DataLoader(pin_memory=True)`` calls."""
+        return self._with_tensors(Tensor.pin_memory, self.graph.pin_memory())
+
+    def _with_tensors(self, change: Callable[[Tensor], Tensor], graph: TokenGraph) -> TokenBatch:
+        changed = object.__new__(type(self))
+        for name, value in vars(self).items():
+            vars(changed)[name] = graph if name == "graph" else _changed(value, change)
+        return changed
+
+
+def _changed(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """`value` with every tensor in it changed; what holds none is itself."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if type(value) is dict:
+        return {name: _changed(entry, change) for name, entry in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_changed(entry, change) for entry in value)
+    return value
+
+
+# As of a graph: `torch.load(path, weights_only=True)` may read it.
+torch.serialization.add_safe_globals([TokenBatch])

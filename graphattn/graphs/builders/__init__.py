@@ -1,0 +1,1 @@
+"""Builders of token graphs, one file per family."""

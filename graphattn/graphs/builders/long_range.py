@@ -1,0 +1,107 @@
+"""Windows with global and random tokens: Longformer and BigBird."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphattn.graphs.arguments import as_int
+from graphattn.graphs.structures.composites import RandomSources, union_of
+from graphattn.graphs.structures.structure import Band, GlobalTokens, GraphStructure
+from graphattn.graphs.token_graph import TokenGraph
+
+
+def longformer_graph(
+    num_tokens: int, window: int, global_tokens: Iterable[int], *, dilation: int = 1
+) -> TokenGraph:
+    """A (dilated) window on each side, and global tokens that see and are seen by all.
+
+    The pattern of Longformer (Beltagy et al., 2020). Every token sees itself.
+
+    Args:
+        num_tokens: N.
+        window: hops on each side, >= 1 (a "Longformer window of 512" is 256 on each side).
+        global_tokens: indices of the global tokens, such as ``[0]``; may be empty.
+        dilation: distance between two hops in tokens, >= 1.
+
+    Raises:
+        ValueError: if a size is too small or a global token is not a token.
+
+    Example:
+        >>> import graphattn as ga
+        >>> ga.longformer_graph(5, window=1, global_tokens=[0]).to_mask().int()
+        tensor([[1, 1, 1, 1, 1],
+                [1, 1, 1, 0, 0],
+                [1, 1, 1, 1, 0],
+                [1, 0, 1, 1, 1],
+                [1, 0, 0, 1, 1]], dtype=torch.int32)
+    """
+    return TokenGraph(
+        structure=union_of(_window_and_hubs(num_tokens, window, global_tokens, dilation))
+    )
+
+
+def bigbird_graph(
+    num_tokens: int, window: int, num_random: int, global_tokens: Iterable[int], seed: int
+) -> TokenGraph:
+    """Longformer's pattern, and `num_random` random sources more for every token.
+
+    The pattern of BigBird (Zaheer et al., 2020), token by token instead of by blocks. The random
+    sources of a token are drawn without replacement among those it does not see otherwise; they
+    depend on `seed` alone.
+
+    Args:
+        num_tokens: N.
+        window: tokens on each side, >= 1.
+        num_random: random sources per token, >= 0 (fewer where fewer are left).
+        global_tokens: indices of the global tokens; may be empty.
+        seed: seed of the draw, >= 0.
+
+    Raises:
+        ValueError: if a size is too small or a global token is not a token.
+
+    Example:
+        >>> import graphattn as ga
+        >>> ga.bigbird_graph(100, window=2, num_random=3, global_tokens=[0], seed=0).in_degree()[50]
+        tensor(9)
+    """
+    parts = _window_and_hubs(num_tokens, window, global_tokens, 1)
+    num_random, seed = as_int("num_random", num_random, 0), as_int("seed", seed, 0)
+    num_random = min(num_random, parts[0].num_targets)
+    if num_random:
+        parts = [*parts, RandomSources(union_of(parts), num_random, seed)]
+    return TokenGraph(structure=union_of(parts))
+
+
+def _window_and_hubs(
+    num_tokens: int, window: int, global_tokens: Iterable[int], dilation: int
+) -> list[GraphStructure]:
+    """The parts, global tokens first: an edge both have belongs to them."""
+    num_tokens, window = as_int("num_tokens", num_tokens, 0), as_int("window", window, 1)
+    dilation = as_int("dilation", dilation, 1)
+    band = Band(num_tokens, window, window, dilation)
+    tokens = _as_tokens(global_tokens, num_tokens)
+    return [GlobalTokens(num_tokens, tokens), band] if tokens else [band]
+
+
+def _as_tokens(global_tokens: Any, num_tokens: int) -> tuple[int, ...]:
+    if isinstance(global_tokens, Tensor) and not global_tokens.dtype.is_floating_point:
+        if global_tokens.dtype == torch.bool:
+            raise ValueError(
+                "global_tokens must be token indices (mask.nonzero().flatten()), "
+                f"got the mask {global_tokens.tolist()}"
+            )
+        global_tokens = global_tokens.tolist()
+    try:
+        tokens = sorted({as_int("global_tokens", token, 0) for token in global_tokens})
+    except TypeError:
+        raise ValueError(
+            f"global_tokens must be token indices such as [0] or range(2), got {global_tokens!r}"
+        ) from None
+    if tokens and tokens[-1] >= num_tokens:
+        allowed = f"among 0 .. {num_tokens - 1}" if num_tokens else "empty without tokens"
+        raise ValueError(f"global_tokens must be {allowed}, got {tokens[-1]}")
+    return tuple(tokens)

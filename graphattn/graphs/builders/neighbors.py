@@ -1,0 +1,260 @@
+"""Graphs from coordinates or features: nearest neighbours and radius."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from graphattn.graphs.arguments import as_float, as_int, as_points
+from graphattn.graphs.batches.batch_vectors import BatchVector, Sizes, pair_sizes, part_sizes
+from graphattn.graphs.edges.lists import edges_of_rows
+from graphattn.graphs.search.distances import (
+    TILE,
+    exact_squared_distances,
+    nearest_pairs,
+    place_self,
+    rounded_distances,
+    with_rounding,
+)
+from graphattn.graphs.search.kd_tree import is_for_trees, nearest_by_tree, pairs_by_tree
+from graphattn.graphs.search.nearest_neighbors import nearest_in_items, nearest_index
+from graphattn.graphs.token_graph import TokenGraph
+from graphattn.kernels.cpu.neighbors import edges_within, has_nearest, nearest
+from graphattn.kernels.shared.launch import is_transformed, untraced
+
+
+def knn_graph(
+    x: Tensor,
+    k: int,
+    *,
+    source: Tensor | None = None,
+    within: TokenGraph | Tensor | None = None,
+    self_loops: bool = False,
+    backend: str = "auto",
+    batch: BatchVector | None = None,
+) -> TokenGraph:
+    """Every token sees its `k` nearest sources; see :func:`~graphattn.knn` for the rules.
+
+    The graph is generally not symmetric. It is causal where `within` is. It is held as a table
+    (:attr:`TokenGraph.neighbors`), so that a model on a GPU may build it anew from features in
+    every forward pass without waiting for the device. No gradient flows through the choice.
+
+    Items of a batch are searched each by itself, and give one packed graph, as of
+    :func:`~graphattn.batch`; tokens of an item with fewer than `k` others see them all, as in PyG.
+    (A batch vector is read on the host. On a GPU ``within=`` a :func:`~graphattn.batch` of complete
+    graphs, made once, finds the same without waiting.)
+
+    Args:
+        x: tokens that look, [N, C]: coordinates or features; [B, N, C] for B items of one length.
+        k: sources per token.
+        source: tokens that are looked at, [M, C] (or [B, M, C]); `x` itself if None.
+        within: only edges of this graph are candidates.
+        self_loops: whether a token counts as its own first neighbour (``source=None`` only).
+        backend: "auto", "reference" or "triton", as in :func:`~graphattn.knn`.
+        batch: the item that every token belongs to, [N] in ascending order, as PyG has it; with
+            `source` a pair (of the targets [N], of the sources [M]).
+
+    Raises:
+        ValueError: as :func:`~graphattn.knn`; if `batch` is not in ascending order, or is given
+            beside `within`, which says by itself what may be seen.
+
+    Example:
+        >>> import torch, graphattn as ga
+        >>> graph = ga.knn_graph(torch.tensor([[0.0], [1.0], [3.0]]), k=1)
+        >>> graph.edge_index
+        tensor([[1, 0, 1],
+                [0, 1, 2]])
+        >>> graph.neighbors
+        tensor([[1],
+                [0],
+                [1]])
+        >>> points = torch.tensor([[0.0], [1.0], [1.1], [5.0]])  # of two clouds
+        >>> ga.knn_graph(points, k=1, batch=torch.tensor([0, 0, 1, 1])).edge_index
+        tensor([[1, 0, 3, 2],
+                [0, 1, 2, 3]])
+    """
+    if batch is not None or (isinstance(x, Tensor) and x.dim() == 3):
+        if within is not None:
+            raise ValueError(
+                "within must be None where x holds several items (batch=, or x of shape "
+                f"[B, N, C]), got a {type(within).__name__}: give one [N, C] and as within a "
+                "graphattn.batch of one graph per item"
+            )
+        x, source, sizes = _items(x, source, batch)
+        index = nearest_in_items(x, k, source, sizes, self_loops, backend)
+        return TokenGraph(
+            neighbors=_ascending(index),
+            num_targets=len(x),
+            num_sources=len(x if source is None else source),
+            sizes=sizes,
+        )
+    index = nearest_index(
+        x, k, source=source, within=within, self_loops=self_loops, backend=backend
+    )
+    base = within if isinstance(within, TokenGraph) else None
+    return TokenGraph(
+        neighbors=_ascending(index),
+        num_targets=len(x),
+        num_sources=len(x if source is None else source),
+        sizes=None if base is None else base.sizes,
+        starts=None if base is None else base.starts,
+        positions=None if base is None else base.own_positions,
+        is_causal=base is not None and base.is_causal,
+        has_causal_part=base is not None and base.has_causal_part,
+    )
+
+
+def _ascending(index: Tensor) -> Tensor:
+    """Every row of a table sorted; numpy takes a fifth of the time for rows as short as these."""
+    if index.device.type != "cpu" or torch.compiler.is_compiling() or is_transformed():
+        return index.sort(dim=1).values
+    return torch.from_numpy(np.sort(index.numpy(), axis=1))
+
+
+def radius_graph(
+    positions: Tensor,
+    radius: float,
+    *,
+    max_neighbors: int | None = None,
+    self_loops: bool = False,
+    batch: Tensor | None = None,
+) -> TokenGraph:
+    """Every token sees the tokens at Euclidean distance <= `radius`.
+
+    With `max_neighbors` only the nearest are kept (equal distances: the smaller index), so the
+    graph can then be one-sided. Tokens holding NaN or infinity have no edges. Items of a batch do
+    not see each other, and give one packed graph, as of :func:`~graphattn.batch`.
+
+    Args:
+        positions: coordinates, [N, C]; [B, N, C] for B items of one length.
+        radius: in the unit of `positions`, >= 0.
+        max_neighbors: at most so many sources per token, >= 1; all if None.
+        self_loops: whether a token sees itself (it then counts as one neighbour, the first).
+        batch: the item that every token belongs to, [N] in ascending order, as PyG has it.
+
+    Raises:
+        ValueError: if an argument is outside its range, or `batch` is not in ascending order.
+
+    Example:
+        >>> import torch, graphattn as ga
+        >>> ga.radius_graph(torch.tensor([[0.0], [1.0], [3.0]]), radius=1.0).edge_index
+        tensor([[1, 0],
+                [0, 1]])
+    """
+    sizes: Sizes | None = None
+    if batch is not None or (isinstance(positions, Tensor) and positions.dim() == 3):
+        positions, _, sizes = _items(positions, None, batch, name="positions")
+    positions = as_points("positions", positions).detach()
+    radius = as_float("radius", radius, positive=False)
+    if max_neighbors is not None:
+        max_neighbors = as_int("max_neighbors", max_neighbors, 1)
+    points = positions.to(torch.promote_types(positions.dtype, torch.float32))
+    N, first = len(points), 0
+    pieces = [torch.empty((2, 0), dtype=torch.int64, device=points.device)]
+    for size in [N] if sizes is None else [targets for targets, _ in sizes]:
+        item = points[first : first + size]
+        pieces += [
+            piece + first for piece in _pairs_within(item, radius, max_neighbors, bool(self_loops))
+        ]
+        first += size
+    return TokenGraph(
+        edge_index=torch.cat(pieces, dim=1), num_targets=N, num_sources=N, sizes=sizes
+    )
+
+
+def _pairs_within(
+    points: Tensor, radius: float, max_neighbors: int | None, self_loops: bool
+) -> list[Tensor]:
+    """Pieces [2, n] of the sorted edges between points at distance <= radius."""
+    reach = float(points.new_tensor(radius))  # 0.1 means the 0.1 of the coordinates' own dtype
+    N = len(points)
+    if has_nearest(points) and N > 1:
+        if max_neighbors is None:
+            return [untraced(edges_within)(points, reach, self_loops)]
+        k = min(max_neighbors, N - (not self_loops))
+        return [edges_of_rows(untraced(nearest)(points, points, k, True, self_loops, reach))]
+    if max_neighbors is None and is_for_trees(points, points):
+        pairs = untraced(pairs_by_tree)(points, reach)
+        if pairs is not None:
+            squared = exact_squared_distances(points, points, *pairs)
+            inside = pairs[:, squared <= reach * reach]
+            return [_sorted_both_ways(inside, points, self_loops)]
+    elif max_neighbors is not None:
+        k = min(max_neighbors, N - (not self_loops))
+        if is_for_trees(points, points, k):
+            found = untraced(nearest_by_tree)(points, points, k, True, self_loops, reach)
+            if found is not None and not len(found[1]):
+                return [edges_of_rows(found[0])]
+    return _pairs_within_by_differences(points, reach, max_neighbors, self_loops)
+
+
+def _sorted_both_ways(pairs: Tensor, points: Tensor, self_loops: bool) -> Tensor:
+    """Edges [2, E] by target, then source, of pairs [2, P] that see each other."""
+    N = len(points)
+    keys = [pairs[0] * N + pairs[1], pairs[1] * N + pairs[0]]
+    if self_loops:
+        keys.append(points.isfinite().all(dim=1).nonzero()[:, 0] * (N + 1))
+    key = torch.cat(keys)
+    if torch.iinfo(torch.int32).max >= N * N:  # sorted in half the time
+        key = key.int()
+    key = key.sort().values.long()
+    target = key.div(N, rounding_mode="floor")
+    return torch.stack([key - target * N, target])
+
+
+def _pairs_within_by_differences(
+    points: Tensor, reach: float, max_neighbors: int | None, self_loops: bool
+) -> list[Tensor]:
+    """List pairs within a radius from the distances of all pairs, a tile of rows at a time."""
+    N, pieces = len(points), []
+    largest = points.nan_to_num(nan=0, posinf=0, neginf=0).abs().sum(dim=1).max() if N else 0
+    if largest > torch.finfo(points.dtype).max ** 0.5 / 2:  # rounded distances would overflow
+        points = points.double()
+    rows = max(1, TILE // max(N, 1))
+    for start in range(0, N, rows):
+        tile = points[start : start + rows]
+        near = rounded_distances(tile, points) <= with_rounding(reach, points)
+        row, source = near.nonzero().T
+        squared = exact_squared_distances(tile, points, row, source)
+        squared.masked_fill_(squared > reach * reach, torch.inf)
+        place_self(squared, row + start == source, self_loops)
+        if max_neighbors is None:
+            inside = squared < torch.inf
+            pieces.append(torch.stack([source[inside], row[inside] + start]))
+        else:
+            index = nearest_pairs(row, source, squared, len(tile), min(max_neighbors, N))
+            pieces.append(edges_of_rows(index, start))
+    return pieces
+
+
+def _items(
+    x: Tensor, source: Tensor | None, batch: BatchVector | None, *, name: str = "x"
+) -> tuple[Tensor, Tensor | None, Sizes]:
+    """Tokens [N, C] of all items, the sources likewise, and how many of both every item has."""
+    if isinstance(x, Tensor) and x.dim() == 3:
+        if batch is not None:
+            raise ValueError(
+                f"batch must be None where {name} has shape [B, N, C], whose first dimension says "
+                f"the items, got both ({name} of shape {list(x.shape)})"
+            )
+        sources = x if source is None else source
+        if not isinstance(sources, Tensor) or sources.dim() != 3 or len(sources) != len(x):
+            got = list(sources.shape) if isinstance(sources, Tensor) else type(sources).__name__
+            raise ValueError(
+                f"source must have shape [{len(x)}, M, C] where {name} has {list(x.shape)}, "
+                f"got {got}"
+            )
+        sizes = ((x.shape[1], sources.shape[1]),) * len(x)
+        x = as_points(name, x.flatten(0, 1))
+        return x, None if source is None else as_points("source", source.flatten(0, 1)), sizes
+    x = as_points(name, x)
+    if source is None:
+        return x, None, tuple((size, size) for size in part_sizes("batch", batch, len(x)))
+    source = as_points("source", source)
+    if not isinstance(batch, tuple | list):
+        raise ValueError(
+            f"batch must be a pair (targets [{len(x)}], sources [{len(source)}]) with source=, "
+            f"got {type(batch).__name__}"
+        )
+    return x, source, pair_sizes(batch, len(x), len(source))

@@ -1,0 +1,1 @@
+"""Conversions between token graphs and the types of other libraries."""

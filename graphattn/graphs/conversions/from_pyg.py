@@ -1,0 +1,237 @@
+"""Graphs from PyTorch Geometric's own types. (The way back: ``TokenGraph.to_pyg``.)"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any, Literal, overload
+
+import torch
+from torch import Tensor
+
+from graphattn.graphs.arguments import as_edge_type
+from graphattn.graphs.batches.batch_vectors import with_borders
+from graphattn.graphs.conversions.from_libraries import from_edge_index
+from graphattn.graphs.token_graph import TokenGraph
+
+EdgeType = tuple[str, str, str]
+
+
+@overload
+def from_pyg(data: Any, edge_type: EdgeType | None = None) -> TokenGraph: ...
+
+
+@overload
+def from_pyg(
+    data: Any, edge_type: EdgeType | None = None, *, return_edge_attr: Literal[True]
+) -> tuple[TokenGraph, Tensor]: ...
+
+
+@overload
+def from_pyg(
+    data: Any, edge_type: EdgeType | None = None, *, return_edge_weight: Literal[True]
+) -> tuple[TokenGraph, Tensor]: ...
+
+
+@overload
+def from_pyg(
+    data: Any, edge_type: EdgeType | None = None, *, return_permutation: Literal[True]
+) -> tuple[TokenGraph, Tensor]: ...
+
+
+@overload
+def from_pyg(
+    data: Any,
+    edge_type: EdgeType | None = None,
+    *,
+    return_edge_attr: bool = ...,
+    return_edge_weight: bool = ...,
+    return_permutation: bool = ...,
+) -> Any: ...
+
+
+def from_pyg(
+    data: Any,
+    edge_type: EdgeType | None = None,
+    *,
+    return_edge_attr: bool = False,
+    return_edge_weight: bool = False,
+    return_permutation: bool = False,
+) -> Any:
+    """A graph of a PyG ``Data``, ``EdgeIndex``, or of one edge type of a ``HeteroData``.
+
+    Sizes are read from it: a Data's ``num_nodes``, an EdgeIndex's ``sparse_size``. In a PyG
+    ``Batch`` positions restart in every graph, as in :func:`batch`.
+
+    A graph sorts its edges, so what belongs to edges has to follow. Each `return_...` adds one
+    item to what comes back, in the order below; ``edge_attr`` or ``edge_weight`` that are there
+    and not asked for give a warning (not with `return_permutation`, which lets them follow by
+    hand).
+
+    Args:
+        data: a Data, Batch, EdgeIndex or HeteroData.
+        edge_type: (source node type, relation, target node type) of a HeteroData; may be left out
+            where it has one only.
+        return_edge_attr: also return its ``edge_attr`` [E, ...] in the order of
+            ``graph.edge_index``.
+        return_edge_weight: also return its ``edge_weight`` [E] in that order.
+        return_permutation: also return the LongTensor [E] with
+            ``graph.edge_index == data.edge_index[:, permutation]``.
+
+    Raises:
+        ValueError: if it has no edges, does not know its numbers of nodes, the edge type is
+            missing or unknown, or it lacks what is to be returned.
+
+    Example:
+        >>> import torch, graphattn as ga
+        >>> from torch_geometric.data import Data, HeteroData
+        >>> edge_index = torch.tensor([[0, 1], [1, 2]])
+        >>> ga.from_pyg(Data(edge_index=edge_index, num_nodes=4))
+        TokenGraph(num_tokens=4, num_edges=2)
+        >>> bonds = Data(edge_index=edge_index.flip(1), num_nodes=4)
+        >>> bonds.edge_attr = torch.tensor([12, 1])
+        >>> graph, edge_attr = ga.from_pyg(bonds, return_edge_attr=True)
+        >>> edge_attr  # of the edges 0 -> 1 and 1 -> 2
+        tensor([ 1, 12])
+        >>> tracks = HeteroData()
+        >>> tracks["dna"].num_nodes, tracks["protein"].num_nodes = 6, 3
+        >>> tracks["dna", "read_by", "protein"].edge_index = edge_index
+        >>> ga.from_pyg(tracks, ("dna", "read_by", "protein"))
+        TokenGraph(num_targets=3, num_sources=6, num_edges=2)
+    """
+    if hasattr(data, "edge_types"):  # a HeteroData
+        edge_type = _edge_type_of(data, edge_type)
+        store, name = data[edge_type], f"data[{edge_type}]"
+        graph, permutation = _from_hetero(data, edge_type)
+    elif edge_type is not None:
+        raise ValueError(
+            f"edge_type is for a HeteroData, got {edge_type!r} with a {type(data).__name__}"
+        )
+    else:
+        store, name = data, "data"
+        graph, permutation = _from_homogeneous(data)
+    found: list[Any] = [graph]
+    left = []
+    wanted = {"edge_attr": return_edge_attr, "edge_weight": return_edge_weight}
+    for key, is_wanted in wanted.items():
+        value = getattr(store, key, None)
+        if is_wanted:
+            found.append(_in_order(value, permutation, f"return_{key}", f"{name}.{key}"))
+        elif value is not None and not return_permutation:
+            left.append(key)
+    if left:
+        warnings.warn(
+            f"from_pyg leaves {name}.{f' and {name}.'.join(left)} behind: "
+            f"{', '.join(f'return_{key}=True' for key in left)} returns what belongs to edges "
+            "in the order of the graph, return_permutation=True how they were sorted",
+            stacklevel=2,
+        )
+    if return_permutation:
+        found.append(permutation)
+    return tuple(found) if len(found) > 1 else graph
+
+
+def _in_order(value: Any, permutation: Tensor, argument: str, name: str) -> Tensor:
+    """Values of edges in the order of the graph."""
+    count = len(permutation)
+    if not isinstance(value, Tensor) or value.dim() == 0 or len(value) != count:
+        got = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+        raise ValueError(
+            f"{argument}=True needs {name}, a tensor with one entry for each of {count} edges, "
+            f"got {got}"
+        )
+    return value[permutation.to(value.device)]
+
+
+def _from_homogeneous(data: Any) -> tuple[TokenGraph, Tensor]:
+    """The graph of a Data or EdgeIndex, and the permutation that sorted its edges."""
+    if isinstance(data, Tensor) and hasattr(data, "sparse_size"):  # an EdgeIndex
+        num_sources, num_targets = data.sparse_size()
+        if num_sources is None or num_targets is None:
+            raise ValueError(
+                "data is an EdgeIndex that does not know its sparse_size: "
+                "use from_edge_index(edge_index, num_targets, num_sources)"
+            )
+        return from_edge_index(data, num_targets, num_sources, return_permutation=True)
+    edge_index = getattr(data, "edge_index", None)
+    if edge_index is None:
+        raise ValueError(
+            "data must be a PyG Data with an edge_index, an EdgeIndex or a HeteroData, "
+            f"got {type(data).__name__}"
+        )
+    num_nodes = _num_nodes(data, "data")
+    graph, permutation = from_edge_index(edge_index, num_nodes, return_permutation=True)
+    return _with_borders(graph, data, data), permutation
+
+
+def _edge_type_of(data: Any, edge_type: EdgeType | None) -> EdgeType:
+    if edge_type is None:
+        if len(data.edge_types) != 1:
+            raise ValueError(
+                f"edge_type must say which of the edge types {data.edge_types} is meant"
+            )
+        edge_type = data.edge_types[0]
+    if as_edge_type(edge_type) not in data.edge_types:
+        raise ValueError(f"edge_type must be one of {data.edge_types}, got {edge_type}")
+    return edge_type
+
+
+def _from_hetero(data: Any, edge_type: EdgeType) -> tuple[TokenGraph, Tensor]:
+    """The graph of one edge type, and the permutation that sorted its edges."""
+    source, _, target = edge_type
+    num_targets = _num_nodes(data[target], f"data[{target!r}]")
+    num_sources = _num_nodes(data[source], f"data[{source!r}]")
+    edge_index = getattr(data[edge_type], "edge_index", None)
+    if edge_index is None:
+        raise ValueError(f"data[{edge_type}] must have an edge_index, it has {data[edge_type]}")
+    graph, permutation = from_edge_index(
+        edge_index, num_targets, num_sources, return_permutation=True
+    )
+    return _with_borders(graph, data[target], data[source]), permutation
+
+
+def _num_nodes(store: Any, name: str) -> int:
+    """The number of nodes that a Data or a node store tells by itself."""
+    if not any(key in store for key in ("num_nodes", "x", "pos")):
+        # PyG would guess from the largest index and lose isolated tokens at the end.
+        raise ValueError(f"{name} must have num_nodes (or x, or pos): edges do not tell it")
+    return store.num_nodes
+
+
+def _with_borders(graph: TokenGraph, targets: Any, sources: Any) -> TokenGraph:
+    """The graph with the borders that a PyG Batch draws: positions restart there."""
+    of_targets = _sizes_in_batch(targets, graph.num_targets)
+    of_sources = _sizes_in_batch(sources, graph.num_sources)
+    if of_targets is None and of_sources is None:
+        return graph
+    if of_targets is None or of_sources is None or len(of_targets) != len(of_sources):
+        parts = ["none" if sizes is None else len(sizes) for sizes in (of_targets, of_sources)]
+        raise ValueError(
+            "data must be batched alike in targets and sources, got parts: "
+            f"{parts[0]} and {parts[1]}"
+        )
+    sizes = tuple(zip(of_targets.tolist(), of_sources.tolist(), strict=True))
+    return with_borders(graph, sizes, "data")
+
+
+def _sizes_in_batch(store: Any, num_nodes: int) -> Tensor | None:
+    """How many nodes every part of a Batch has, [parts]; None for what is no Batch.
+
+    From `batch` where it is there: PyG's subgraph keeps that up to date, and not `ptr`.
+    """
+    ptr, batch = (getattr(store, name, None) for name in ("ptr", "batch"))
+    if ptr is None:
+        return None
+    if not isinstance(ptr, Tensor) or ptr.dim() != 1 or len(ptr) == 0 or ptr.is_floating_point():
+        raise ValueError(f"ptr of data must be an integer tensor [parts + 1], got {ptr}")
+    if isinstance(batch, Tensor):
+        if batch.shape != (num_nodes,) or (batch.diff() < 0).any():
+            raise ValueError(
+                f"batch of data must hold {num_nodes} parts in ascending order, got {batch}"
+            )
+        return torch.bincount(batch, minlength=len(ptr) - 1)
+    sizes = ptr.diff()
+    if int(ptr[0]) != 0 or int(ptr[-1]) != num_nodes or (sizes < 0).any():
+        raise ValueError(
+            f"ptr of data must ascend from 0 to the number of nodes, {num_nodes}, got {ptr}"
+        )
+    return sizes

@@ -1,0 +1,1 @@
+"""Search for nearest neighbours, exact on every device."""

@@ -1,0 +1,317 @@
+"""Exact nearest-neighbour search."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from graphattn.graphs.arguments import as_choice, as_int, as_points
+from graphattn.graphs.search.all_pairs import nearest_by_pairs
+from graphattn.graphs.search.distances import (
+    IN_ORDER,
+    PAIRS,
+    exact_squared_distances,
+    nearest_pairs,
+    place_self,
+)
+from graphattn.graphs.search.kd_tree import is_for_trees, nearest_by_tree
+from graphattn.graphs.structures.bands import band_schedule_of, bands_of, has_bands
+from graphattn.graphs.structures.composites import Parts
+from graphattn.graphs.structures.structure import Complete, GraphStructure
+from graphattn.graphs.token_graph import TokenGraph, as_token_graph
+from graphattn.kernels.cpu.neighbors import has_nearest, has_neighbors, nearest, squared_distances
+from graphattn.kernels.shared.launch import is_transformed, untraced, why_not_on
+
+BACKENDS = ("auto", "reference", "triton")
+# What the kernels take.
+MOST = 256  # neighbours of a token
+
+
+def knn(
+    x: Tensor,
+    k: int,
+    *,
+    source: Tensor | None = None,
+    within: TokenGraph | Tensor | None = None,
+    self_loops: bool = False,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """The `k` nearest sources of every token, by squared Euclidean distance.
+
+    Squared distances come from coordinate differences in float64, never from
+    ``|a|^2 + |b|^2 - 2 a.b``, so a common offset costs no accuracy. Neighbours stand in order of
+    distance, equal distances in order of index. Tokens holding NaN or infinity are never neighbours
+    and have none. The search itself is not differentiable; the returned distances are.
+
+    Args:
+        x: tokens that look, [N, C]; half precision is searched in float32.
+        k: neighbours per token, 1 <= k <= number of possible sources.
+        source: tokens that are looked at, [M, C]; the tokens `x` themselves if None.
+        within: only edges of this graph are candidates (a TokenGraph, or an edge_index [2, E]).
+            A token with fewer than k candidates keeps them all.
+        self_loops: with ``source=None``, whether a token may be its own neighbour; it then comes
+            first and counts as one of the k.
+        backend: "reference" (torch), "triton" (fused kernels, which neither store distances nor
+            make the host wait for the device), or "auto": kernels on a GPU where they take the
+            case. They take float32 and half precision, k up to 256, and as `within` windows,
+            blocks, causal and complete graphs and batches of them. Both find the same neighbours,
+            except that distances which agree in all but the last bits of float64 may come in either
+            order, and at the k-th place either may be chosen.
+
+    Returns:
+        ``(index, squared_distance)``, both [N, k]; -1 and infinity where there are fewer than k.
+
+    Raises:
+        ValueError: if shapes, dtypes or devices disagree, k is not in the range above, or a backend
+            is asked for that cannot run the case.
+
+    Example:
+        >>> import torch, graphattn as ga
+        >>> index, squared_distance = ga.knn(torch.tensor([[0.0], [1.0], [3.0], [3.5]]), k=2)
+        >>> index
+        tensor([[1, 2],
+                [0, 2],
+                [3, 1],
+                [2, 1]])
+        >>> squared_distance[0]
+        tensor([1., 9.])
+    """
+    index = nearest_index(x, k, source, within, self_loops, backend)
+    return index, _squared_distances(x, x if source is None else source, index).to(x.dtype)
+
+
+def nearest_index(
+    x: Tensor,
+    k: int,
+    source: Tensor | None = None,
+    within: TokenGraph | Tensor | None = None,
+    self_loops: bool = False,
+    backend: str = "auto",
+) -> Tensor:
+    """The first of what :func:`knn` returns: sources in order of distance, int64 [N, k]."""
+    search = _checked(x, k, source, within, bool(self_loops))
+    as_choice("backend", backend, BACKENDS)
+    if backend == "triton" or (backend == "auto" and x.device.type == "cuda"):
+        reason = _why_no_kernels(search)
+        if reason is None:
+            return untraced(_nearest_by_kernels)(search)
+        if backend == "triton":
+            raise ValueError(f"backend 'triton' cannot run this case: {reason}")
+    if search.within is None:
+        return nearest_of_all(*search.points, search.k, search.to_self, search.self_loops)
+    return _nearest_in_graph(
+        *search.points, search.k, search.within, search.to_self, search.self_loops
+    )
+
+
+def nearest_in_items(
+    x: Tensor,
+    k: int,
+    source: Tensor | None,
+    sizes: Sequence[tuple[int, int]],
+    self_loops: bool,
+    backend: str,
+) -> Tensor:
+    """:func:`nearest_index` in every item of a batch by itself, int64 [N, at most k].
+
+    `sizes` are the (targets, sources) of the items. Where an item has fewer than k possible
+    sources, its tokens find them all, and -1 stands for the rest.
+    """
+    k, sources = as_int("k", k, 1), x if source is None else source
+    as_choice("backend", backend, BACKENDS)
+    to_self = source is None
+    if self_loops and not to_self:
+        raise ValueError("self_loops=True needs source=None: other sources are other tokens")
+    possible = [max(count - int(to_self and not self_loops), 0) for _, count in sizes]
+    k = max(min(k, max(possible, default=0)), 1)
+    if max(possible, default=0) > 0 and (
+        backend == "triton" or (backend == "auto" and x.device.type == "cuda")
+    ):  # one search for all
+        parts = tuple(Complete(*pair) for pair in sizes)
+        within = TokenGraph(structure=Parts(parts), device=x.device)
+        search = _checked(x, k, source, within, bool(self_loops))
+        if backend == "triton" or _why_no_kernels(search) is None:
+            return nearest_index(x, k, source, within, self_loops, backend)
+    index = torch.full((len(x), k), -1, dtype=torch.int64, device=x.device)
+    t = s = 0
+    for (num_targets, num_sources), most in zip(sizes, possible, strict=True):
+        if num_targets and most:
+            own = sources[s : s + num_sources]
+            found = nearest_index(
+                x[t : t + num_targets],
+                min(k, most),
+                None if to_self else own,
+                self_loops=self_loops,
+                backend=backend,
+            )
+            index[t : t + num_targets, : found.shape[1]] = found.where(found < 0, found + s)
+        t, s = t + num_targets, s + num_sources
+    return index
+
+
+class _Search(NamedTuple):
+    """Checked arguments of a search."""
+
+    tokens: tuple[Tensor, Tensor]  # targets [N, C] and sources [M, C]
+    k: int
+    within: TokenGraph | None
+    to_self: bool  # targets are the sources
+    self_loops: bool
+
+    @property
+    def points(self) -> tuple[Tensor, Tensor]:
+        """Targets and sources as they are searched: in float32 or float64, without gradients."""
+        wide = torch.promote_types(self.tokens[0].dtype, torch.float32)
+        x, source = self.tokens
+        points = x.detach().to(wide)
+        return points, points if self.to_self else source.detach().to(wide)
+
+
+def _checked(
+    x: Tensor,
+    k: int,
+    source: Tensor | None,
+    within: TokenGraph | Tensor | None,
+    self_loops: bool,
+) -> _Search:
+    x, k = as_points("x", x), as_int("k", k, 1)
+    to_self = source is None
+    sources = x if source is None else as_points("source", source)
+    if sources.shape[1] != x.shape[1]:
+        raise ValueError(
+            f"source must have as many coordinates as x ({x.shape[1]}), got {sources.shape[1]}"
+        )
+    if sources.dtype != x.dtype or sources.device != x.device:
+        raise ValueError(
+            f"source must have the dtype and device of x ({x.dtype}, {x.device}), "
+            f"got {sources.dtype}, {sources.device}"
+        )
+    if self_loops and not to_self:
+        raise ValueError("self_loops=True needs source=None: other sources are other tokens")
+    possible = max(len(sources) - int(to_self and not self_loops), 0)
+    if k > possible:
+        raise ValueError(f"k must be <= {possible}, the number of possible sources, got {k}")
+    graph = None if within is None else _candidate_graph(within, x, sources)
+    return _Search((x, sources), k, graph, to_self, self_loops)
+
+
+def _candidate_graph(within: TokenGraph | Tensor, x: Tensor, sources: Tensor) -> TokenGraph:
+    try:
+        graph = as_token_graph(within, len(x), len(sources))
+    except ValueError as error:
+        raise ValueError(f"within does not fit the tokens: {error}") from None
+    if graph.device != x.device:
+        raise ValueError(f"within must be on {x.device}, like x, got {graph.device}")
+    return graph
+
+
+def _squared_distances(x: Tensor, sources: Tensor, index: Tensor) -> Tensor:
+    """Squared distances of neighbours, float64 [N, k], differentiable; infinite where none is.
+
+    What is missing is 0 before the square and infinite after it, so its gradient is exactly 0.
+    """
+    N, k = index.shape
+    found, place = index >= 0, index.clamp(min=0)
+    differentiated = torch.is_grad_enabled() and (x.requires_grad or sources.requires_grad)
+    if not differentiated and has_neighbors(x):
+        row = torch.arange(N, device=index.device).repeat_interleave(k)
+        return untraced(squared_distances)(x, sources, row, index.flatten()).view(N, k)
+    if not differentiated and not is_transformed() and x.shape[1] <= IN_ORDER:
+        squared = torch.full((N, k), torch.inf, dtype=torch.float64, device=x.device)
+        row, slot = found.nonzero().unbind(1)
+        squared[row, slot] = exact_squared_distances(x, sources, row, place[row, slot])
+        return squared
+    step = max(1, PAIRS // max(k * x.shape[1], 1))
+    pieces = [x.new_empty((0, k), dtype=torch.float64)]
+    for i in range(0, N, step):
+        rows = slice(i, i + step)
+        gap = x[rows, None].double() - sources[place[rows]].double()
+        pieces.append(gap.where(found[rows, :, None], 0.0).square().sum(-1))
+    return torch.cat(pieces).where(found, torch.inf)
+
+
+def _why_no_kernels(search: _Search) -> str | None:
+    """The reason why no kernel takes a search; None where they do."""
+    x, source = search.tokens
+    if (reason := why_not_on(x)) is not None:
+        return reason
+    if is_transformed():
+        return "its kernels run neither inside torch.func nor under forward-mode differentiation"
+    if search.k > MOST:
+        return f"its kernels find up to {MOST} neighbours, not {search.k}"
+    if max(len(x), len(source)) >= 2**29:
+        return f"its kernels take fewer than 2^29 tokens, not {max(len(x), len(source))}"
+    if search.within is not None:
+        structure = search.within.structure
+        if structure is None or not has_bands(structure):
+            got = "a list or table of edges" if structure is None else type(structure).__name__
+            return (
+                "its kernels take as `within` windows, blocks, causal and complete graphs and "
+                f"batches of them, not {got}"
+            )
+        bands = bands_of(structure)
+        if bands is not None and not set(bands.sequences[:, 7].tolist()) <= {0, 1}:
+            return (
+                "its kernels take as `within` windows without self-loops over one set of tokens, "
+                "not such rows of them in which sources are numbered otherwise than targets"
+            )
+    return None
+
+
+def _nearest_by_kernels(search: _Search) -> Tensor:
+    from graphattn.kernels.neighbors.candidates import nearest as nearest_by_triton
+
+    points, candidates = search.points
+    structure: GraphStructure = Complete(len(points), len(candidates))
+    if search.within is not None:
+        assert search.within.structure is not None
+        structure = search.within.structure
+    tables = band_schedule_of(structure, points.device)
+    return nearest_by_triton(
+        points,
+        candidates,
+        tables,
+        search.k,
+        to_self=search.to_self,
+        self_loops=search.self_loops,
+    )
+
+
+def nearest_of_all(
+    points: Tensor, candidates: Tensor, k: int, to_self: bool, self_loops: bool
+) -> Tensor:
+    """Among all candidates: by compiled code where it is there.
+
+    Otherwise by a tree where coordinates are few, by products where they are many. Rows in which a
+    tree cannot tell the nearest from others look at all pairs, too.
+    """
+    if has_nearest(points, candidates):
+        return untraced(nearest)(points, candidates, k, to_self, self_loops)
+    found = None
+    if is_for_trees(points, candidates, k):
+        found = untraced(nearest_by_tree)(points, candidates, k, to_self, self_loops)
+    if found is None:
+        return nearest_by_pairs(points, candidates, k, to_self, self_loops)
+    index, left = found
+    if len(left):
+        index[left] = nearest_by_pairs(points, candidates, k, to_self, self_loops, rows=left)
+    return index
+
+
+def _nearest_in_graph(
+    points: Tensor,
+    candidates: Tensor,
+    k: int,
+    graph: TokenGraph,
+    to_self: bool,
+    self_loops: bool,
+) -> Tensor:
+    """Select the nearest among the edges of a graph."""
+    source, target = graph.edge_index
+    squared = exact_squared_distances(points, candidates, target, source)
+    if to_self:
+        place_self(squared, target == source, self_loops)
+    return nearest_pairs(target, source, squared, len(points), k)

@@ -1,0 +1,1 @@
+"""Structures: what is known of a graph in closed form, and tables of it for kernels."""

@@ -1,0 +1,223 @@
+"""Graphs made of bands, as one table: what kernels read in place of a structure.
+
+Windows, causal and complete graphs, blocks and dilated windows, alone or side by side, are all
+sequences of tokens in which target i sees the sources from i - before to i + after. A block is a
+short complete sequence; a dilated window is one sequence for every remainder of the token's index.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+import torch
+from torch import Tensor
+
+from graphattn.graphs.structures.composites import Parts, Union, union_of
+from graphattn.graphs.structures.sections import Section
+from graphattn.graphs.structures.structure import Band, Blocks, Complete, GraphStructure
+from graphattn.kernels.bands.schedule import BandSchedule
+
+Run = tuple[int, int]  # from, and up to but not including
+
+
+@dataclass(frozen=True, eq=False)
+class Bands:
+    """`sequences` [S, 8], int64 on the CPU, and what they have in common.
+
+    The columns are: first target, number of targets, first source, number of sources, step from a
+    token of the sequence to its next, `before`, `after`, and 1 where a target sees all of that run;
+    otherwise -2 times the hop that is left out: 0 where tokens do not see themselves.
+    In a section targets and sources are shifted against each other: `before` or `after` may then be
+    negative.
+
+    Attributes:
+        shifts: [S], how many steps the first target of a sequence stands after its first source.
+        origin: the row of a table of offsets that target i reads for source i; None: no such table,
+            or sequences that differ in it.
+    """
+
+    sequences: Tensor
+    shifts: Tensor
+    origin: int | None
+
+    @cached_property
+    def has_self_loops(self) -> bool:
+        """Every target is a source, too, and sees itself."""
+        target, targets, source, sources, _, before, after, loops = self.sequences.unbind(1)
+        same = (target == source) & (targets == sources)
+        return bool((same & (before >= 0) & (after >= 0) & (loops == 1)).all())
+
+    @cached_property
+    def _covered(self) -> tuple[int, int]:
+        """How many targets and sources the sequences hold."""
+        return int(self.sequences[:, 1].sum()), int(self.sequences[:, 3].sum())
+
+    def covers(self, num_targets: int, num_sources: int) -> bool:
+        """Whether so many targets and sources all are in some sequence."""
+        return self._covered == (num_targets, num_sources)
+
+    @cached_property
+    def is_symmetric(self) -> bool:
+        """Targets and sources are the same tokens, and see each other."""
+        target, targets, source, sources, _, before, after, loops = self.sequences.unbind(1)
+        same = (target == source) & (targets == sources) & ((loops == 0) | (loops == 1))
+        return bool((same & (before == after)).all())
+
+
+def has_bands(structure: GraphStructure) -> bool:
+    """Whether :func:`bands_of` finds some, and every token's sources are one run of neighbours."""
+    if isinstance(structure, Parts):
+        return all(has_bands(part) for part in structure.parts)
+    if isinstance(structure, Section):
+        return isinstance(structure.whole, Band | Blocks | Complete)
+    return isinstance(structure, Band | Blocks | Complete)
+
+
+@lru_cache(maxsize=64)
+def bands_of(structure: GraphStructure) -> Bands | None:
+    """The table of a structure; None where it is not made of bands.
+
+    Example:
+        >>> import graphattn as ga
+        >>> from graphattn.graphs.structures.bands import bands_of
+        >>> graph = ga.batch([ga.causal_window_graph(9, window=4), ga.complete_graph(3)])
+        >>> bands_of(graph.structure).sequences
+        tensor([[0, 9, 0, 9, 1, 3, 0, 1],
+                [9, 3, 9, 3, 1, 2, 2, 1]])
+        >>> bands_of(ga.window_cycle_graph(9, window=2).structure) is None
+        True
+    """
+    with torch.device("cpu"):  # for everybody, whatever torch's default device is now
+        found = _sequences(structure)
+    if found is None:
+        return None
+    sequences, origin = found[:, :8].contiguous(), None
+    with_edges = (sequences[:, 1] > 0) & (sequences[:, 3] > 0)
+    shifts = set(found[with_edges, 8].tolist()) or {0}
+    match structure.offset_table:
+        case ("sequence", first, _, _) if len(shifts) == 1:
+            origin = -first - shifts.pop()
+    return Bands(sequences, found[:, 8], origin)
+
+
+@lru_cache(maxsize=64)
+def band_schedule_of(structure: GraphStructure, device: torch.device) -> BandSchedule:
+    """Kept: made on the host, and copied to the device once per graph, for all kernels."""
+    bands = bands_of(structure)
+    assert bands is not None
+    return BandSchedule(bands.sequences, device, origin=bands.origin)
+
+
+def bands_and_others(structure: GraphStructure) -> tuple[GraphStructure, Tensor] | None:
+    """A structure made of bands and, [2, E], the other edges; None where bands hold less than half.
+
+    Splits a union, such as a window with global tokens, or a batch of such unions.
+
+    Example:
+        >>> import graphattn as ga
+        >>> from graphattn.graphs.structures.bands import bands_and_others
+        >>> graph = ga.longformer_graph(6, window=1, global_tokens=(0,))
+        >>> band, others = bands_and_others(graph.structure)
+        >>> band
+        Band(num_tokens=6, before=1, after=1, dilation=1, self_loops=True)
+        >>> others
+        tensor([[2, 3, 4, 5, 0, 0, 0, 0],
+                [0, 0, 0, 0, 2, 3, 4, 5]])
+    """
+    match structure:
+        case Union(parts):
+            bands = [part for part in parts if has_bands(part)]
+            if not bands:
+                return None
+            band = max(bands, key=lambda part: part.num_edges())
+            source, target = union_of([part for part in parts if part is not band]).edges()
+            new = ~band.contains(target, source)
+            others = torch.stack([source[new], target[new]])
+        case Parts():
+            found = [own for part in structure.parts if (own := bands_and_others(part)) is not None]
+            if not found or len(found) < len(structure.parts):
+                return None
+            band = Parts(tuple(own for own, _ in found))
+            starts = zip(structure.source_ptr, structure.target_ptr, strict=True)
+            others = torch.cat(
+                [
+                    own + torch.tensor(start)[:, None]
+                    for (_, own), start in zip(found, starts, strict=False)
+                ],
+                dim=1,
+            )
+        case _ if has_bands(structure):
+            return structure, torch.empty((2, 0), dtype=torch.int64)
+        case _:
+            return None
+    return (band, others) if others.shape[1] <= band.num_edges() else None
+
+
+def _sequences(structure: GraphStructure) -> Tensor | None:
+    """The table with one column more: how many steps target 0 stands after source 0."""
+    match structure:
+        case Complete(targets, sources):
+            return torch.tensor([_full(targets, sources)])
+        case Blocks():
+            return _of_blocks(structure, (0, structure.num_tokens), (0, structure.num_tokens))
+        case Band():
+            return _of_band(structure, (0, structure.num_tokens), (0, structure.num_tokens))
+        case Section(whole):
+            own = structure.start, structure.stop
+            seen = structure.source_start, structure.source_stop
+            match whole:
+                case Complete():
+                    full = _full(structure.num_targets, structure.num_sources)
+                    return torch.tensor([[*full[:-1], structure.shift]])
+                case Blocks():
+                    return _of_blocks(whole, own, seen)
+                case Band():
+                    return _of_band(whole, own, seen)
+        case Parts():
+            found = []
+            for part, t, s in zip(
+                structure.parts, structure.target_ptr, structure.source_ptr, strict=False
+            ):
+                own_sequences = _sequences(part)
+                if own_sequences is None:
+                    return None
+                found.append(own_sequences + torch.tensor([t, 0, s, 0, 0, 0, 0, 0, 0]))
+            return torch.cat(found) if found else torch.zeros(0, 9, dtype=torch.int64)
+    return None
+
+
+def _full(targets: int, sources: int) -> list[int]:
+    """The row of a sequence whose targets see all of its sources."""
+    last = max(targets, sources, 1) - 1
+    return [0, targets, 0, sources, 1, last, last, 1, 0]
+
+
+def _of_band(band: Band, targets: Run, sources: Run) -> Tensor:
+    """Targets and sources of every remainder; where the two are shifted, so is what they see."""
+    step, remainder = band._stride, torch.arange(min(band.dilation, band.num_tokens))
+    (target, n), (source, m) = (_strided(remainder, run, step) for run in (targets, sources))
+    shift = (targets[0] + target - sources[0] - source) // step
+    before, after = band._reach(band.before) - shift, band._reach(band.after) + shift
+    loops = torch.ones_like(shift) if band.self_loops else -2 * shift
+    columns = (target, n, source, m, step, before, after, loops, shift)
+    return torch.stack([torch.as_tensor(x).expand_as(remainder) for x in columns], dim=1)
+
+
+def _strided(remainder: Tensor, run: Run, step: int) -> tuple[Tensor, Tensor]:
+    """The first token of a run, counted from its start, with these remainders; and how many."""
+    first = (remainder - run[0]) % step
+    return first, (run[1] - run[0] - first + step - 1).clamp(min=0) // step
+
+
+def _of_blocks(blocks: Blocks, targets: Run, sources: Run) -> Tensor:
+    size, N = blocks._size, blocks.num_tokens
+    first = torch.arange(blocks.shift - size, N, size) if N else torch.zeros(0, dtype=torch.int64)
+    runs = [(first.clamp(*run), (first + size).clamp(*run)) for run in (targets, sources)]
+    (start, stop), (low, high) = runs
+    here = (stop > start) | (high > low)
+    start, stop, low, high = start[here], stop[here], low[here], high[here]
+    n, m, one = stop - start, high - low, torch.ones_like(start)
+    last = (torch.maximum(n, m) - 1).clamp(min=0)
+    columns = (start - targets[0], n, low - sources[0], m, one, last, last, one, start - low)
+    return torch.stack(columns, dim=1)

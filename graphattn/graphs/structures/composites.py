@@ -1,0 +1,272 @@
+"""Structures made of others: random sources outside one, unions of edges, packed sequences."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from graphattn.graphs.structures.sections import Section
+from graphattn.graphs.structures.structure import (
+    Band,
+    Complete,
+    Device,
+    GraphStructure,
+    OffsetTable,
+    is_padding,
+    masked_rows,
+    sort_edges,
+)
+
+
+@dataclass(frozen=True)
+class RandomSources(GraphStructure):
+    """`num_random` sources per target, drawn without replacement outside `base` (BigBird).
+
+    A function of the seed alone, the same on every device; a target with fewer sources left
+    takes them all.
+    """
+
+    base: GraphStructure
+    num_random: int
+    seed: int
+
+    @property
+    def num_targets(self) -> int:
+        return self.base.num_targets
+
+    def in_degree(self, device: Device = None) -> Tensor:
+        left = self.num_sources - self.base.in_degree(device)
+        return left.clamp(max=self.num_random)
+
+    def contains(self, target: Tensor, source: Tensor) -> Tensor:
+        keys = self._keys.to(target.device)
+        return torch.isin(target * self.num_sources + source, keys)
+
+    @cached_property
+    def _keys(self) -> Tensor:
+        source, target = self.edges()
+        return target * self.num_sources + source
+
+    def edges(self, device: Device = None) -> Tensor:
+        base_source, base_target = self.base.edges()
+        degree = self.base.in_degree()
+        rowptr = torch.cat([degree.new_zeros(1), degree.cumsum(0)])
+        left = self.num_sources - degree
+        # Floyd's algorithm, all targets at once: `num_random` distinct ranks among those left.
+        generator = torch.Generator().manual_seed(self.seed)
+        uniform = torch.rand(
+            (self.num_random, self.num_targets), generator=generator, dtype=torch.float64
+        )
+        ranks = torch.full((self.num_targets, self.num_random), -1, dtype=torch.int64)
+        count = left.clamp(max=self.num_random)
+        for draw in range(self.num_random):
+            bound = left - count + draw  # candidates 0 .. bound, inclusive
+            rank = (uniform[draw] * (bound + 1)).long().clamp(max=bound.clamp(min=0))
+            taken = (ranks == rank[:, None]).any(dim=1)
+            rank = torch.where(taken, bound, rank)
+            ranks[:, draw] = torch.where(draw < count, rank, -1)
+        ranks = ranks.sort(dim=1).values
+        # The r-th source outside `base`: r plus the base sources that stand before it.
+        position = torch.arange(len(base_source)) - rowptr[base_target]
+        stride = self.num_sources + 1
+        keys = base_target * stride + base_source - position
+        i = torch.arange(self.num_targets)[:, None]
+        before = torch.searchsorted(keys, i * stride + ranks, right=True) - rowptr[i]
+        return masked_rows(ranks + before, i[:, 0], ranks >= 0).to(device)
+
+    def transpose(self) -> None:
+        return None
+
+
+@dataclass(frozen=True)
+class Union(GraphStructure):
+    """The set union of structures of one size; a shared edge belongs to the first that has it."""
+
+    parts: tuple[GraphStructure, ...]
+
+    @property
+    def num_targets(self) -> int:
+        return self.parts[0].num_targets
+
+    @property
+    def num_sources(self) -> int:
+        return self.parts[0].num_sources
+
+    @property
+    def is_causal(self) -> bool:
+        return all(part.is_causal for part in self.parts)
+
+    @property
+    def has_causal_part(self) -> bool:
+        return all(part.has_causal_part for part in self.parts)
+
+    @cached_property
+    def _counted_edges(self) -> int:
+        return int(self.in_degree().sum())
+
+    def num_edges(self) -> int:
+        return self._counted_edges
+
+    def in_degree(self, device: Device = None) -> Tensor:
+        degree = self.parts[0].in_degree(device)
+        for k in range(1, len(self.parts)):
+            part, earlier = self.parts[k], union_of(self.parts[:k])
+            degree = degree + part.in_degree(device)
+            if not (isinstance(part, RandomSources) and part.base == earlier):
+                degree -= _shared_in_degree(part, earlier, device)
+        return degree
+
+    def contains(self, target: Tensor, source: Tensor) -> Tensor:
+        inside = self.parts[0].contains(target, source)
+        for part in self.parts[1:]:
+            inside = inside | part.contains(target, source)
+        return inside
+
+    def edges(self, device: Device = None) -> Tensor:
+        lists = [self._not_earlier(k, part.edges(device)) for k, part in enumerate(self.parts)]
+        return sort_edges(torch.cat(lists, dim=1), self.num_sources)
+
+    def pieces(self, device: Device = None) -> Iterator[Tensor]:
+        for k, part in enumerate(self.parts):
+            for piece in part.pieces(device):
+                yield self._not_earlier(k, piece)
+
+    def _not_earlier(self, k: int, edge_index: Tensor) -> Tensor:
+        """Edges of part k that no earlier part has."""
+        source, target = edge_index
+        new = torch.ones_like(source, dtype=torch.bool)
+        for earlier in self.parts[:k]:
+            new &= ~earlier.contains(target, source)
+        return edge_index[:, new]
+
+    def transpose(self) -> GraphStructure | None:
+        parts = [flipped for part in self.parts if (flipped := part.transpose()) is not None]
+        return union_of(parts) if len(parts) == len(self.parts) else None
+
+
+def union_of(parts: list[GraphStructure] | tuple[GraphStructure, ...]) -> GraphStructure:
+    """The union of parts; one part stands for itself."""
+    return parts[0] if len(parts) == 1 else Union(tuple(parts))
+
+
+def intersection_of(a: GraphStructure, b: GraphStructure) -> GraphStructure | None:
+    """The edges that both have, where that is a structure too."""
+    match a, b:
+        case (Complete(), _):
+            return b
+        case (_, Complete()):
+            return a
+        case (Band(), Band()):
+            step = math.lcm(a.dilation, b.dilation)
+            before = min(a.before * a.dilation, b.before * b.dilation) // step
+            after = min(a.after * a.dilation, b.after * b.dilation) // step
+            return Band(a.num_tokens, before, after, step, a.self_loops and b.self_loops)
+        case (Section(), Section()) if a.place == b.place:
+            both = intersection_of(a.whole, b.whole)
+            return None if both is None else Section(both, *a.place)
+    return None
+
+
+def _shared_in_degree(a: GraphStructure, b: GraphStructure, device: Device) -> Tensor:
+    """Edges per target that both have, [N]: in closed form, or counted piece by piece."""
+    both = intersection_of(a, b)
+    if both is not None:
+        return both.in_degree(device)
+    few, many = (a, b) if a.num_edges() <= b.num_edges() else (b, a)
+    shared = torch.zeros(a.num_targets, dtype=torch.int64, device=device)
+    for source, target in few.pieces(device):
+        shared.index_add_(0, target, many.contains(target, source).long())
+    return shared
+
+
+@dataclass(frozen=True)
+class Parts(GraphStructure):
+    """Structures side by side, without edges between them: a batch of packed sequences."""
+
+    parts: tuple[GraphStructure, ...]
+
+    @cached_property
+    def target_ptr(self) -> list[int]:
+        return _running_sum([part.num_targets for part in self.parts])
+
+    @cached_property
+    def source_ptr(self) -> list[int]:
+        return _running_sum([part.num_sources for part in self.parts])
+
+    # (Not the end of what is kept below: torch.compile knows no cached_property.)
+
+    @property
+    def num_targets(self) -> int:
+        return sum(part.num_targets for part in self.parts)
+
+    @property
+    def num_sources(self) -> int:
+        return sum(part.num_sources for part in self.parts)
+
+    @property
+    def is_causal(self) -> bool:
+        return all(part.is_causal for part in self._without_padding())
+
+    @property
+    def has_causal_part(self) -> bool:
+        return any(part.has_causal_part for part in self._without_padding())
+
+    def _without_padding(self) -> list[GraphStructure]:
+        """Padding has no order of its own, and reads no row of a table of offsets."""
+        return [part for part in self.parts if not is_padding(part)]
+
+    @property
+    def offset_table(self) -> OffsetTable | None:
+        shared = {part.offset_table for part in self._without_padding() or self.parts}
+        return shared.pop() if len(shared) == 1 else None
+
+    def offset_index(self, target: Tensor, source: Tensor) -> Tensor:
+        index = torch.empty_like(target)
+        for part, t0, s0 in zip(self.parts, self.target_ptr, self.source_ptr, strict=False):
+            own = (target >= t0) & (target < t0 + part.num_targets)
+            index[own] = part.offset_index(target[own] - t0, source[own] - s0)
+        return index
+
+    def num_edges(self) -> int:
+        return sum(part.num_edges() for part in self.parts)
+
+    def in_degree(self, device: Device = None) -> Tensor:
+        return torch.cat([part.in_degree(device) for part in self.parts])
+
+    def contains(self, target: Tensor, source: Tensor) -> Tensor:
+        target, source = torch.broadcast_tensors(target, source)
+        inside = torch.zeros_like(target, dtype=torch.bool)
+        for part, t0, s0 in zip(self.parts, self.target_ptr, self.source_ptr, strict=False):
+            own = (target >= t0) & (target < t0 + part.num_targets)
+            own &= (source >= s0) & (source < s0 + part.num_sources)
+            inside[own] = part.contains(target[own] - t0, source[own] - s0)
+        return inside
+
+    def edges(self, device: Device = None) -> Tensor:
+        return torch.cat([part.edges(device) + o for part, o in self._shifted(device)], dim=1)
+
+    def pieces(self, device: Device = None) -> Iterator[Tensor]:
+        for part, offset in self._shifted(device):
+            for piece in part.pieces(device):
+                yield piece + offset
+
+    def _shifted(self, device: Device) -> Iterator[tuple[GraphStructure, Tensor]]:
+        """Every part, and what to add to its edges [2, E]."""
+        for part, s0, t0 in zip(self.parts, self.source_ptr, self.target_ptr, strict=False):
+            yield part, torch.tensor([[s0], [t0]], device=device)
+
+    def transpose(self) -> GraphStructure | None:
+        parts = [flipped for part in self.parts if (flipped := part.transpose()) is not None]
+        return Parts(tuple(parts)) if len(parts) == len(self.parts) else None
+
+
+def _running_sum(sizes: list[int]) -> list[int]:
+    total = [0]
+    for size in sizes:
+        total.append(total[-1] + size)
+    return total

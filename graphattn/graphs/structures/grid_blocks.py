@@ -1,0 +1,173 @@
+"""Blocks of a grid, each complete: the windows of Swin, shifted or not.
+
+A block is a product: a run of rows times a run of columns, so each axis is one of
+:class:`~graphattn.graphs.structures.structure.Blocks`, and everything here is made of the two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from graphattn.graphs.structures.structure import (
+    Blocks,
+    Device,
+    GridOffsets,
+    RowsOfCells,
+    masked_rows,
+)
+
+
+@dataclass(frozen=True)
+class GridBlocks(RowsOfCells):
+    """Tokens of a grid in row-major order; each sees its block of `block` (down, right) tokens.
+
+    Along every axis the first block ends at the axis's `shift`; the first and the last are cut.
+    """
+
+    height: int
+    width: int
+    block: tuple[int, ...]
+    shift: tuple[int, ...] = (0, 0)
+
+    @property
+    def axes(self) -> tuple[Blocks, Blocks]:
+        """The blocks down and across."""
+        (tall, wide), (down, right) = self.block, self.shift
+        return Blocks(self.height, tall, down), Blocks(self.width, wide, right)
+
+    @property
+    def num_targets(self) -> int:
+        return self.height * self.width
+
+    @property
+    def offset_table(self) -> GridOffsets:
+        tall, wide = self.block
+        return GridOffsets((1 - tall, 1 - wide), (tall - 1, wide - 1), (1, 1))
+
+    def offset_index(self, target: Tensor, source: Tensor) -> Tensor:
+        tall, wide = self.block
+        down = source // self.width - target // self.width
+        right = source % self.width - target % self.width
+        return (down + tall - 1) * (2 * wide - 1) + right + wide - 1
+
+    def num_edges(self) -> int:
+        down, across = (_pairs(axis) for axis in self.axes)
+        return down * across
+
+    def in_degree(self, device: Device = None) -> Tensor:
+        down, across = (axis.in_degree(device) for axis in self.axes)
+        return (down[:, None] * across).view(-1)
+
+    def contains(self, target: Tensor, source: Tensor) -> Tensor:
+        down, across = self.axes
+        same = down.contains(target // self.width, source // self.width)
+        return same & across.contains(target % self.width, source % self.width)
+
+    def edges_of_rows(self, start: int, stop: int, device: Device = None) -> Tensor:
+        cell = torch.arange(start, stop, device=device)
+        (y, tall), (x, wide) = self._sources(cell)
+        source = (y[:, :, None] * self.width + x[:, None]).flatten(1)
+        return masked_rows(source, cell, (tall[:, :, None] & wide[:, None]).flatten(1))
+
+    def pieces(self, device: Device = None) -> Iterator[Tensor]:
+        cell = torch.arange(self.num_targets, device=device)
+        (y, tall), (x, wide) = self._sources(cell)
+        for row in range(y.shape[1]):
+            for column in range(x.shape[1]):
+                inside = tall[:, row] & wide[:, column]
+                source = y[:, row] * self.width + x[:, column]
+                yield torch.stack([source[inside], cell[inside]])
+
+    def _sources(self, cell: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Rows and columns that cells may see, [n, most], and which of them are there."""
+        found = []
+        for axis, place in zip(self.axes, (cell // self.width, cell % self.width), strict=True):
+            first, stop = axis._bounds(place)
+            size = min(axis._size, axis.num_tokens)
+            seen = first[:, None] + torch.arange(size, device=cell.device)
+            found.append((seen, seen < stop[:, None]))
+        return found
+
+    def transpose(self) -> GridBlocks:
+        return self
+
+
+def _pairs(axis: Blocks) -> int:
+    """How many pairs of one axis stand in one block: a sum of squares."""
+    size = axis.block_size
+    first = min(axis.shift, axis.num_tokens)
+    rest = axis.num_tokens - first
+    full, last = rest // size, rest % size  # (torch.compile knows no divmod of open sizes)
+    return first * first + full * size * size + last * last
+
+
+@dataclass(frozen=True)
+class EqualBlocks:
+    """Blocks of one shape.
+
+    Attributes:
+        height, width: of each.
+        start: the place of the first token of the first of them, in the order of blocks.
+        count: how many they are.
+    """
+
+    height: int
+    width: int
+    start: int
+    count: int
+
+
+class BlockOrder(NamedTuple):
+    """An order of tokens in which every block is a run, and blocks of one shape stand together.
+
+    Attributes:
+        blocks: the shapes.
+        tokens: [N], the token at every place.
+        places: [N], the place of every token.
+    """
+
+    blocks: tuple[EqualBlocks, ...]
+    tokens: Tensor
+    places: Tensor
+
+
+@lru_cache(maxsize=64)
+def block_order(grid: GridBlocks, device: torch.device) -> BlockOrder:
+    """How tokens are put in order for work on whole blocks; kept.
+
+    Example:
+        >>> import torch, graphattn as ga
+        >>> from graphattn.graphs.structures.grid_blocks import block_order
+        >>> graph = ga.grid_block_graph(2, 4, block_size=2)
+        >>> block_order(graph.structure, torch.device("cpu")).tokens
+        tensor([0, 1, 4, 5, 2, 3, 6, 7])
+    """
+    down, across = (_runs(axis) for axis in grid.axes)
+    blocks, found, start = [], [], 0
+    for height, tops in down.items():
+        for width, lefts in across.items():
+            y = torch.tensor(tops, device=device)[:, None, None, None]
+            y = y + torch.arange(height, device=device)[:, None]
+            x = torch.tensor(lefts, device=device)[:, None, None]
+            x = x + torch.arange(width, device=device)
+            tokens = (y * grid.width + x).flatten()  # [down, across, height, width]
+            blocks.append(EqualBlocks(height, width, start, len(tops) * len(lefts)))
+            found.append(tokens)
+            start += len(tokens)
+    tokens = torch.cat(found)
+    return BlockOrder(tuple(blocks), tokens, tokens.argsort())
+
+
+def _runs(axis: Blocks) -> dict[int, list[int]]:
+    """Return where the blocks of one axis begin, by their length."""
+    borders = [0, *range(axis.shift or axis.block_size, axis.num_tokens, axis.block_size)]
+    found: dict[int, list[int]] = {}
+    for first, stop in zip(borders, [*borders[1:], axis.num_tokens], strict=True):
+        found.setdefault(stop - first, []).append(first)
+    return found

@@ -1,0 +1,308 @@
+"""Windows on a grid of any number of axes: dilated, causal, shifted inside at the border.
+
+What a token sees is a product: its sources along one axis times its sources along the next. So
+everything here is said of one axis (:class:`AxisWindow`) and multiplied.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from graphattn.graphs.structures.structure import Device, GridOffsets, RowsOfCells, masked_rows
+
+AT_ONCE = 1 << 20  # places of a piece
+
+
+@dataclass(frozen=True)
+class AxisWindow:
+    """Window along one axis: the places that a place sees.
+
+    The places of one remainder modulo `dilation` form a line of their own, along which a step is a
+    hop. On a line of L places, place q sees
+
+    - cut at the border: the places from leader - before to q + after, where the leader is the last
+      of the `stride` places that share a window with q; q itself with stride 1;
+    - shifted inside (``shift``): the places from centre - before to centre + after, where the
+      centre is the leader, here the middle of those `stride` places, moved so far that the whole
+      window lies inside. It is NATTEN's rule (Hassani et al., 2023; 2025 for strides).
+    """
+
+    size: int
+    before: int
+    after: int
+    dilation: int
+    stride: int
+    shift: bool
+
+    @property
+    def step(self) -> int:
+        """The dilation, cut where one hop is beyond the axis anyway."""
+        return min(self.dilation, self.size)
+
+    @property
+    def offsets(self) -> tuple[int, int]:
+        """The least and the largest hop from a place to one it sees, for strides <= window."""
+        window = self.before + self.after
+        return (-window, window) if self.shift else (-self.before, self.after)
+
+    def bounds(self, place: Tensor) -> tuple[Tensor, Tensor]:
+        """The first and the last place of its line that each place sees, counted along the line."""
+        q, last = place // self.step, (self.size - 1 - place % self.step) // self.step
+        before, after = min(self.before, self.size), min(self.after, self.size)
+        group = q // self.stride * self.stride
+        if self.shift:
+            leader = torch.minimum(group + self.stride // 2, last)
+            centre = torch.minimum(leader.clamp(min=before), last - after)
+            return (centre - before).clamp(min=0), torch.minimum(centre + after, last)
+        leader = torch.minimum(group + (self.stride - 1), last)
+        return (leader - before).clamp(min=0), torch.minimum(q + after, last)
+
+    def contains(self, target: Tensor, source: Tensor) -> Tensor:
+        """Whether `target` sees `source`, elementwise."""
+        first, last = self.bounds(target)
+        hop = source // self.step
+        return (hop >= first) & (hop <= last) & ((source - target) % self.step == 0)
+
+    def num_edges(self) -> int:
+        """How many pairs there are, in closed form."""
+        longer = self.size % self.step  # so many lines have one place more than the others
+        length = self.size // self.step
+        return longer * self._on_line(length + 1) + (self.step - longer) * self._on_line(length)
+
+    def _on_line(self, length: int) -> int:
+        if self.shift:
+            return length * min(self.before + self.after + 1, length)
+        # The sum of the last places seen, less that of the first ones, and one for each place.
+        after = min(self.after, length - 1)
+        lasts = (length - after) * (after + length - 1) // 2 + after * (length - 1)
+        full, rest = divmod(length, self.stride)  # groups that share a window
+        start = max((self.before + 1 - self.stride) // self.stride + 1, 0)  # reaches no border
+        groups = max(full - start, 0)
+        leaders = self.stride * (groups * (start + full + 1) // 2) - groups * (self.before + 1)
+        firsts = self.stride * leaders + rest * max(length - 1 - self.before, 0)
+        return lasts - firsts + length
+
+    def by_distance(self, most: int) -> list[int]:
+        """How many pairs are 0, 1, ..., `most` hops apart, of a window that is cut."""
+        pairs = [max(self.size - hops * self.step, 0) for hops in range(most + 1)]
+        sides = [(hops <= self.before) + (hops <= self.after) for hops in range(most + 1)]
+        return [pairs[0], *(n * k for n, k in zip(pairs[1:], sides[1:], strict=True))]
+
+    def degree(self, device: Device, *, transposed: bool) -> Tensor:
+        """How many places every place sees, or is seen by, [size]."""
+        place = torch.arange(self.size, device=device)
+        first, last = self.bounds(place)
+        if not transposed:
+            return last - first + 1
+        # Along a line, windows begin and end: +1 at their first place, -1 behind their last.
+        line, lines = place % self.step, -(-self.size // self.step) + 1
+        change = torch.zeros(lines * self.step, dtype=torch.int64, device=device)
+        change.index_add_(0, line + first * self.step, torch.ones_like(place))
+        change.index_add_(0, line + (last + 1) * self.step, -torch.ones_like(place))
+        return change.view(lines, self.step).cumsum(0).view(-1)[: self.size]
+
+    def table(self, device: Device, *, transposed: bool) -> tuple[Tensor, Tensor]:
+        """List the places that each one sees or is seen by, ascending, and a mask, [size, most]."""
+        place = torch.arange(self.size, device=device)
+        first, last = self.bounds(place)
+        slot = torch.arange(int((last - first).max()) + 1, device=device)
+        source = place[:, None] % self.step + (first[:, None] + slot) * self.step
+        present = slot <= (last - first)[:, None]
+        if not transposed:
+            return source, present
+        target, source = place[:, None].expand_as(source)[present], source[present]
+        source, order = source.sort(stable=True)
+        degree = torch.bincount(source, minlength=self.size)
+        begin = degree.cumsum(0) - degree
+        slot = torch.arange(int(degree.max()), device=device)
+        seen_by = torch.zeros((self.size, len(slot)), dtype=torch.int64, device=device)
+        rank = torch.arange(len(source), device=device) - begin[source]
+        seen_by[source, rank] = target[order]
+        return seen_by, slot < degree[:, None]
+
+
+@dataclass(frozen=True)
+class GridWindows(RowsOfCells):
+    """Tokens of a grid in row-major order; each sees a window along every axis, and their product.
+
+    `before`, `after`, `dilation`, `stride` and `shift` hold an entry per axis, those of
+    :class:`AxisWindow`. With ``metric="manhattan"`` (windows that are cut, strides 1, one reach) a
+    token sees only what is so many hops away, added up over all axes. With `class_token`, token 0
+    sees and is seen by all, and the grid starts at token 1.
+    """
+
+    shape: tuple[int, ...]
+    before: tuple[int, ...]
+    after: tuple[int, ...]
+    dilation: tuple[int, ...]
+    stride: tuple[int, ...]
+    shift: tuple[bool, ...]
+    metric: Literal["chebyshev", "manhattan"] = "chebyshev"
+    class_token: bool = False
+    transposed: bool = False
+
+    @property
+    def axes(self) -> tuple[AxisWindow, ...]:
+        """The window along every axis."""
+        fields = (self.shape, self.before, self.after, self.dilation, self.stride, self.shift)
+        return tuple(AxisWindow(*of_axis) for of_axis in zip(*fields, strict=True))
+
+    @property
+    def num_targets(self) -> int:
+        return math.prod(self.shape) + int(self.class_token)
+
+    @property
+    def is_causal(self) -> bool:
+        """No axis looks ahead: then every source stands before its target in row-major order."""
+        ahead = zip(self.axes, self._offsets().last, strict=True)
+        return not self.class_token and all(
+            last == 0 or axis.size <= axis.dilation for axis, last in ahead
+        )
+
+    @property
+    def offset_table(self) -> GridOffsets | None:
+        return None if self.class_token else self._offsets()
+
+    def _offsets(self) -> GridOffsets:
+        first, last = zip(*(axis.offsets for axis in self.axes), strict=True)
+        if self.transposed:
+            first, last = tuple(-hop for hop in last), tuple(-hop for hop in first)
+        return GridOffsets(first, last, self.dilation)
+
+    def offset_index(self, target: Tensor, source: Tensor) -> Tensor:
+        first, last, _ = self._offsets()
+        index = torch.zeros_like(source - target)
+        pairs = zip(self._places(target), self._places(source), strict=True)
+        for axis, (i, j), low, high in zip(self.axes, pairs, first, last, strict=True):
+            index = index * (high - low + 1) + (j - i) // axis.step - low
+        return index
+
+    def _places(self, token: Tensor) -> list[Tensor]:
+        """Return the places of tokens along every axis."""
+        token, places = token - int(self.class_token), []
+        for size in reversed(self.shape):
+            places.append(token % size)
+            token = token // size
+        return places[::-1]
+
+    @property
+    def _reach(self) -> int:
+        """The most hops of a diamond that can land inside at all."""
+        farthest = sum((axis.size - 1) // axis.step for axis in self.axes)
+        return min(max(*self.before, *self.after), farthest)
+
+    def num_edges(self) -> int:
+        if self.metric == "chebyshev":
+            pairs = math.prod(axis.num_edges() for axis in self.axes)
+        else:
+            by_distance = [1] + [0] * self._reach
+            for axis in self.axes:
+                own = axis.by_distance(self._reach)
+                by_distance = [
+                    sum(by_distance[m] * own[k - m] for m in range(k + 1))
+                    for k in range(self._reach + 1)
+                ]
+            pairs = sum(by_distance)
+        return pairs + (2 * self.num_targets - 1 if self.class_token else 0)
+
+    def in_degree(self, device: Device = None) -> Tensor:
+        if self.metric == "chebyshev":
+            degree = torch.ones(1, dtype=torch.int64, device=device)
+            for axis in self.axes:
+                own = axis.degree(device, transposed=self.transposed)
+                degree = (degree[:, None] * own).view(-1)
+        else:
+            degree = self._degree_of_diamonds(device)
+        if self.class_token:
+            degree = torch.cat([degree.new_tensor([self.num_targets]), degree + 1])
+        return degree
+
+    def _degree_of_diamonds(self, device: Device) -> Tensor:
+        """Count the sources by hops, [reach + 1, tokens], one axis after the other."""
+        reach = self._reach
+        degree = torch.zeros((reach + 1, 1), dtype=torch.int64, device=device)
+        degree[0] = 1
+        for axis in self.axes:
+            place = torch.arange(axis.size, device=device)
+            left, right = place // axis.step, (axis.size - 1 - place) // axis.step
+            hops = torch.arange(reach + 1, device=device)[:, None]
+            own = ((hops <= left) & (hops <= axis.before)).long()
+            own += (hops <= right) & (hops <= axis.after)
+            own[0] = 1
+            both = [
+                sum(degree[m][:, None] * own[k - m] for m in range(k + 1)) for k in range(reach + 1)
+            ]
+            degree = torch.stack(both).flatten(1)  # type: ignore[arg-type]
+        return degree.sum(0)
+
+    def contains(self, target: Tensor, source: Tensor) -> Tensor:
+        inside = torch.ones_like(target - source, dtype=torch.bool)
+        hops = torch.zeros_like(target - source)
+        pairs = zip(self._places(target), self._places(source), strict=True)
+        for axis, (i, j) in zip(self.axes, pairs, strict=True):
+            inside &= axis.contains(j, i) if self.transposed else axis.contains(i, j)
+            hops += (j - i).abs() // axis.step
+        if self.metric == "manhattan":
+            inside &= hops <= self._reach
+        return inside | (target == 0) | (source == 0) if self.class_token else inside
+
+    def edges_of_rows(self, start: int, stop: int, device: Device = None) -> Tensor:
+        lead = int(self.class_token)
+        first = max(start, lead)
+        cell = torch.arange(first, max(stop, first), device=device)
+        source, present = self._rows(cell - lead, self._tables(device))
+        if not lead:
+            return masked_rows(source, cell, present)
+        # Token 0 stands first in every row, and its own row holds everything.
+        always = torch.ones_like(present[:, :1])
+        source = torch.cat([torch.zeros_like(source[:, :1]), source + 1], dim=1)
+        grid = masked_rows(source, cell, torch.cat([always, present], dim=1))
+        if start > 0 or stop == 0:
+            return grid
+        everyone = torch.arange(self.num_targets, device=device)
+        return torch.cat([torch.stack([everyone, torch.zeros_like(everyone)]), grid], dim=1)
+
+    def pieces(self, device: Device = None) -> Iterator[Tensor]:
+        lead, tables = int(self.class_token), self._tables(device)
+        width = math.prod(source.shape[1] for source, _ in tables)
+        cells = torch.arange(math.prod(self.shape), device=device)
+        for cell in cells.split(max(AT_ONCE // width, 1)):
+            source, present = self._rows(cell, tables)
+            yield masked_rows(source, cell, present) + lead
+        if lead:
+            everyone = torch.arange(self.num_targets, device=device)
+            yield torch.stack([torch.zeros_like(everyone), everyone])
+            yield torch.stack([everyone[1:], torch.zeros_like(everyone[1:])])
+
+    def _tables(self, device: Device) -> list[tuple[Tensor, Tensor]]:
+        return [axis.table(device, transposed=self.transposed) for axis in self.axes]
+
+    def _rows(self, cell: Tensor, tables: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+        """Candidate sources of some cells, ascending, [n, most], and which of them are there.
+
+        Cells are numbered without the class token.
+        """
+        source = torch.zeros_like(cell)[:, None]
+        hops, present = torch.zeros_like(source), torch.ones_like(source, dtype=torch.bool)
+        places = self._places(cell + int(self.class_token))
+        for axis, place, (table, inside) in zip(self.axes, places, tables, strict=True):
+            own = table[place]
+            source = (source[:, :, None] * axis.size + own[:, None]).flatten(1)
+            present = (present[:, :, None] & inside[place][:, None]).flatten(1)
+            if self.metric == "manhattan":
+                away = (own - place[:, None]).abs() // axis.step
+                hops = (hops[:, :, None] + away[:, None]).flatten(1)
+        if self.metric == "manhattan":
+            present = present & (hops <= self._reach)
+        return source, present
+
+    def transpose(self) -> GridWindows:
+        if any(self.shift) or any(stride > 1 for stride in self.stride):
+            return replace(self, transposed=not self.transposed)
+        return replace(self, before=self.after, after=self.before)

@@ -1,0 +1,1 @@
+"""Replacement of attention modules by other mechanisms."""

@@ -1,0 +1,1 @@
+"""Changed models as files: saved whole or not at all, and made again."""

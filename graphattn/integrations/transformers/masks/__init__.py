@@ -1,0 +1,1 @@
+"""Masks of Hugging Face models, read as token graphs."""

@@ -1,0 +1,367 @@
+"""Token graphs of masks: what a query sees, as the structure or the edges it is."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from graphattn.graphs import (
+    bipartite_complete_graph,
+    causal_graph,
+    causal_window_graph,
+    complete_graph,
+    from_edge_index,
+    window_path_graph,
+)
+from graphattn.graphs.structures.recognize import ListedRows, structure_of_rows
+from graphattn.graphs.token_graph import TokenGraph
+from graphattn.integrations.transformers.masks.bands import EVERYTHING, FAR, MaskBand
+from graphattn.integrations.transformers.masks.mask_function import is_sketch, read_sketch
+from graphattn.integrations.transformers.masks.once import once
+from graphattn.integrations.transformers.options import GraphOf
+
+# The share of all pairs from which on computing all of them is faster than a list of edges: between
+# 1 and 2 % of 1,024 x 1,024 (12 heads of 64 features, one thread of a CPU).
+DENSE = 1 / 64
+
+
+class SeenEdges(NamedTuple):
+    """Edges that Q queries of a batch see: a graph that all share, or one over the packed batch.
+
+    Attributes:
+        graph: Q targets and ``len(keys)`` sources; or B Q targets and B n sources where `packed`.
+        keys: the range of keys that are its sources.
+        valid: which of those are real, bool [B, len(keys)]; None for all.
+        packed: whether the graph holds every sample with tokens of its own.
+        bias: what a float mask adds to the logits, [B or 1, 1, Q, n].
+    """
+
+    graph: TokenGraph
+    keys: range
+    valid: Tensor | None = None
+    packed: bool = False
+    bias: Tensor | None = None
+
+
+def seen_through(
+    mask: Tensor | None,
+    batch: int,
+    num_targets: int,
+    num_keys: int,
+    *,
+    causal: bool,
+    window: int | None = None,
+    graph_of: GraphOf | None = None,
+    device: Any,
+) -> SeenEdges:
+    """Return the edges that queries see through the mask that a model hands to its attention.
+
+    Args:
+        mask: None, a sketch of :func:`.masks.graph_mask`, or a dense mask [B or 1, 1, Q or 1, n]
+            of bools (True: is seen) or floats (are added).
+        batch: B.
+        num_targets: Q.
+        num_keys: K; the last of Q > 1 queries stands at key K - 1, or n - 1 where there is a mask.
+        causal: whether the module is causal, which is read where the mask does not say.
+        window: of causal modules `window` keys, itself included; of others that many on each side.
+        graph_of: a configured graph.
+    """
+    if mask is not None and not is_sketch(mask):
+        return seen_in_mask(mask, batch, num_targets, limit_of(window, causal), graph_of)
+    band, valid, n = plain_band(mask, num_targets, num_keys, causal, window)
+    if graph_of is not None:
+        return seen_in_graph(graph_of, band, num_targets, n, valid, device)
+    return seen_in_band(band, num_targets, n, valid, device)
+
+
+def plain_band(
+    mask: Tensor | None, num_targets: int, num_keys: int, causal: bool, window: int | None
+) -> tuple[MaskBand, Tensor | None, int]:
+    """The offsets, real keys and number of keys of no mask, or of a sketch, within a window."""
+    valid = None
+    if mask is None:
+        band = MaskBand(FAR, 0) if causal and num_targets > 1 else EVERYTHING
+        cut = causal and 1 < num_targets < num_keys  # as torch reads it: the first keys
+        n = num_targets if cut else num_keys
+    else:
+        band, valid, n = read_sketch(mask, num_targets)
+        causal = band.after == 0
+    if window is not None:
+        band &= _window(window, causal, 0)
+    return band, valid, n
+
+
+def limit_of(window: int | None, causal: bool) -> MaskBand | None:
+    """The offsets that a window leaves of a dense mask, which knows by itself what is later."""
+    return None if window is None else _window(window, causal, FAR)
+
+
+def _window(window: int, causal: bool, after: int) -> MaskBand:
+    return MaskBand(window - 1, after) if causal else MaskBand(window, window)
+
+
+def seen_in_band(
+    band: MaskBand, num_targets: int, num_sources: int, valid: Tensor | None, device: Any
+) -> SeenEdges:
+    """The targets are the last tokens of the sources, and see a band of offsets around them."""
+    if torch.compiler.is_compiling():
+        graph, keys = _band_graph(band, num_targets, num_sources, device)
+    else:
+        graph, keys = _kept_band_graph(band, num_targets, num_sources, device)
+    if valid is not None and len(keys) < num_sources:
+        valid = valid[:, keys.start : keys.stop]
+    return SeenEdges(graph, keys, valid)
+
+
+def _band_graph(
+    band: MaskBand, num_targets: int, num_sources: int, device: Any
+) -> tuple[TokenGraph, range]:
+    before, after = (min(reach, num_sources) for reach in band)
+    everywhere = num_sources - 1
+    if before >= everywhere and after >= everywhere:
+        return _complete(num_targets, num_sources).to(device), range(num_sources)
+    if after == 0 and before >= everywhere:
+        past = num_sources - num_targets
+        return causal_graph(num_targets, past=past).to(device), range(num_sources)
+    whole = _band(before, after, num_sources).to(device)
+    if num_targets == num_sources:
+        return whole, range(num_sources)
+    return whole.targets(num_sources - num_targets, num_sources)
+
+
+# A graph keeps tables of its own, which layers and calls of the same length then share.
+_kept_band_graph = lru_cache(maxsize=32)(_band_graph)
+
+
+def _complete(num_targets: int, num_sources: int) -> TokenGraph:
+    if num_targets == num_sources:
+        return complete_graph(num_targets)
+    return bipartite_complete_graph(num_targets, num_sources)
+
+
+def _band(before: int, after: int, num_tokens: int) -> TokenGraph:
+    if after == 0:
+        return causal_window_graph(num_tokens, before + 1)
+    if before == after:
+        return window_path_graph(num_tokens, before, self_loops=True)
+    i = torch.arange(num_tokens)
+    last = (i + after).clamp(max=num_tokens - 1)
+    rows = ListedRows((i - before).clamp(min=0), last, step=1, loops=True, num_sources=num_tokens)
+    structure = structure_of_rows(rows)
+    return TokenGraph(structure=structure, num_targets=num_tokens, num_sources=num_tokens)
+
+
+def seen_in_mask(
+    mask: Tensor, batch: int, num_targets: int, band: MaskBand | None, graph_of: GraphOf | None
+) -> SeenEdges:
+    """Return the edges that a dense mask lets through, within a band and a graph; once per mask,
+    not per layer.
+
+    Args:
+        mask: bool, or floats that are added, [B or 1, 1, Q or 1, n]; the queries are the last of
+            the n tokens.
+        batch: B.
+        num_targets: Q.
+        band: offsets of a configured window.
+        graph_of: a configured graph.
+    """
+    check_mask(mask, batch, num_targets)
+    if num_targets == 1 and graph_of is None and mask.dtype == torch.bool:
+        return _seen_by_one(mask[:, 0, 0], batch, band)
+    return _kept_seen(mask, batch, num_targets, band, graph_of, 1.0)
+
+
+def seen_where_sparse(
+    mask: Tensor, batch: int, num_targets: int, band: MaskBand | None, graph_of: GraphOf | None
+) -> SeenEdges | None:
+    """:func:`seen_in_mask` of masks of a known structure or with few edges; None for others."""
+    check_mask(mask, batch, num_targets)
+    return _kept_seen(mask, batch, num_targets, band, graph_of, DENSE)
+
+
+@torch.compiler.disable(reason="edges of a mask depend on what it holds: see the page on models")
+def _kept_seen(
+    mask: Tensor,
+    batch: int,
+    num_targets: int,
+    band: MaskBand | None,
+    graph_of: GraphOf | None,
+    most: float,
+) -> Any:
+    """:func:`_seen_in_mask` once per mask, with what a float mask adds, whose gradient is live."""
+    fixed, graph = without_room(mask, num_targets, graph_of)
+    options = "seen", batch, num_targets, band, id(graph_of), most
+    seen = once(
+        fixed, options, lambda: _seen_in_mask(fixed, num_targets, band, graph, most), graph=graph
+    )
+    if seen is None or seen.bias is None:
+        return seen
+    bias = read_mask(mask[..., : fixed.shape[-1]])[1]
+    assert bias is not None
+    return seen._replace(bias=bias.expand(-1, -1, num_targets, -1))
+
+
+def check_mask(mask: Tensor, batch: int, num_targets: int) -> None:
+    """A ValueError where a dense mask has no possible shape."""
+    if mask.dim() != 4 or mask.shape[0] not in (1, batch) or mask.shape[2] not in (1, num_targets):
+        raise ValueError(
+            f"attention_mask must have the shape [{batch} or 1, 1 or heads, {num_targets}, keys], "
+            f"got {list(mask.shape)}"
+        )
+    if mask.dtype != torch.bool and not mask.is_floating_point():
+        raise ValueError(
+            f"attention_mask must be bool (True: is seen) or float (is added), got {mask.dtype}"
+        )
+
+
+def _seen_by_one(mask: Tensor, batch: int, band: MaskBand | None) -> SeenEdges:
+    """One new token beside a cache: every key is there, and some are not real."""
+    n = mask.shape[-1]
+    if band is not None:
+        mask = mask & in_band(band, own_places(mask[:, None]), n)[:, 0]
+    graph = bipartite_complete_graph(1, n).to(mask.device)
+    return SeenEdges(graph, range(n), mask.expand(batch, n))
+
+
+def read_mask(mask: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Read a mask: the pairs that it lets through, and its bias of their logits."""
+    if mask.dtype == torch.bool:
+        return mask, None
+    seen = mask > torch.finfo(mask.dtype).min / 2  # transformers writes that, or -inf
+    return seen, mask.masked_fill(~seen, 0)
+
+
+def without_room(
+    mask: Tensor, num_targets: int, graph_of: GraphOf | None
+) -> tuple[Tensor, TokenGraph | None]:
+    """A mask without its gradient, and the configured graph of its tokens.
+
+    Where there is a graph, the mask ends with the last query's own key: a static cache has room
+    beyond it, of which a graph knows nothing.
+    """
+    mask = mask.detach() if mask.requires_grad else mask
+    if graph_of is None:
+        return mask, None
+    seen = read_mask(mask)[0].any(1).expand(-1, num_targets, -1)
+    num_tokens = int(own_places(seen).max()) + 1
+    return mask[..., :num_tokens], configured_graph(graph_of, num_targets, num_tokens)
+
+
+def _seen_in_mask(
+    mask: Tensor, num_targets: int, band: MaskBand | None, graph: TokenGraph | None, most: float
+) -> Any:
+    mask, bias = read_mask(mask)
+    if bias is not None and not bool(bias.any()):
+        bias = None
+    mask = mask[:, 0].expand(-1, num_targets, -1)
+    B, Q, n = mask.shape
+    if band is not None:
+        mask = mask & in_band(band, own_places(mask), n)
+    if graph is not None:
+        mask = mask & dense(graph, mask.device)
+    if B > 1 and bool((mask[1:] == mask[:1]).all()):
+        mask = mask[:1]
+    B = mask.shape[0]
+    packed = B > 1
+    structure = _structure(mask.reshape(B * Q, n), B, Q, n) if n == Q and Q > 1 else None
+    if structure is not None:
+        sizes = ((Q, n),) * B if packed else None
+        graph = TokenGraph(structure=structure, num_targets=B * Q, num_sources=B * n, sizes=sizes)
+        return SeenEdges(graph.to(mask.device), range(n), packed=packed, bias=bias)
+    if int(mask.sum()) > most * mask.numel():
+        return None
+    sample, target, source = mask.nonzero().T
+    edges = torch.stack([sample * n + source, sample * Q + target])
+    graph = from_edge_index(edges, num_targets=B * Q, num_sources=B * n)
+    return SeenEdges(graph, range(n), packed=packed, bias=bias)
+
+
+def _structure(flat: Tensor, B: int, Q: int, n: int) -> Any:
+    """The structure of rows that are runs of keys, as of packed sequences; None if they are not."""
+    count = flat.sum(-1)
+    first = flat.to(torch.uint8).argmax(-1)
+    last = n - 1 - flat.flip(-1).to(torch.uint8).argmax(-1)
+    if bool((count == 0).any()) or bool((last - first + 1 != count).any()):
+        return None
+    shift = torch.arange(B, device=flat.device).repeat_interleave(Q) * n
+    rows = ListedRows(first + shift, last + shift, step=1, loops=True, num_sources=B * n)
+    return structure_of_rows(rows)
+
+
+def own_places(mask: Tensor) -> Tensor:
+    """Return the key that is the query's own, [B or 1, Q].
+
+    Of as many queries as keys, each its own; of one query, the last that it sees, since a static
+    cache has room beyond the newest token. A few queries beside a cache end where the furthest
+    of them sees itself, and no later than the keys.
+    """
+    _, Q, n = mask.shape
+    if Q == n > 1:
+        return torch.arange(n, device=mask.device)[None]
+    last = n - 1 - mask.flip(-1).to(torch.uint8).argmax(-1)
+    if Q == 1:
+        return last
+    i = torch.arange(Q, device=mask.device)
+    first = (last - i).masked_fill(~mask.any(-1), -1).amax()
+    first = torch.where(first < 0, n - Q, first.clamp(max=n - Q))
+    return (first + i)[None]
+
+
+def in_band(band: MaskBand, own: Tensor, num_sources: int) -> Tensor:
+    offset = torch.arange(num_sources, device=own.device) - own[..., None]
+    return (offset >= -band.before) & (offset <= band.after)
+
+
+def configured_graph(graph_of: GraphOf, num_targets: int, num_sources: int) -> TokenGraph:
+    """The user's graph of the last `num_targets` of `num_sources` tokens, over all the sources."""
+    graph = graph_of(num_targets, num_sources)
+    if not isinstance(graph, TokenGraph):
+        raise ValueError(
+            f"graph({num_targets}, {num_sources}) must return a TokenGraph, got {type(graph)}"
+        )
+    sizes = graph.num_targets, graph.num_sources
+    if sizes == (num_targets, num_sources):
+        return graph
+    if sizes == (num_sources, num_sources):  # of all tokens, for a few new ones beside a cache
+        return _last_rows(graph, num_targets)
+    raise ValueError(
+        f"graph({num_targets}, {num_sources}) must have {num_targets} targets (or {num_sources}, "
+        f"of which the last are taken) and {num_sources} sources, got {sizes[0]} and {sizes[1]}: "
+        "build it from num_sources, the number of all tokens so far"
+    )
+
+
+def _last_rows(graph: TokenGraph, count: int) -> TokenGraph:
+    source, target = graph.edge_index
+    first = graph.num_targets - count
+    kept = target >= first
+    edges = torch.stack([source[kept], target[kept] - first])
+    return from_edge_index(edges, num_targets=count, num_sources=graph.num_sources)
+
+
+def seen_in_graph(
+    graph_of: GraphOf,
+    band: MaskBand,
+    num_targets: int,
+    num_sources: int,
+    valid: Tensor | None,
+    device: Any,
+) -> SeenEdges:
+    """A configured graph within a band; structured where the band takes nothing away."""
+    graph = configured_graph(graph_of, num_targets, num_sources)
+    shift = num_sources - num_targets
+    inside = (graph.is_causal and shift == 0 and band.after == 0) or band.after >= num_sources - 1
+    if not inside or band.before < num_sources - 1:
+        source, target = graph.edge_index
+        offset = source - target - shift
+        kept = (offset >= -band.before) & (offset <= band.after)
+        graph = from_edge_index(graph.edge_index[:, kept], num_targets, num_sources)
+    return SeenEdges(graph.to(device), range(num_sources), valid)
+
+
+def dense(graph: TokenGraph, device: Any) -> Tensor:
+    """A graph as a mask, bool [N, M]."""
+    return graph.to_mask().to(device)

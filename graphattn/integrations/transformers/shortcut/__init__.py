@@ -1,0 +1,1 @@
+"""Krause shortcuts beside the attention of pretrained language models."""

@@ -1,0 +1,363 @@
+"""The Krause shortcut of one attention layer: its projections, bandwidths, gate and cache."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from graphattn.graphs.builders.windows import causal_window_graph
+from graphattn.integrations.transformers.conversion.families import argument_names, cache_name
+from graphattn.integrations.transformers.shortcut.masks import (
+    Reach,
+    ShortcutCall,
+    dense,
+    is_sketch,
+    reach,
+)
+from graphattn.ops.attention.api import rbf_attention
+from graphattn.ops.attention.step.decode import decode_attention
+
+
+class ShortcutBandwidth(nn.Module):
+    """One bandwidth sigma per head, learned as its logarithm.
+
+    A module of its own, since adapter libraries can keep modules trainable, but no single
+    parameters; and in float32 at least, where a small step of an optimizer is not rounded away.
+    """
+
+    def __init__(self, heads: int, sigma: float, device: Any, dtype: torch.dtype) -> None:
+        super().__init__()
+        start = torch.full((heads,), math.log(sigma), device=device, dtype=dtype)
+        self.log_sigma = nn.Parameter(start)
+
+    def forward(self, query: Tensor) -> Tensor:
+        """The bandwidths [heads], on the device of `query`."""
+        log_sigma = self.log_sigma.to(query.device)
+        return log_sigma.to(torch.promote_types(log_sigma.dtype, torch.float32)).exp()
+
+
+class Gate(nn.Module):
+    r"""How much of either output a token takes: softmax(W [standard; krause] + b).
+
+    It starts with W = 0 and b = (ln 4, 0): 0.8 of the layer's own output, 0.2 of the shortcut's.
+    """
+
+    def __init__(self, dim: int, device: Any, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(2, 2 * dim, device=device, dtype=dtype))
+        self.bias = nn.Parameter(torch.tensor([math.log(4), 0.0], dtype=dtype).to(device))
+
+    def shares(self, standard: Tensor, krause: Tensor) -> Tensor:
+        """The two weights of every token, [*, N, 2]; in float32 at least."""
+        both = torch.cat([standard, krause], dim=-1)
+        with torch.autocast(both.device.type, enabled=False):
+            logits = functional.linear(both.to(self.weight.dtype), self.weight, self.bias)
+            return logits.to(torch.promote_types(logits.dtype, torch.float32)).softmax(-1)
+
+    def forward(self, standard: Tensor, krause: Tensor) -> Tensor:
+        """The mixture [*, N, dim], in the dtype of `standard`."""
+        share = self.shares(standard, krause)
+        mixed = share[..., :1] * standard + share[..., 1:] * krause
+        return mixed.to(standard.dtype)
+
+
+class KrauseShortcut(nn.Module):
+    """Krause attention beside the attention of a layer, with projections of its own.
+
+    Queries and keys are the layer's at the start (copies of its weights, with biases and norms
+    where it has them) and are rotated as the layer rotates its own, before distances are taken.
+
+    Args:
+        attention: the attention layer, of Llama, Mistral, Qwen 2 or Qwen 3.
+        window: tokens that a token sees, itself included.
+        top_k: the nearest of these that are kept; all if None.
+        init_sigma: bandwidth of every head at the start.
+    """
+
+    def __init__(
+        self, attention: Any, *, window: int, top_k: int | None, init_sigma: float
+    ) -> None:
+        super().__init__()
+        config = attention.config
+        self.head_dim: int = attention.head_dim
+        self.heads: int = config.num_attention_heads
+        self.kv_heads: int = config.num_key_value_heads
+        self.window, self.top_k = window, top_k
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (
+            _copy(getattr(attention, name)) for name in ("q_proj", "k_proj", "v_proj", "o_proj")
+        )
+        own_norms = hasattr(attention, "q_norm")
+        self.q_norm = _copy(attention.q_norm) if own_norms else None
+        self.k_norm = _copy(attention.k_norm) if own_norms else None
+        weight = attention.o_proj.weight
+        place = weight.device, torch.promote_types(weight.dtype, torch.float32)
+        self.bandwidth = ShortcutBandwidth(self.heads, init_sigma, *place)
+        self.gate = Gate(config.hidden_size, *place)
+
+    def project(self, x: Tensor, rotations: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """Query [B, N, H, D], key and value [B, N, Hk, D]; queries and keys rotated."""
+        from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+        shape = *x.shape[:-1], -1, self.head_dim
+        query, key = self.q_proj(x).view(shape), self.k_proj(x).view(shape)
+        value = self.v_proj(x).view(shape)
+        if self.q_norm is not None and self.k_norm is not None:
+            query, key = self.q_norm(query), self.k_norm(key)
+        query, key = apply_rotary_pos_emb(query, key, *rotations, unsqueeze_dim=2)
+        return query, key, value
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Any,
+        past: int | Tensor,
+        dropout: float,
+    ) -> Tensor:
+        """Averages [B, Q, H * D] over the window of every query.
+
+        Args:
+            query: [B, Q, H, D].
+            key: [B, K, Hk, D], all slots of the cache; query q stands in slot past + q.
+            value: the same.
+            mask: as the layer got it.
+            past: how many slots lie before the first query; a tensor where only that is known.
+            dropout: share of the weights that are dropped.
+        """
+        B, Q, K = *query.shape[:2], key.shape[1]
+        if isinstance(past, Tensor) and Q > 1:
+            past = int(past)
+        if isinstance(past, Tensor):
+            out = self._attend_in_place(query, key, value, mask, past, dropout)
+        else:
+            call = ShortcutCall(B, Q, K, past, self.window)
+            if Q == 1 and mask is None and dropout == 0:
+                out = self._attend_newest(query, key, value, call)
+            elif mask is None or is_sketch(mask):
+                out = self._attend_over(reach(mask, call), query, key, value, dropout)
+            elif Q == 1:
+                out = self._attend_row(query, key, value, mask, call, dropout)
+            else:
+                out = self._attend_masked(query, key, value, mask, call, dropout)
+        return out.flatten(-2)
+
+    def _average(
+        self, query: Tensor, key: Tensor, value: Tensor, graph: Any, valid: Any, dropout: float
+    ) -> Tensor:
+        """Eq. of the paper: the RBF of distances, the `top_k` largest, normalised."""
+        sigma = self.bandwidth(query)
+        return rbf_attention(
+            query,
+            key.to(query.dtype),
+            value.to(query.dtype),
+            graph.to(query.device),
+            sigma,
+            top_k=self.top_k,
+            valid=valid,
+            dropout=dropout,
+        )
+
+    def _attend_newest(
+        self, query: Tensor, key: Tensor, value: Tensor, call: ShortcutCall
+    ) -> Tensor:
+        """One token per text that sees all of its window: a quarter of the time of a graph."""
+        start, stop = call.start, call.stop
+        return decode_attention(
+            query,
+            key[:, start:stop].to(query.dtype),
+            value[:, start:stop].to(query.dtype),
+            stop - start,
+            sigma=self.bandwidth(query),
+            top_k=self.top_k,
+        )
+
+    def _attend_row(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Any,
+        call: ShortcutCall,
+        dropout: float,
+    ) -> Tensor:
+        """One token per text, whose row of the mask is all there is: it need not be looked at."""
+        start, stop = call.start, call.stop
+        graph = causal_window_graph(1, self.window, past=call.past - start)
+        seen = dense(mask, call)[:, 0, start:stop]
+        found = Reach(graph, (None, seen), start, stop)
+        return self._attend_over(found, query, key, value, dropout)
+
+    @torch.compiler.disable
+    def _attend_masked(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Any,
+        call: ShortcutCall,
+        dropout: float,
+    ) -> Tensor:
+        """Many tokens and a mask, which is looked at: nothing that can be traced."""
+        return self._attend_over(reach(mask, call), query, key, value, dropout)
+
+    def _attend_over(
+        self, found: Reach, query: Tensor, key: Tensor, value: Tensor, dropout: float
+    ) -> Tensor:
+        key, value = key[:, found.start : found.stop], value[:, found.start : found.stop]
+        if not found.packed:
+            return self._average(query, key, value, found.graph, found.valid, dropout)
+        out = self._average(
+            query.flatten(0, 1),
+            key.flatten(0, 1),
+            value.flatten(0, 1),
+            found.graph,
+            found.valid,
+            dropout,
+        )
+        return out.unflatten(0, query.shape[:2])
+
+    def _attend_in_place(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Any, past: Tensor, dropout: float
+    ) -> Tensor:
+        """One token per text, in a slot that is not looked at: a static cache in compiled code."""
+        B, K, W = len(query), key.shape[1], self.window
+        slots = past + torch.arange(1 - W, 1, device=key.device)
+        seen = (slots >= 0).expand(B, W)
+        slots = slots.clamp(min=0)
+        if mask is not None:
+            row = dense(mask, ShortcutCall(B, 1, K, 0, W))[:, 0]
+            seen = seen & row.index_select(1, slots)
+        key, value = key.index_select(1, slots), value.index_select(1, slots)
+        graph = causal_window_graph(1, W, past=W - 1)
+        return self._average(query, key, value, graph, (None, seen), dropout)
+
+    def extra_repr(self) -> str:
+        return f"heads={self.heads}, window={self.window}, top_k={self.top_k}"
+
+
+def _copy(module: nn.Module) -> nn.Module:
+    """A trainable copy of a projection or a norm."""
+    return copy.deepcopy(module).requires_grad_(True)
+
+
+class CacheBeside:
+    """A layer's view of a cache that holds the keys and values of its shortcut, too.
+
+    They lie beside the layer's own as further heads, in the cache's own tensors. Whatever the cache
+    does with these (growing, filling places, windows, beams, cutting, moving) happens to both.
+    """
+
+    def __init__(self, cache: Any, query: Tensor, key: Tensor, value: Tensor) -> None:
+        self.cache = cache
+        self.query, self.key, self.value = query, key, value
+        self.past: int | Tensor = 0
+
+    def update(
+        self, key: Tensor, value: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Store both, and return the layer's own."""
+        before = self.cache.get_seq_length(layer_idx)
+        if isinstance(before, Tensor):  # a static cache's counter, which goes on counting
+            before = before.clone()
+        queries, heads = key.shape[2], key.shape[1]
+        self.check_room(layer_idx, 2 * heads)
+        both = (
+            torch.cat([own, new.transpose(1, 2).to(own.dtype)], dim=1)
+            for own, new in ((key, self.key), (value, self.value))
+        )
+        keys, values = self.cache.update(*both, layer_idx, *args, **kwargs)
+        self.key, self.value = keys[:, heads:].transpose(1, 2), values[:, heads:].transpose(1, 2)
+        # A sliding cache has let go of its oldest tokens.
+        most = keys.shape[2] - queries
+        if isinstance(before, Tensor):
+            self.past = before.clamp(max=most)
+        else:
+            self.past = min(before, most)
+        return keys[:, :heads], values[:, :heads]
+
+    def check_room(self, layer_idx: int, heads: int) -> None:
+        """A cache that was laid out before its first token has no room for the shortcut."""
+        layers = getattr(self.cache, "layers", [])
+        stored = getattr(layers[layer_idx], "keys", None) if layer_idx < len(layers) else None
+        if isinstance(stored, Tensor) and stored.dim() == 4 and stored.shape[1] != heads:
+            raise ValueError(
+                f"cache (past_key_values) holds {stored.shape[1]} heads in layer {layer_idx}, and "
+                f"with the Krause shortcut there are {heads}: give a fresh cache, filled by this "
+                "model and not by early_initialization"
+            )
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "cache":  # not there yet, as where it is copied
+            raise AttributeError(name)
+        return getattr(self.cache, name)
+
+
+# Hooks are functions of this module, so that models can be copied and pickled.
+
+
+def before_attention(attention: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Let the layer's cache hold the shortcut's keys and values, too."""
+    kwargs = _by_name(attention, args, kwargs)
+    refuse_implementation(attention)
+    refuse_continuous_batching(kwargs)
+    name = cache_name(kwargs)
+    if name is not None:
+        x, rotations = kwargs["hidden_states"], kwargs["position_embeddings"]
+        kwargs[name] = CacheBeside(kwargs[name], *attention.krause.project(x, rotations))
+    return (), kwargs
+
+
+def after_attention(attention: Any, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
+    """Mix the layer's own output with the shortcut's."""
+    shortcut: KrauseShortcut = attention.krause
+    name = cache_name(kwargs)
+    cache = None if name is None else kwargs[name]
+    past: int | Tensor = 0
+    if cache is None:
+        projected = shortcut.project(kwargs["hidden_states"], kwargs["position_embeddings"])
+    else:
+        projected, past = (cache.query, cache.key, cache.value), cache.past
+    dropout = attention.attention_dropout if attention.training else 0.0
+    averages = shortcut.attend(*projected, kwargs.get("attention_mask"), past, dropout)
+    standard, *others = output
+    krause = shortcut.o_proj(averages.to(standard.dtype))
+    return (shortcut.gate(standard, krause), *others)
+
+
+def _by_name(attention: Any, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """All arguments of the layer by their names."""
+    if not args:
+        return dict(kwargs)
+    names = argument_names(attention)
+    if len(args) > len(names):
+        raise ValueError(
+            f"{type(attention).__name__} takes {len(names)} arguments by place, got {len(args)}"
+        )
+    return dict(zip(names, args, strict=False)) | kwargs
+
+
+def refuse_continuous_batching(kwargs: dict[str, Any]) -> None:
+    """Refuse a cache of pages, read by index, which has no room for more heads."""
+    for name in ("read_index", "write_index", "block_table"):
+        if kwargs.get(name) is not None:
+            raise ValueError(
+                f"{name} belongs to continuous batching, whose cache of pages has no room for the "
+                "heads of a Krause shortcut: generate with model.generate"
+            )
+
+
+def refuse_implementation(attention: Any) -> None:
+    """Implementations that hide what a token may see from the layer."""
+    name = attention.config._attn_implementation or "eager"
+    if "flash" in name or "paged" in name or "/" in name:
+        raise ValueError(
+            f"attn_implementation = {name!r} hands no mask to its layers, so that the Krause "
+            "shortcut would not know padding and packed texts: use 'sdpa', 'eager', "
+            "'flex_attention' or 'graphattn' (model.set_attn_implementation)"
+        )

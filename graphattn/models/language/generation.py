@@ -1,0 +1,288 @@
+"""Texts that go on token by token: prompts, stops, and what is read when."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence, Set
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from graphattn.graphs.arguments import as_int
+from graphattn.models.language.sampling import Sampling, draw
+from graphattn.nn import ModelCache
+from graphattn.ops.inputs import check_valid
+
+Stop = int | Sequence[int | Sequence[int]] | None
+Progress = Callable[[int, Tensor], Any]
+
+
+class LanguageModel(Protocol):
+    """Interface of a model that can write: it reads tokens through a cache and tells what may
+    follow.
+    """
+
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def embedding(self) -> nn.Embedding: ...
+    def init_cache(self, batch: tuple[int, ...], *, rollback: int = 0) -> ModelCache: ...
+    def encode_step(
+        self,
+        tokens: Tensor,
+        cache: ModelCache,
+        *,
+        positions: Tensor | None = None,
+        valid: Tensor | None = None,
+    ) -> Tensor: ...
+    def logits(self, features: Tensor) -> Tensor: ...
+    def _readable(self, tokens: Tensor, valid: Tensor | None) -> Any: ...
+
+
+class GrowingText:
+    """Prompts, and what is written behind them.
+
+    Args:
+        prompts: integers [*, N].
+        count: how many tokens may be written.
+        stops: sequences of tokens that end a text.
+        progress: called after every token; its True ends the generation.
+
+    Attributes:
+        tokens: [*, N + count]; behind `length` it may hold anything, such as guesses.
+        length: tokens so far.
+        is_over: whether nothing more is to be written.
+    """
+
+    def __init__(
+        self,
+        prompts: Tensor,
+        count: int,
+        stops: list[tuple[int, ...]],
+        progress: Progress | None,
+    ) -> None:
+        self.batch, self.start = prompts.shape[:-1], prompts.shape[-1]
+        self.length, self.most = self.start, self.start + count
+        self.tokens = prompts.new_zeros(*self.batch, self.most)
+        self.tokens[..., : self.start] = prompts
+        self.stops = [prompts.new_tensor(stop) for stop in stops]
+        self.ended = torch.zeros(self.batch, dtype=torch.bool, device=prompts.device)
+        self.progress = progress
+        self.is_over = count == 0
+
+    @property
+    def written(self) -> Tensor:
+        return self.tokens[..., : self.length]
+
+    def append(self, newest: Tensor) -> None:
+        """One more token [*] of every text; those that have ended repeat their last."""
+        if self.stops:
+            newest = torch.where(self.ended, self.tokens[..., self.length - 1], newest)
+        self.tokens[..., self.length] = newest
+        self.length += 1
+        for stop in self.stops:
+            first = self.length - len(stop)
+            if first >= self.start:
+                self.ended |= (self.tokens[..., first : self.length] == stop).all(-1)
+        self.is_over = self.length == self.most or bool(self.stops and self.ended.all())
+        if self.progress is not None and self.progress(self.length - self.start, self.written):
+            self.is_over = True
+
+
+class Reader:
+    """A model that reads a growing text through a cache.
+
+    Args:
+        model: reads.
+        text: what is read.
+        valid: bool [*, N], where the prompts are real.
+        rollback: how many tokens may be taken back.
+    """
+
+    def __init__(
+        self, model: LanguageModel, text: GrowingText, valid: Tensor | None, rollback: int = 0
+    ) -> None:
+        self.model, self.text, self.valid, self.positions = model, text, None, None
+        self.cache = model.init_cache(tuple(text.batch), rollback=rollback)
+        if valid is not None:
+            more = valid.new_ones(*valid.shape[:-1], text.most - text.start)
+            self.valid = torch.cat([valid, more], dim=-1)
+            # Every text counts its own tokens: some mechanisms see more than distances.
+            padding = (~valid).sum(-1, keepdim=True)
+            self.positions = torch.arange(text.most, device=valid.device) - padding
+
+    def read(self, until: int, keep: int = 1) -> Tensor:
+        """Read on to the token before `until`: logits of the last `keep` tokens, [*, keep, V]."""
+        here = slice(self.cache.position, until)
+        given = {}
+        if self.valid is not None and self.positions is not None:
+            given["positions"] = self.positions[..., here]
+            if here.start < self.text.start:
+                given["valid"] = self.valid[..., here]
+        x = self.model.encode_step(self.text.tokens[..., here], self.cache, **given)
+        return self.model.logits(x[..., -keep:, :])
+
+    def forget(self, length: int) -> None:
+        """The tokens from `length` on."""
+        if length < self.cache.position:
+            self.cache.truncate(length)
+
+
+@torch.no_grad()
+def generate(
+    model: LanguageModel,
+    tokens: Tensor,
+    max_new_tokens: int,
+    *,
+    temperature: float,
+    top_k: int | None,
+    top_p: float | None,
+    stop: Stop,
+    generator: torch.Generator | None,
+    valid: Tensor | None,
+    progress: Progress | None,
+    draft: LanguageModel | None,
+    draft_tokens: int,
+) -> Tensor:
+    """:meth:`CausalLM.generate`."""
+    sampling = Sampling.checked(temperature, top_k, top_p)
+    count = as_int("max_new_tokens", max_new_tokens, 0)
+    ahead = as_int("draft_tokens", draft_tokens, 1)
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise ValueError(
+            f"generator must be a torch.Generator or None, got {type(generator).__name__}"
+        )
+    if progress is not None and not callable(progress):
+        raise ValueError(f"progress must be callable or None, got {progress!r}")
+    model._readable(tokens, valid)
+    if tokens.shape[-1] == 0:
+        raise ValueError("tokens must hold at least one token of every text, got none")
+    valid = _left_padding(valid, tokens)
+    text = GrowingText(tokens, count, _stops(stop, model.vocab_size), progress)
+    if draft is not None:
+        _check_draft(draft, model)
+        if not text.is_over:
+            _write_with_draft(model, draft, text, sampling, generator, valid, ahead)
+    elif not text.is_over:
+        reader = Reader(model, text, valid)
+        while not text.is_over:
+            logits = reader.read(text.length)[..., -1, :]
+            text.append(sampling.choose(logits, generator))
+    return text.written.clone()
+
+
+def _write_with_draft(
+    model: LanguageModel,
+    draft: LanguageModel,
+    text: GrowingText,
+    sampling: Sampling,
+    generator: torch.Generator | None,
+    valid: Tensor | None,
+    ahead: int,
+) -> None:
+    """The draft guesses, the model reads all guesses in one step and keeps what it agrees with."""
+    reader = Reader(model, text, valid, rollback=ahead)
+    drafter = Reader(draft, text, valid, rollback=ahead)
+    while not text.is_over:
+        first = text.length
+        guesses = min(ahead, text.most - first - 1)  # the model itself writes one more
+        of_draft = []
+        for i in range(guesses):
+            logits = drafter.read(first + i)[..., -1, :]
+            of_draft.append(None if sampling.is_greedy else sampling.probabilities(logits))
+            own = of_draft[-1]
+            guess = logits.argmax(-1) if own is None else draw(own, generator)
+            text.tokens[..., first + i] = guess
+        logits = reader.read(first + guesses, keep=guesses + 1)
+        for i in range(guesses + 1):
+            guess = text.tokens[..., first + i].clone()
+            if i == guesses:
+                text.append(sampling.choose(logits[..., i, :], generator))
+                break
+            ended = text.ended.clone()
+            newest, agrees = verify(logits[..., i, :], of_draft[i], guess, sampling, generator)
+            text.append(newest)
+            if text.is_over or not bool((agrees | ended).all()):
+                break
+        reader.forget(text.length - 1)  # the newest token is still to be read
+        drafter.forget(text.length - 1)
+
+
+def verify(
+    logits: Tensor,
+    of_draft: Tensor | None,
+    guess: Tensor,
+    sampling: Sampling,
+    generator: torch.Generator | None,
+) -> tuple[Tensor, Tensor]:
+    """The token that follows, [*], and whether it is the guess.
+
+    A guess x of probability q(x) is kept with probability min(1, p(x) / q(x)); otherwise the token
+    is drawn from what p has more than q, max(p - q, 0) normalised. So it is one of p.
+    """
+    if of_draft is None:
+        best = logits.argmax(-1)
+        return best, best == guess
+    p = sampling.probabilities(logits)
+    q = of_draft.to(p.dtype)
+    place = guess.long().unsqueeze(-1)
+    u = torch.rand(guess.shape, generator=generator, device=p.device, dtype=p.dtype)
+    keep = u * q.gather(-1, place).squeeze(-1) < p.gather(-1, place).squeeze(-1)
+    rest = (p - q).clamp_min(0)
+    rest = torch.where(rest.sum(-1, keepdim=True) > 0, rest, p)  # equal to rounding
+    return torch.where(keep, guess, draw(rest, generator).to(guess.dtype)), keep
+
+
+# What is given.
+
+
+def _left_padding(valid: Any, tokens: Tensor) -> Tensor | None:
+    """`valid` as [*, N], if some token is not real; a ValueError unless padding is on the left."""
+    if valid is None:
+        return None
+    N = tokens.shape[-1]
+    check_valid(valid, tokens.shape[:-1], tokens.device, N, N)
+    valid = valid.expand(tokens.shape)
+    if not bool((valid[..., -1]).all()) or bool((valid[..., :-1] & ~valid[..., 1:]).any()):
+        raise ValueError(
+            "valid must be False on the left of a text alone, and True for its last token: "
+            "generation goes on behind it"
+        )
+    return None if bool(valid.all()) else valid
+
+
+def _stops(stop: Any, vocab_size: int) -> list[tuple[int, ...]]:
+    """Sequences of tokens."""
+    if stop is None:
+        return []
+    found = []
+    for entry in stop if _is_sequence(stop) else [stop]:
+        own = tuple(
+            as_int("stop", token, 0) for token in (entry if _is_sequence(entry) else [entry])
+        )
+        if not own or max(own) >= vocab_size:
+            raise ValueError(
+                f"stop must be tokens 0 .. {vocab_size - 1} (vocab_size - 1) or sequences of at "
+                f"least one, got {entry!r}"
+            )
+        found.append(own)
+    return found
+
+
+def _is_sequence(value: Any) -> bool:
+    if isinstance(value, Sequence | Set):
+        return not isinstance(value, str)
+    return getattr(value, "ndim", 0) > 0  # a tensor, or an array of numpy's
+
+
+def _check_draft(draft: LanguageModel, model: LanguageModel) -> None:
+    if draft.vocab_size != model.vocab_size:
+        raise ValueError(
+            f"draft must have the vocabulary of the model, {model.vocab_size} tokens, "
+            f"got {draft.vocab_size}"
+        )
+    if draft.embedding.weight.device != model.embedding.weight.device:
+        raise ValueError(
+            f"draft must be on {model.embedding.weight.device} as the model is, "
+            f"got {draft.embedding.weight.device}"
+        )

@@ -1,0 +1,1 @@
+"""Protein models: residues along chains and in space, and scores of mutations."""

@@ -1,0 +1,341 @@
+"""How the proteins of a call lie among its tokens, and graphs over them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from graphattn.data import Structure
+from graphattn.graphs import (
+    TokenGraph,
+    batch,
+    bipartite_complete_graph,
+    bipartite_window_graph,
+    union,
+)
+from graphattn.models.mixers import Reach
+from graphattn.models.proteins.context_steps import Track, TrackEmbeddings
+from graphattn.models.proteins.residue_edges import ResidueEdges, Residues
+from graphattn.models.proteins.scores import ProteinScores
+from graphattn.models.stack import Graphs
+from graphattn.nn.rotary import check_positions
+
+# Which residues are near each other is told by their places, not by shapes.
+eager = torch.compiler.disable(
+    reason="graphs of a Structure depend on its coordinates: with fullgraph=True give graph, "
+    "positions and edge_features, which are computed outside, in its place"
+)
+
+
+@dataclass(frozen=True)
+class Laid:
+    """Structures one after the other, each with the padding behind it.
+
+    Attributes:
+        structures: graphattn.data.Structure of every protein.
+        padding: tokens after each of them.
+        rows: (B, N) of padded rows; () where proteins stand without padding.
+        residues: where all of them are.
+        valid: bool [B, N] of padded rows.
+    """
+
+    structures: list[Structure]
+    padding: list[int]
+    rows: tuple[int, ...]
+    residues: Residues
+    valid: Tensor | None
+
+    def graph(self, window: int, neighbors: int, self_loops: bool) -> TokenGraph:
+        """Residues along the chain and in space; padding has no edges."""
+
+        def near(structure: Structure) -> TokenGraph:
+            along = structure.window_graph(window, self_loops=self_loops)
+            if not neighbors:
+                return along
+            return union(along, structure.neighbor_graph(neighbors))
+
+        return self.of_each(near)
+
+    @eager
+    def of_each(self, make: Callable[[Structure], TokenGraph]) -> TokenGraph:
+        """One graph of what `make` gives for every structure."""
+        graphs = []
+        for structure, padding in zip(self.structures, self.padding, strict=True):
+            graphs.append(make(structure))
+            if padding:
+                # Listed: a structure without edges counts as causal, and the batch with it.
+                edges = torch.empty((2, 0), dtype=torch.int64, device=graphs[-1].device)
+                graphs.append(
+                    TokenGraph(edge_index=edges, num_targets=padding, num_sources=padding)
+                )
+        return graphs[0] if len(graphs) == 1 else batch(graphs)
+
+
+def laid_out(
+    structures: list[Structure], tokens: Any, device: torch.device, in_rows: bool = False
+) -> Laid:
+    """How structures lie among tokens [*, N] of one, [N] of several, or [B, N] in rows.
+
+    Args:
+        structures: one or several.
+        tokens: None where the structures alone say how many there are.
+        device: of the model.
+        in_rows: whether a single structure may be a row that is padded.
+
+    Raises:
+        ValueError: their residues are not as many as the tokens.
+    """
+    sizes = [len(own.sequence) for own in structures]
+    padding, valid = [0] * len(sizes), None
+    rows: tuple[int, ...] = ()
+    # (A copy would count the places along its chains anew.)
+    structures = [
+        own if own.ca_positions.device == device else own.to(device) for own in structures
+    ]
+    if isinstance(tokens, Tensor) and tokens.dim() > 0:
+        N = tokens.shape[-1]
+        is_padded = len(tokens) > 1 or (in_rows and sizes[0] < N)
+        if tokens.dim() == 2 and len(structures) == len(tokens) and is_padded:
+            if max(sizes) > N:
+                raise ValueError(
+                    f"structure must hold at most {N} residues, the length of the rows of tokens, "
+                    f"got {max(sizes)}"
+                )
+            rows, padding = tuple(tokens.shape), [N - size for size in sizes]
+            lengths = torch.tensor(sizes, device=device)
+            valid = torch.arange(N, device=device) < lengths[:, None]
+        elif sum(sizes) != N or (len(sizes) > 1 and tokens.dim() > 1):
+            raise ValueError(
+                f"structure must hold the residues that the tokens {list(tokens.shape)} are (one "
+                "Structure of N; or a list, one after the other in tokens [N] or one per row of "
+                f"tokens [B, N]), got {sizes}"
+            )
+    columns: list[list[Tensor]] = [[], [], []]
+    for own, more in zip(structures, padding, strict=True):
+        for column, name in zip(columns, ("ca_positions", "chain_index", "positions"), strict=True):
+            value = getattr(own, name)
+            column.append(torch.cat([value, value.new_zeros(more, *value.shape[1:])]))
+    return Laid(structures, padding, rows, Residues(*map(torch.cat, columns)), valid)
+
+
+def graph_of_track(
+    name: str,
+    length: int,
+    is_chain: bool,
+    window: int,
+    graph: TokenGraph,
+    laid: Laid | None,
+    rows: tuple[int, ...],
+) -> TokenGraph:
+    """Return the graph of the `length` rows of a track: those around its own place, or a chain's
+    all.
+
+    Args:
+        name: of the track.
+        length: M, of every row of a padded batch.
+        is_chain: whether it is another chain.
+        window: rows on each side.
+        graph: of the tokens.
+        laid: their structures, if there are any.
+        rows: [B, N] of padded proteins.
+
+    Raises:
+        ValueError: what is not told by the lengths.
+    """
+    sizes = [targets for targets, _ in graph.sizes]
+    several = len(laid.structures) > 1 if laid is not None else len(sizes) > 1
+    N = rows[1] if rows else graph.num_targets
+    if is_chain:
+        if several and not rows:
+            raise ValueError(
+                f"context[{name!r}] must be a pair (tokens, graph) where proteins are packed: "
+                "nothing else says which chain belongs to which protein"
+            )
+        one = bipartite_complete_graph(N, length)
+        return batch([one] * rows[0]) if rows else one
+    if length not in (N, graph.num_targets):
+        raise ValueError(
+            f"context[{name!r}] must have one row per token ({N}), got {length}: a pair (track, "
+            "graph) says otherwise who sees which row"
+        )
+    if laid is not None:
+        return laid.of_each(lambda own: own.window_graph(window, self_loops=True))
+    if len(sizes) == 1:
+        return bipartite_window_graph(graph.num_targets, window)
+    return batch([bipartite_window_graph(size, window) for size in sizes])
+
+
+class ProteinCall(NamedTuple):
+    """Arguments that one call gives to the blocks."""
+
+    tokens: Tensor
+    graphs: list[TokenGraph]
+    given: dict[str, Any]  # to every block
+    rows: tuple[int, ...]  # [B, N] of padded proteins that are laid end to end; () for others
+    residues: Residues
+    edge_features: Any
+    known: dict[Any, Tensor]  # features of edges, by the graph
+    tracks: dict[str, Track]
+
+
+class ProteinCalls(ProteinScores):
+    """Arguments of every block, from those of a call."""
+
+    edges: ResidueEdges
+    reaches: list[Reach]
+    window: int
+    neighbors: int
+    context: dict[str, int | str]
+    context_window: int
+    edge_maps: nn.ModuleDict
+    tracks: TrackEmbeddings
+
+    def _laid_out(self, structure: Any, tokens: Any) -> Laid:
+        """The structures of a call, checked, as they lie among its tokens."""
+        if not self.structure:
+            raise ValueError("structure must be None in a model made with structure=False")
+        is_list = isinstance(structure, list | tuple)
+        found = list(structure) if is_list else [structure]
+        for own in found:
+            if not isinstance(own, Structure):
+                raise ValueError(
+                    "structure must be a graphattn.data.Structure or a list of them, got "
+                    f"{type(own).__name__}"
+                )
+        return laid_out(found, tokens, self.embedding.weight.device, is_list)
+
+    def _graphs_in_space(self, laid: Laid) -> list[TokenGraph]:
+        """Consensus layers exert no force along self-loops; the others see themselves, too."""
+        loops = [reach != "near" for reach in self.reaches]
+        made = {own: laid.graph(self.window, self.neighbors, own) for own in dict.fromkeys(loops)}
+        return [made[own] for own in loops]
+
+    @eager
+    def _in_space(self, structure: Any, tokens: Any, graph: Graphs) -> tuple[Laid, Graphs]:
+        """How the structures of a call lie, and its graphs where none are given."""
+        laid = self._laid_out(structure, tokens)
+        return laid, self._graphs_in_space(laid) if graph is None else graph
+
+    def _call(
+        self,
+        tokens: Any,
+        graph: Graphs,
+        structure: Any,
+        valid: Any,
+        positions: Any,
+        edge_features: Any,
+        context: Any,
+    ) -> ProteinCall:
+        if edge_features is not None:
+            if graph is None:
+                raise ValueError("graph must be given beside edge_features, which are of its edges")
+            if not self.structure:
+                raise ValueError("edge_features must be None in a model made with structure=False")
+        laid: Laid | None = None
+        rows: tuple[int, ...] = ()
+        batch = tuple(tokens.shape[:-1]) if isinstance(tokens, Tensor) else ()
+        if structure is not None:
+            if positions is not None:
+                raise ValueError("positions must be None beside structure, which has its own")
+            laid, graph = self._in_space(structure, tokens, graph)
+            if laid.valid is not None:  # what stands in padding does not matter
+                tokens = tokens.masked_fill(~laid.valid, 0)
+        tokens = self._readable(tokens, valid)
+        if positions is not None:
+            check_positions(positions, tokens.shape)
+        if laid is not None:
+            positions = laid.residues.positions
+            if laid.valid is not None:  # one after the other, with padding in between
+                rows = laid.rows
+                valid = laid.valid if valid is None else valid & laid.valid
+                tokens, valid = tokens.flatten(), valid.flatten()
+        graphs = list(self.graph_of_blocks(graph, tokens.shape[-1]))
+        residues = laid.residues if laid is not None else Residues(positions=positions)
+        given = {"valid": valid, "positions": positions}
+        call = ProteinCall(
+            tokens,
+            graphs,
+            {name: value for name, value in given.items() if value is not None},
+            rows,
+            residues,
+            edge_features,
+            {},
+            {},
+        )
+        if context is not None:
+            call.tracks.update(self._tracks(context, call, laid, batch))
+        return call
+
+    def _of_edges(self, place: int, graph: TokenGraph, call: ProteinCall) -> dict[str, Tensor]:
+        """Return the features of a block's edges, as its mixer takes them."""
+        layer: Any = self.blocks[place].mixer
+        takes_bias = str(place) in self.edge_maps
+        if not self.structure or not (takes_bias or getattr(layer, "edge_features", None)):
+            return {}
+        given = call.edge_features
+        if isinstance(given, list | tuple):
+            if len(given) != len(self.blocks):
+                raise ValueError(
+                    f"edge_features must be one tensor, or one per block ({len(self.blocks)}), "
+                    f"got {len(given)}"
+                )
+            given = given[place]
+        if given is not None:
+            features = given
+        else:
+            # (Not id(graph): compiled code would be that of one graph.)
+            key = [own is graph for own in call.graphs].index(True), takes_bias
+            if key not in call.known:
+                call.known[key] = self._known_of(graph, call.residues, takes_bias)
+            features = call.known[key]
+        if takes_bias:
+            return {"edge_bias": self.edge_maps[str(place)](features)}
+        return {"edge_features": features}
+
+    def _known_of(self, graph: TokenGraph, residues: Residues, as_bias: bool) -> Tensor:
+        """Features of the edges of a graph; of its offsets, for a bias, where that is all."""
+        dtype = self.embedding.weight.dtype
+        if as_bias and residues.are_unknown:
+            table = self.edges.of_offsets(graph, dtype)
+            if table is not None:
+                return table
+        return self.edges.of_edges(graph, residues, dtype)
+
+    def _tracks(
+        self, context: Any, call: ProteinCall, laid: Laid | None, batch: tuple[int, ...]
+    ) -> dict[str, Track]:
+        """The tracks of a call, embedded, with their graphs and masks."""
+        if not isinstance(context, Mapping) or not set(context) <= set(self.context):
+            got = list(context) if isinstance(context, Mapping) else type(context).__name__
+            raise ValueError(
+                f"context must be a dict of the model's tracks ({', '.join(self.context) or 'none'}"
+                f"), got {got}"
+            )
+        valid, positions = call.given.get("valid"), call.given.get("positions")
+        found = {}
+        for name, track in context.items():
+            graph = None
+            if isinstance(track, tuple | list) and len(track) == 2:
+                track, graph = track
+            is_chain = self.context[name] == "sequence"
+            features, known = self.tracks.embed(name, track, self.embedding, torch.Size(batch))
+            if call.rows:
+                features = features.expand(*batch, *features.shape[-2:])
+                known = known.expand(features.shape[:-1]).flatten()
+                length, features = features.shape[-2], features.flatten(0, -2)
+            else:
+                length = features.shape[-2]
+            if graph is None:
+                graph = graph_of_track(
+                    name, length, is_chain, self.context_window, call.graphs[0], laid, call.rows
+                ).to(features.device)
+            aligned = not is_chain and features.shape[-2] == call.tokens.shape[-1]
+            if aligned and valid is not None:
+                known = known & valid
+            places = (positions, positions if aligned else None)
+            found[name] = Track(features, graph, (valid, known), places)
+        return found

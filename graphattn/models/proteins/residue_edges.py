@@ -1,0 +1,94 @@
+"""Edge features of a protein model, for two residues: their distance, and their offset."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from graphattn.data import Structure
+from graphattn.data.structures.edges import distance_features, offset_features
+from graphattn.graphs import TokenGraph
+from graphattn.graphs.arguments import as_float, as_int
+from graphattn.nn.edges.offsets import offsets_of_table
+
+
+class Residues(NamedTuple):
+    """Places of the residues of a call; None is not known of them.
+
+    Attributes:
+        ca_positions: [N, 3], Angstrom; NaN where the atom is not known.
+        chain_index: integers [N].
+        positions: integers [N] or [*, N], places along the chain.
+    """
+
+    ca_positions: Tensor | None = None
+    chain_index: Tensor | None = None
+    positions: Tensor | None = None
+
+    @property
+    def are_unknown(self) -> bool:
+        """Whether nothing is known but the graph."""
+        return self.ca_positions is None and self.positions is None
+
+
+class ResidueEdges:
+    """Features of edges, F numbers each: those of :meth:`graphattn.data.Structure.edge_features`.
+
+    Without a structure there are no distances, and the numbers in their place are 0; places are
+    then those of the graph, of one chain.
+
+    Args:
+        num_distances: how many radial basis functions of a distance.
+        max_distance: the last centre, in Angstrom.
+        max_offset: the farthest offset along the chain with a feature of its own.
+    """
+
+    def __init__(self, num_distances: int, max_distance: float, max_offset: int) -> None:
+        self.num_distances = as_int("num_distances", num_distances, 1)
+        self.max_distance = as_float("max_distance", max_distance, positive=True)
+        self.max_offset = as_int("max_offset", max_offset, 0)
+
+    @property
+    def width(self) -> int:
+        """F."""
+        return Structure.num_edge_features(self.num_distances, self.max_distance, self.max_offset)
+
+    def of_edges(self, graph: TokenGraph, residues: Residues, dtype: torch.dtype) -> Tensor:
+        """[E, F] or [*, E, F], in the order of ``graph.edge_index``."""
+        edges = graph.edge_index
+        places = graph.positions if residues.positions is None else residues.positions
+        chains = residues.chain_index
+        if chains is None:
+            chains = torch.zeros(places.shape[-1:], dtype=torch.int64, device=edges.device)
+        if places.is_floating_point():
+            raise ValueError(
+                "positions must be integers where offsets along the chain are features of edges, "
+                f"got {places.dtype}"
+            )
+        along = offset_features(places, chains, edges, self.max_offset).to(dtype)
+        if residues.ca_positions is None:
+            distances = along.new_zeros(edges.shape[1], self.num_distances)
+        else:
+            distances = distance_features(
+                residues.ca_positions, edges, self.num_distances, self.max_distance
+            ).to(dtype)
+        return torch.cat([distances.expand(*along.shape[:-1], -1), along], -1)
+
+    def of_offsets(self, graph: TokenGraph, dtype: torch.dtype) -> Tensor | None:
+        """[offsets, F], a row per offset of a graph's table: the features of one chain by itself.
+
+        None where the graph has no such table.
+        """
+        found = offsets_of_table(graph, 1)
+        if found is None:
+            return None
+        (offset,) = found
+        # As edges from a residue at 0 to others at every offset.
+        place = torch.arange(len(offset), device=offset.device)
+        edges = torch.stack([place, place.new_full((len(offset),), len(offset))])
+        positions = torch.cat([offset, offset.new_zeros(1)])
+        along = offset_features(positions, torch.zeros_like(positions), edges, self.max_offset)
+        along = along.to(dtype)
+        return torch.cat([along.new_zeros(len(offset), self.num_distances), along], -1)

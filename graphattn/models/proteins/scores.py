@@ -1,0 +1,295 @@
+"""Scores of a protein model, for proteins as people have them: letters, and structures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, overload
+
+import torch
+from torch import Tensor, nn
+
+from graphattn.data import ProteinTokenizer, Structure
+from graphattn.graphs import TokenGraph, batch
+from graphattn.graphs.arguments import as_int
+from graphattn.models.proteins.mutations import Mutation, parsed
+from graphattn.models.token_model import TokenModel
+
+Protein = str | Structure
+
+
+class ProteinScores(TokenModel):
+    """Embeddings, logits and scores of mutations, without gradients and without dropout.
+
+    Subclasses have ``encode(tokens, graph, *, structure, valid, context)``, the features before the
+    head, and say by `structure` whether they read structures.
+    """
+
+    tokenizer: ProteinTokenizer
+    mask_token: int
+    structure: bool
+
+    @overload
+    def embed(
+        self,
+        proteins: Protein,
+        *,
+        context: Mapping[str, Any] | None = None,
+        batch_size: int = 8,
+    ) -> Tensor: ...
+
+    @overload
+    def embed(
+        self,
+        proteins: list[Protein] | tuple[Protein, ...],
+        *,
+        context: Mapping[str, Any] | None = None,
+        batch_size: int = 8,
+    ) -> list[Tensor]: ...
+
+    def embed(
+        self,
+        proteins: Protein | list[Protein] | tuple[Protein, ...],
+        *,
+        context: Mapping[str, Any] | None = None,
+        batch_size: int = 8,
+    ) -> Tensor | list[Tensor]:
+        """The features of every residue before the head, [N, dim]; a list of them for a list.
+
+        Args:
+            proteins: a sequence of letters, a Structure, or a list of these. Gaps ``-`` in a
+                sequence are no residues. A model made with ``structure=False`` reads the chains of
+                a Structure one by one.
+            context: the tracks of one protein, as in the call of the model.
+            batch_size: how many proteins of a list are computed at once.
+
+        Raises:
+            ValueError: names the argument, its value and what is allowed.
+
+        Example:
+            >>> import graphattn as ga
+            >>> model = ga.models.ProteinModel(16, depth=1, heads=2)
+            >>> model.embed("MKVL").shape
+            torch.Size([4, 16])
+            >>> [found.shape[0] for found in model.embed(["MKVL", "GW"])]
+            [4, 2]
+        """
+        run: Any = self.encode
+        return self._of_proteins(run, proteins, context, batch_size)
+
+    @overload
+    def logits(
+        self,
+        proteins: Protein,
+        *,
+        context: Mapping[str, Any] | None = None,
+        batch_size: int = 8,
+    ) -> Tensor: ...
+
+    @overload
+    def logits(
+        self,
+        proteins: list[Protein] | tuple[Protein, ...],
+        *,
+        context: Mapping[str, Any] | None = None,
+        batch_size: int = 8,
+    ) -> list[Tensor]: ...
+
+    def logits(
+        self,
+        proteins: Protein | list[Protein] | tuple[Protein, ...],
+        *,
+        context: Mapping[str, Any] | None = None,
+        batch_size: int = 8,
+    ) -> Tensor | list[Tensor]:
+        """The logits of the letters at every residue, none of them masked, [N, 21].
+
+        Column t is ``model.tokenizer.vocabulary[t]``.
+
+        Args:
+            proteins, context, batch_size: as in :meth:`embed`.
+        """
+        run: Any = self
+        return self._of_proteins(run, proteins, context, batch_size)
+
+    def score_mutations(
+        self,
+        protein: Protein,
+        mutations: Sequence[str],
+        *,
+        numbering: str = "sequence",
+        context: Mapping[str, Any] | None = None,
+        batch_size: int = 8,
+    ) -> Tensor:
+        r"""Log-odds of substitutions: above 0 where the model finds the mutant likelier.
+
+        .. math::
+            s = \sum_{i \in M} \log p(x_i = \text{mutant}_i \mid x_{\setminus i})
+                - \log p(x_i = \text{wild type}_i \mid x_{\setminus i})
+
+        the masked marginals of ESM-1v (Meier et al., 2021), every residue of the mutant masked by
+        itself with all others as in the wild type: substitutions in one mutant add up.
+
+        Args:
+            protein: a sequence of letters, or a Structure.
+            mutations: mutants: a substitution, "A42G" (A at residue 42 becomes G), or several,
+                "A42G:L50P".
+            numbering: "sequence" counts the residues from 1 on; "structure" takes the residue
+                numbers of the Structure, with insertion codes ("A52AG" is residue 52A), and with
+                the chain where several have the number ("B/A42G").
+            context: the tracks of the protein, as in the call of the model.
+            batch_size: how many masked copies are computed at once.
+
+        Returns:
+            [mutants], on the CPU.
+
+        Raises:
+            ValueError: for text that is no substitution, a residue that is no amino acid or not the
+                one that is there, a number that there is not, and two substitutions of one residue.
+
+        Example:
+            >>> import graphattn as ga
+            >>> model = ga.models.ProteinModel(16, depth=1, heads=2)
+            >>> model.score_mutations("MKVLA", ["K2R", "K2R:L4I"]).shape
+            torch.Size([2])
+        """
+        batch_size = as_int("batch_size", batch_size, 1)
+        if isinstance(mutations, str) or not isinstance(mutations, Sequence):
+            raise ValueError(
+                "mutations must be a list of strings such as ['A42G'], got "
+                f"{mutations if isinstance(mutations, str) else type(mutations).__name__!r}"
+            )
+        tokens, call = self._as_call(protein)
+        sequence = self.tokenizer.decode(tokens)
+        structure = protein if isinstance(protein, Structure) else None
+        mutants = [parsed(text, sequence, structure, numbering) for text in mutations]
+        places = sorted({mutation.residue for mutant in mutants for mutation in mutant})
+        logits: dict[int, Tensor] = {}
+        with evaluating(self):
+            for start in range(0, len(places), batch_size):
+                some = torch.tensor(places[start : start + batch_size])
+                row = torch.arange(len(some))
+                masked = tokens.repeat(len(some), 1)
+                masked[row, some] = self.mask_token
+                out = self(self._here(masked), **call, **_given(context)).float().cpu()
+                logits.update(zip(some.tolist(), out[row, some], strict=True))
+        letter = {own: t for t, own in enumerate(self.tokenizer.vocabulary)}
+
+        def log_odds(mutation: Mutation) -> Tensor:
+            own = logits[mutation.residue]
+            return own[letter[mutation.mutant]] - own[letter[mutation.wild]]
+
+        scores = [sum(map(log_odds, own), torch.zeros(())) for own in mutants]
+        return torch.stack(scores) if scores else torch.zeros(0)
+
+    def _check_steps(self) -> None:
+        """Refuse steps of generation, which a model of proteins does not have."""
+        raise ValueError(
+            f"a {type(self).__name__} cannot go token by token: residues see those after them, and "
+            "others in space. Call it"
+        )
+
+    # How proteins become calls.
+
+    def _here(self, tokens: Tensor) -> Tensor:
+        return tokens.to(self.embedding.weight.device)
+
+    def _as_call(self, protein: Any) -> tuple[Tensor, dict[str, Any]]:
+        """The tokens of a protein, [N], and the other arguments of its call."""
+        if isinstance(protein, Structure):
+            tokens = self.tokenizer.encode(protein.sequence)
+            if len(tokens) != len(protein.sequence):
+                raise ValueError("proteins must hold no gap '-' in the sequence of a Structure")
+            if self.structure:
+                return tokens, {"structure": protein}
+            sizes = [size for size in protein.chain_index.bincount().tolist() if size]
+            return tokens, {"graph": self._one_by_one(sizes)}
+        if not isinstance(protein, str):
+            raise ValueError(
+                f"proteins must be sequences of letters or Structures, got {type(protein).__name__}"
+            )
+        tokens = self.tokenizer.encode(protein)
+        if not len(tokens):
+            raise ValueError(f"proteins must hold at least one residue, got {protein!r}")
+        return tokens, {}
+
+    def _one_by_one(self, sizes: list[int]) -> list[TokenGraph]:
+        """Graphs of every block in which sequences that stand one after the other are apart."""
+        return [batch(own) for own in zip(*map(self.graphs, sizes), strict=True)]
+
+    def _of_proteins(
+        self, run: Callable[..., Tensor], proteins: Any, context: Any, batch_size: int
+    ) -> Tensor | list[Tensor]:
+        """Return the result of `run` for every residue of one protein, or of each of a list."""
+        batch_size = as_int("batch_size", batch_size, 1)
+        if isinstance(proteins, Protein):
+            tokens, call = self._as_call(proteins)
+            with evaluating(self):
+                return run(self._here(tokens), **call, **_given(context))
+        if not isinstance(proteins, list | tuple):
+            raise ValueError(
+                "proteins must be a sequence of letters, a Structure, or a list of them, got "
+                f"{type(proteins).__name__}"
+            )
+        if context is not None:
+            raise ValueError("context must be None for a list of proteins: call them one by one")
+        calls = [self._as_call(protein) for protein in proteins]
+        found: dict[int, Tensor] = {}
+        with evaluating(self):
+            for some in _batches(calls, batch_size):
+                tokens, call, sizes = self._together([calls[n] for n in some])
+                out = run(tokens, **call)
+                parts = (
+                    out.split(sizes)
+                    if out.dim() == 2
+                    else [row[:size] for row, size in zip(out, sizes, strict=True)]
+                )
+                found.update(zip(some, parts, strict=True))
+        return [found[n] for n in range(len(calls))]
+
+    def _together(
+        self, calls: list[tuple[Tensor, dict[str, Any]]]
+    ) -> tuple[Tensor, dict[str, Any], list[int]]:
+        """Several proteins as one call, and how many residues each has."""
+        tokens = [own for own, _ in calls]
+        sizes = [len(own) for own in tokens]
+        first = calls[0][1]
+        if not first:  # letters alone: padded, so that one graph serves all of them
+            padded = nn.utils.rnn.pad_sequence(tokens, batch_first=True)
+            valid = torch.arange(padded.shape[1]) < torch.tensor(sizes)[:, None]
+            return self._here(padded), {"valid": self._here(valid)}, sizes
+        packed = self._here(torch.cat(tokens))
+        if "structure" in first:
+            return packed, {"structure": [call["structure"] for _, call in calls]}, sizes
+        graphs = zip(*(call["graph"] for _, call in calls), strict=True)
+        return packed, {"graph": [batch(own) for own in graphs]}, sizes
+
+
+def _given(context: Any) -> dict[str, Any]:
+    return {} if context is None else {"context": context}
+
+
+def _batches(calls: list[tuple[Tensor, dict[str, Any]]], batch_size: int) -> Iterator[list[int]]:
+    """Numbers of proteins that are called together: of one kind, and of about one length."""
+    order = sorted(range(len(calls)), key=lambda n: ([*calls[n][1]], len(calls[n][0])))
+    some: list[int] = []
+    for n in order:
+        if some and (len(some) == batch_size or [*calls[n][1]] != [*calls[some[0]][1]]):
+            yield some
+            some = []
+        some.append(n)
+    if some:
+        yield some
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Run without gradients and dropout, after which every part is as it was."""
+    training = [part for part in model.modules() if part.training]
+    try:
+        model.eval()
+        with torch.no_grad():
+            yield
+    finally:
+        for part in training:
+            part.training = True

@@ -1,0 +1,1 @@
+"""Vision models: vision transformers, Swin, and weights of other libraries for them."""

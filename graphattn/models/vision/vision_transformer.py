@@ -1,0 +1,324 @@
+"""Vision transformers, with a mixer per layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Literal, Self
+
+import torch
+from torch import Tensor, nn
+
+from graphattn.graphs import TokenGraph
+from graphattn.graphs.arguments import as_choice, as_float, as_int
+from graphattn.models.mixers import Mixer, Reach, mixers
+from graphattn.models.stack import BlockStack, Graphs
+from graphattn.models.vision.heads import draw_head, make_head
+from graphattn.models.vision.image_graphs import Radius, vision_graph
+from graphattn.models.vision.patches import PatchEmbedding, Size, as_size
+from graphattn.models.vision.vit_weights import from_transformers
+from graphattn.nn import PreNormBlock
+from graphattn.nn.rotary import RotaryEmbedding
+from graphattn.ops.dropout import as_share
+
+KEPT_SIZES = 8  # of images, whose graphs a model remembers
+
+
+class VisionTransformer(BlockStack):
+    r"""Images in, logits of classes out: patches, pre-norm blocks, norm, linear head.
+
+    The vision transformer (Dosovitskiy et al., 2021) in the shapes of DeiT (Touvron et al., 2021):
+    one token per patch, a class token in front, a learned position per token. ``mixer="gka"`` and
+    "vlt" are the GKA and the value-less models of *Projection-Free Transformers*, "krause" with a
+    `radius` and a rising `top_k` those of *Krause Synchronization Transformers*.
+
+    Layers without a window see all tokens. Those with one ("krause", "dot-window") see the patches
+    within `radius` and the class token, which sees everything; "consensus" layers move patches
+    alone, since no step is safe for a token with an edge to every other.
+
+    Leading tokens, positions and heads are drawn as DeiT draws them, from a normal distribution of
+    deviation 0.02, with biases 0; all other maps as PyTorch draws them, where DeiT has 0.02 for
+    those of the blocks, too.
+
+    Args:
+        image_size: of the images, in pixels: of a square, or (height, width).
+        patch_size: of the patches, likewise; divides `image_size`.
+        num_classes: of the head; 0 for none: the output are then the pooled features.
+        dim: width.
+        depth: number of blocks.
+        heads: heads per layer, divides `dim`.
+        mixer: a name of :class:`~graphattn.models.SequenceEncoder`'s, such as "dot", "dot-window",
+            "vlt", "gka", "krause", "consensus", "mix"; or one entry per block: a name or a layer
+            of width `dim`.
+        mixer_options: further options of the named layers, such as ``{"top_k": 8}``: every layer
+            takes those that it has, and one that no layer has is refused. A list holds one value
+            per block, as :func:`top_k_schedule` makes it.
+        channels: of the images.
+        class_token: whether a token that all images share stands in front of the patches.
+        distillation_token: whether a second one stands behind it, as in distilled DeiT models.
+        pooling: what the head reads: the "class" token, the "mean" of the patches, or, "distilled",
+            both leading tokens, each with a head of its own, of which the mean is returned.
+        radius: reach of windows along both axes in patches, or (down, right). None: layers with a
+            window see everything, and consensus layers the 8 patches around each.
+        rope: rotary positions in the layers, in row-major order of the tokens, beside the learned
+            ones; "isometric" as in :class:`~graphattn.nn.SelfConsensus`.
+        mlp_ratio: hidden width of the perceptrons, in units of `dim`.
+        dropout: share of features zeroed after the embedding and every part, in training.
+        drop_path: share of images for which a part of the last block is left out, in training,
+            rising linearly from 0 at the first block (stochastic depth, as DeiT has it).
+        norm_eps: of all norms, added to the variance (DeiT: 1e-6; transformers: 1e-12).
+
+    Shapes:
+        - **images**: [*, channels, height, width], normalised as in training
+        - **graph**: one TokenGraph for all layers, or one per layer (a sequence of `depth`)
+        - **edge_bias**: for the attention layers of all blocks, as they take it: [E, heads] or
+          [*, E, heads] over their graph, or one per block (a sequence of `depth`), None where a
+          block has none (keyword)
+        - **output**: [*, num_classes]
+
+    Raises:
+        ValueError: names the argument, its value and what is allowed.
+
+    Example:
+        >>> import torch, graphattn as ga
+        >>> model = ga.models.VisionTransformer.from_preset("digits", mixer="krause")
+        >>> model(torch.randn(2, 1, 8, 8)).shape
+        torch.Size([2, 10])
+        >>> model.graphs()[0]  # a class token, and 4 x 4 patches that see 3 x 3
+        TokenGraph(num_tokens=17, num_edges=133, structure=Grid)
+    """
+
+    options_of_parts: ClassVar = frozenset({"heads", "mixer_options", "rope"})
+    head: nn.Module
+
+    def __init__(
+        self,
+        image_size: Size,
+        patch_size: Size,
+        num_classes: int,
+        dim: int,
+        depth: int,
+        heads: int,
+        *,
+        mixer: Mixer = "dot",
+        mixer_options: Mapping[str, Any] | None = None,
+        channels: int = 3,
+        class_token: bool = True,
+        distillation_token: bool = False,
+        pooling: Literal["class", "mean", "distilled"] = "class",
+        radius: Radius = None,
+        rope: bool | Literal["isometric"] | RotaryEmbedding = False,
+        mlp_ratio: float = 4.0,
+        dropout: float = 0.0,
+        drop_path: float = 0.0,
+        norm_eps: float = 1e-5,
+    ) -> None:
+        super().__init__()
+        self.num_classes = as_int("num_classes", num_classes, 0)
+        self.pooling = as_choice("pooling", pooling, ("class", "mean", "distilled"))
+        self.radius = radius
+        if distillation_token and not class_token:
+            raise ValueError("distillation_token must be False without class_token, got True")
+        needs = {"class": class_token, "mean": True, "distilled": distillation_token}
+        if not needs[pooling]:
+            token = {"class": "class_token", "distilled": "distillation_token"}[pooling]
+            raise ValueError(f"pooling={pooling!r} needs {token}=True; without it there is 'mean'")
+        depth, dim = as_int("depth", depth, 1), as_int("dim", dim, 1)
+        mixings = mixers(mixer, depth, dim, heads, rope=rope, options=mixer_options)
+        self.embedding = PatchEmbedding(
+            as_size("image_size", image_size),
+            as_size("patch_size", patch_size),
+            channels=as_int("channels", channels, 1),
+            dim=dim,
+            class_token=bool(class_token),
+            distillation_token=bool(distillation_token),
+        )
+        self.dropout = nn.Dropout(as_share("dropout", dropout))
+        rates = _rising(as_share("drop_path", drop_path), depth)
+        self.blocks = nn.ModuleList()
+        self.reaches: list[Reach] = []
+        for (layer, reach), rate in zip(mixings, rates, strict=True):
+            self.blocks.append(
+                PreNormBlock(layer, mlp_ratio=mlp_ratio, dropout=dropout, drop_path=rate)
+            )
+            self.reaches.append(reach)
+        self._check_reaches(mixer)
+        self.norm = nn.LayerNorm(dim)
+        norms: list[Any] = [self.norm]
+        norms += [norm for block in self.blocks for norm in (block.mixer_norm, block.mlp_norm)]
+        for norm in norms:
+            norm.eps = as_float("norm_eps", norm_eps, positive=False)
+        self.head, self.distillation_head = make_head(dim, self.num_classes), None
+        if pooling == "distilled":
+            self.distillation_head = make_head(dim, self.num_classes)
+        self._graphs: dict[Any, list[TokenGraph]] = {}
+        self.graphs()  # refuses a radius that does not fit
+
+    def _check_reaches(self, mixer: Any) -> None:
+        """Check that windows have a radius, a radius a window, and the head something to read."""
+        reaches = {*self.reaches}
+        if self.radius is None and "dot-window" in (
+            mixer if isinstance(mixer, list | tuple) else [mixer]
+        ):
+            raise ValueError(
+                "radius must be given for 'dot-window', got None: without it there is 'dot'"
+            )
+        if self.radius is not None and reaches == {"all"}:
+            raise ValueError(
+                f"radius must be None in a model without windows, got {self.radius!r}: 'krause', "
+                "'dot-window' and 'consensus' layers have one, named ones alone; other layers see "
+                "what the graph of a call says"
+            )
+        if self.pooling != "mean" and self.reaches[-1] == "near":
+            raise ValueError(
+                f"pooling must be 'mean' where the last layer is consensus, got {self.pooling!r}: "
+                "consensus moves patches alone, and the class token would not see what it does"
+            )
+
+    @classmethod
+    def comparable(cls, config: dict[str, Any]) -> dict[str, Any]:
+        """`config` with sizes as pairs, and without what the shapes of the weights tell."""
+        same = dict(config)
+        for name in ("image_size", "patch_size", "radius"):
+            if isinstance(same.get(name), int):
+                same[name] = [same[name]] * 2
+        for name in ("num_classes", "channels", "class_token", "distillation_token"):
+            same[name] = None
+        return same
+
+    @classmethod
+    def from_transformers(cls, model: Any, **changes: Any) -> Self:
+        """A model with the weights of a ViT or DeiT of Hugging Face's transformers.
+
+        Those are ViTModel, ViTForImageClassification, DeiTModel, DeiTForImageClassification and
+        DeiTForImageClassificationWithTeacher. The three DeiT models have a distillation token,
+        which this one then has, too; of two heads the mean of the logits is returned. With
+        ``mixer="dot"`` logits are theirs. Another mixer starts from those projections that it has:
+        queries, keys, values and output of "krause", the output of "gka"; the rest is drawn anew.
+        Bandwidths of "krause" start at D^(1/4), D features per head, where its logits differ from
+        those of dot products by squared lengths alone.
+        Biases that a model does not have (``qkv_bias=False``) are 0 here. Nobody's pooler comes
+        along.
+
+        Args:
+            model: of transformers, with its weights.
+            changes: arguments of the constructor beside those that the model's config says, such
+                as `mixer`, `mixer_options`, `radius` and `drop_path`.
+
+        Returns:
+            A model in evaluation mode, of the dtype and on the device of `model`.
+
+        Raises:
+            ValueError: for a model of another class, or one that computes something else.
+            TypeError: for an argument that the class does not have.
+
+        Example:
+            >>> import torch, graphattn as ga
+            >>> from transformers import ViTConfig, ViTForImageClassification
+            >>> config = ViTConfig(
+            ...     image_size=8, patch_size=4, hidden_size=16, num_hidden_layers=2,
+            ...     num_attention_heads=2, intermediate_size=32)
+            >>> theirs = ViTForImageClassification(config).eval()
+            >>> ours = ga.models.VisionTransformer.from_transformers(theirs)
+            >>> images = torch.randn(5, 3, 8, 8)
+            >>> torch.allclose(ours(images), theirs(images).logits, atol=1e-5)
+            True
+            >>> near = ga.models.VisionTransformer.from_transformers(
+            ...     theirs, mixer="krause", radius=1, mixer_options={"top_k": 3})
+        """
+        found: Self = from_transformers(cls, model, changes)
+        return found
+
+    def reset_parameters(self) -> None:
+        """Draw every parameter anew."""
+        for part in (self.embedding, *self.blocks, self.norm):
+            if callable(reset := getattr(part, "reset_parameters", None)):
+                reset()
+        draw_head(self.head)
+        draw_head(self.distillation_head)
+
+    def graphs(self, image_size: Size | None = None) -> list[TokenGraph]:
+        """The graph of every block where `forward` is given none.
+
+        Args:
+            image_size: of the images, in pixels; the model's own if None.
+
+        Example:
+            >>> import graphattn as ga
+            >>> model = ga.models.VisionTransformer.from_preset("deit-tiny", mixer="krause")
+            >>> model.graphs()[0]  # 14 x 14 patches in windows of 5 x 5, and a class token
+            TokenGraph(num_tokens=197, num_edges=4489, structure=Grid)
+        """
+        embedding = self.embedding
+        size = embedding.image_size if image_size is None else as_size("image_size", image_size)
+        device = embedding.positions.device
+        if torch.compiler.is_compiling():
+            return self._make_graphs(size, device)
+        found = self._graphs.get((size, device))
+        if found is None:
+            with torch.device("cpu"):  # a graph knows itself in numbers, on any device
+                found = self._make_graphs(size, device)
+            if len(self._graphs) >= KEPT_SIZES:
+                del self._graphs[next(iter(self._graphs))]
+            self._graphs[size, device] = found
+        return list(found)
+
+    def _make_graphs(self, size: tuple[int, int], device: torch.device) -> list[TokenGraph]:
+        grid = self.embedding.grid_of(size, "image_size")
+        leading = self.embedding.leading
+        of_reach = {
+            reach: vision_graph(reach, grid, leading, self.radius).to(device)
+            for reach in dict.fromkeys(self.reaches)
+        }
+        return [of_reach[reach] for reach in self.reaches]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state without graphs, which are made again where they are needed."""
+        return {**self.__dict__, "_graphs": {}}
+
+    def encode(
+        self,
+        images: Tensor,
+        graph: Graphs = None,
+        *,
+        edge_bias: Tensor | Sequence[Tensor | None] | None = None,
+        interpolate_pos_encoding: bool = False,
+    ) -> Tensor:
+        """The tokens after the last norm, [*, leading + patches, dim].
+
+        The class token comes first, then the distillation token where there is one, then patches
+        in row-major order. Arguments are those of :meth:`forward`.
+        """
+        x = self.embedding(images, interpolate_pos_encoding=interpolate_pos_encoding)
+        graphs = self.graph_of_blocks(graph, (images.shape[-2], images.shape[-1]))
+        return self.norm(
+            self.run_blocks(self.dropout(x), graphs, of_edges={"edge_bias": edge_bias})
+        )
+
+    def forward(
+        self,
+        images: Tensor,
+        graph: Graphs = None,
+        *,
+        edge_bias: Tensor | Sequence[Tensor | None] | None = None,
+        interpolate_pos_encoding: bool = False,
+    ) -> Tensor:
+        """Logits of the classes, [*, num_classes].
+
+        With ``interpolate_pos_encoding=True`` images may be of any size that is a multiple of the
+        patch size: learned positions are then interpolated bicubically, as transformers does it.
+        """
+        given: dict[str, Any] = {} if edge_bias is None else {"edge_bias": edge_bias}
+        if interpolate_pos_encoding:
+            given["interpolate_pos_encoding"] = True
+        x = self.encode(images, graph, **given)
+        if self.pooling == "mean":
+            return self.head(x[..., self.embedding.leading :, :].mean(-2))
+        logits: Tensor = self.head(x[..., 0, :])
+        if self.distillation_head is None:
+            return logits
+        return (logits + self.distillation_head(x[..., 1, :])) / 2
+
+
+def _rising(last: float, depth: int) -> list[float]:
+    """Return numbers that rise evenly from 0 to `last`."""
+    return [last * i / max(depth - 1, 1) for i in range(depth)]

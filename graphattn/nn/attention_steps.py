@@ -1,0 +1,296 @@
+"""Steps of generation of the attention layers: a new token beside the tokens in a cache."""
+
+from __future__ import annotations
+
+import math
+from typing import Self, cast
+
+import torch
+from torch import Tensor, nn
+
+from graphattn.graphs.token_graph import TokenGraph
+from graphattn.nn.base.flat_call import Projected, is_as_shipped
+from graphattn.nn.base.graph_layer import Rotations
+from graphattn.nn.base.overrides import overridden_kernel, overridden_rows
+from graphattn.nn.base.streaming import StreamingLayer
+from graphattn.nn.caches.layer_cache import LayerCache
+from graphattn.ops.attention.logits.score import (
+    DotProduct,
+    GaussianKernel,
+    Score,
+    row_scale,
+    score_rows,
+)
+from graphattn.ops.attention.logits.softcap import capped
+from graphattn.ops.attention.native.steps import CacheCall
+from graphattn.ops.attention.step.cached import attend_cached, attend_logits, pair_logits
+from graphattn.ops.attention.step.kernels import step_by_kernel, step_kernel
+from graphattn.ops.backends import wanted_backend
+from graphattn.ops.compiled_code import may_repeat_step
+from graphattn.ops.inputs import ValidPair, compute_dtype
+from graphattn.ops.segments import share_beside_eps
+
+
+class AttentionSteps(StreamingLayer):
+    """Base of attention layers: one new token, in place of the rows of a graph.
+
+    A step gives the row that the forward pass would give. It runs as one call of compiled code
+    (:meth:`compiled_step`), as one kernel launch (:meth:`kernel_row`), or as a few operations of
+    torch (:meth:`step_row`).
+    """
+
+    eps: float
+    kv_heads: int
+    top_k: int | None
+    softcap: float | None
+    sink: nn.Parameter | None
+    output_proj: nn.Linear
+
+    # What the layer itself states.
+
+    def score(self) -> Score:
+        """The score of a query and a key."""
+        raise NotImplementedError
+
+    def project_rotated(
+        self, x: Tensor, context: Tensor, rotations: Rotations
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Query [*, N, H, D], key and value [*, M, Hk, D]; queries and keys rotated."""
+        raise NotImplementedError
+
+    def project_flat(self, x: Tensor) -> Projected | None:
+        """Projections of tokens [*, dim], before they are split by head and rotated."""
+        raise NotImplementedError
+
+    def mix(
+        self, query: Tensor, key: Tensor, value: Tensor, graph: TokenGraph, valid: ValidPair
+    ) -> Tensor:
+        """The averages over the edges of a graph, [*, N, H, D]."""
+        raise NotImplementedError
+
+    def weights_of_edges(
+        self, query: Tensor, key: Tensor, graph: TokenGraph, valid: ValidPair
+    ) -> Tensor:
+        """The weights of the edges of a graph, [*, E, H]."""
+        raise NotImplementedError
+
+    def sink_logits(self, like: Tensor) -> Tensor | None:
+        """The sink of every head in the dtype of `like`, [heads]; None where there is none."""
+        raise NotImplementedError
+
+    def without_dropout(self) -> Self:
+        """Return this layer, or a copy in eval mode that shares its weights."""
+        raise NotImplementedError
+
+    # Steps.
+
+    def cache_fields(self) -> dict[str, tuple[int, int]]:
+        heads = self.kv_heads, self.head_dim
+        return {"key": heads, "value": heads}
+
+    def project_step(
+        self, x: Tensor, rotations: Rotations
+    ) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
+        query, key, value = self.project_rotated(x, x, rotations)
+        return (query,), {"key": key, "value": value}
+
+    def step_rows(
+        self,
+        targets: tuple[Tensor, ...],
+        sources: dict[str, Tensor],
+        graph: TokenGraph,
+        valid: ValidPair,
+    ) -> Tensor:
+        key = sources["key"]
+        layer = self.without_dropout()
+        return layer.mix(targets[0], key, sources.get("value", key), graph, valid)
+
+    def step_weights(
+        self,
+        targets: tuple[Tensor, ...],
+        sources: dict[str, Tensor],
+        graph: TokenGraph,
+        valid: ValidPair,
+    ) -> Tensor:
+        """The weights of :meth:`step_rows`, [*, E, H]."""
+        return self.weights_of_edges(targets[0], sources["key"], graph, valid)
+
+    def step_row(self, targets: tuple[Tensor, ...], cache: LayerCache) -> Tensor:
+        if self.uses_propagate() or overridden_rows(self):
+            return self.row_as_graph(targets, cache)
+        (query,) = targets
+        n = cache.held(cache.window)
+        keep = cache.valid(n)
+        if keep is not None:
+            keep = keep & keep[..., -1:]  # padding sees nothing
+        stored = "value" if "value" in cache.fields else "key"
+        key, value = cache.rows("key", n), cache.rows(stored, n)
+        dtype = compute_dtype(query.dtype)
+        by_head = query.reshape(len(key), self.heads // self.kv_heads, self.head_dim).to(dtype)
+        if keep is not None:
+            keep = keep[..., None, :].expand(*cache.batch, self.kv_heads, n)
+            keep = keep.reshape(len(key), 1, n)
+        out = self.fused_row(by_head, key.to(dtype), value.to(dtype), keep)
+        return out.to(query.dtype).reshape(query.shape)
+
+    def step_kernel(self, like: Tensor, cache_dtype: torch.dtype, window: int | None) -> str | None:
+        options = cache_dtype, window, self.top_k, self.softcap
+        found = step_kernel(self.backend, like, *options)
+        if found is None or self.uses_propagate():
+            return None
+        return None if overridden_rows(self) or overridden_kernel(self) else found
+
+    def kernel_row(
+        self,
+        targets: tuple[Tensor, ...],
+        sources: dict[str, Tensor],
+        valid: Tensor | None,
+        cache: LayerCache,
+    ) -> Tensor:
+        (query,), key, value = targets, sources["key"], sources.get("value")
+        if cache.device.type == "cpu" and wanted_backend(self.backend) != "triton":
+            query, key = _readable(query, query.dtype), _readable(key, query.dtype)
+            value = None if value is None else _readable(value, query.dtype)
+            valid = None if valid is None else valid.contiguous()
+            return self.run_step(cache, query, key, value, valid)
+        cache.advance(1, masked=valid is not None)
+        held = cache.held(cache.window)
+        (first, _), *_ = cache.runs(held)
+        keys = cache.buffers["key"]
+        values = keys if value is None else cache.buffers["value"]
+        log_sigma, scale = self.step_scale()
+        entries = math.prod(cache.batch)
+        key = key.reshape(entries, self.kv_heads, self.head_dim)
+        out = step_by_kernel(
+            query.reshape(entries, self.heads, self.head_dim),
+            key,
+            key if value is None else value.reshape(key.shape),
+            keys=keys,
+            values=values,
+            first=first,
+            held=held,
+            window=cache.window,
+            log_sigma=log_sigma,
+            scale=scale,
+            top_k=self.top_k,
+            eps=self.eps,
+            sink=self.sink,
+            valid=None if valid is None else valid.reshape(entries),
+            valids=cache.buffers.get("valid"),
+        )
+        return out.view(query.shape)
+
+    def run_step(
+        self,
+        cache: LayerCache,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor | None,
+        valid: Tensor | None,
+        angles: tuple[Tensor, Tensor, int] | None = None,
+    ) -> Tensor:
+        """The row of the newest token, in the form of `query`; the cache takes it in.
+
+        All are contiguous. `angles` are cosines and sines of some positions, and which of these it
+        has, where query and key are still to be turned.
+        """
+        cache.advance(1, masked=valid is not None)
+        held = cache.held(cache.window)
+        buffers, call = cache.buffers, cache.call
+        keys = buffers["key"]
+        values = buffers.get("value", keys)
+        if call is None or not call.serves(self, keys, values, query.dtype):
+            call = CacheCall(self, keys, values, self.heads, self.kv_heads, query.dtype)
+            cache.call = call
+        log_sigma, scale = self.step_scale()
+        return call.run(
+            query,
+            key,
+            value,
+            (cache.end - held) % cache.capacity,
+            held,
+            log_sigma,
+            scale,
+            self.top_k,
+            self.softcap,
+            self.eps,
+            self.sink,
+            angles,
+            valid,
+            buffers.get("valid"),
+        )
+
+    def compiled_step(self, x: Tensor, cache: LayerCache) -> Tensor | None:
+        if type(cache) is not LayerCache or not may_repeat_step(self.backend):
+            return None
+        call = cache.call  # the first step makes one, and checks what is checked here no more
+        if call is None or not call.fits(self, x, cache.buffers) or "valid" in cache.buffers:
+            return None
+        if torch.is_autocast_enabled("cpu") or x.shape[:-1] != cache.batch:
+            return None
+        if self.output_proj.weight.dtype is not x.dtype:
+            return None
+        rotary = self.rotary
+        if not is_as_shipped(self) or (rotary is not None and not rotary.is_plain()):
+            return None
+        had_gradients = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)
+        try:
+            projected = self.project_flat(x.contiguous())
+            if projected is None:
+                return None
+            query, key, value = projected
+            if not call.reads(query, key, value):
+                return None
+            angles = None if rotary is None else cache.angles_ahead(rotary, x.dtype)
+            mixed = self.run_step(cache, query, key, value, None, angles)
+            out: Tensor = self.output_proj(mixed.view(x.shape))
+        finally:
+            torch._C._set_grad_enabled(had_gradients)
+        return out
+
+    def step_scale(self) -> tuple[Tensor | None, float]:
+        """Return the scales that compiled steps are given: log(sigma) [heads] or [1], or None, and
+        a factor.
+
+        None says that scores are scaled products.
+        """
+        score = self.score()
+        if isinstance(score, GaussianKernel):
+            return score.log_sigma, 1.0
+        assert isinstance(score, DotProduct)
+        return None, cast(float, score.scale)
+
+    def row_logits(self, query: Tensor, key: Tensor) -> Tensor:
+        """Scores [B * Hk, g, n] of queries [B * Hk, g, D] and keys [B * Hk, n, D]."""
+        score = self.score()
+        if score.kernel is None:
+            return score_rows(score, query, key, self.kv_heads)
+        scale = row_scale(score, query, self.kv_heads)
+        exact = self.top_k is not None
+        return pair_logits(query, key, score.kernel, scale, exact=exact, large=False)
+
+    def fused_row(self, query: Tensor, key: Tensor, value: Tensor, keep: Tensor | None) -> Tensor:
+        """One row of attention per query, [B * Hk, g, D]; sources are those of `keep`."""
+        top_k, need_lse = self.top_k, self.eps > 0 or self.sink is not None
+        own = type(self).row_logits is not AttentionSteps.row_logits or "row_logits" in vars(self)
+        score = self.score()
+        if own or self.softcap is not None or score.kernel is None:
+            logits = capped(self.row_logits(query, key), self.softcap)
+            out, lse = attend_logits(logits, value, top_k, keep, need_lse=need_lse)
+        else:
+            scale = row_scale(score, query, self.kv_heads)
+            out, lse = attend_cached(
+                query, key, value, score.kernel, scale, top_k=top_k, keep=keep, need_lse=need_lse
+            )
+        if lse is not None:
+            lse = lse.unflatten(0, (-1, self.kv_heads))
+            sink = self.sink_logits(lse)
+            sink = None if sink is None else sink.view(self.kv_heads, -1)
+            out = out * share_beside_eps(lse, self.eps, sink).flatten(0, 1)[..., None]
+        return out
+
+
+def _readable(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """`x` as compiled code reads it, which knows nothing but its address."""
+    return x.to(dtype).contiguous().resolve_neg()

@@ -1,0 +1,1 @@
+"""Foundations of every layer over a token graph: message passing, overrides, generation."""

@@ -1,0 +1,250 @@
+"""Base of every layer over a token graph: PyG's MessagePassing on [*, N, H, D] tensors."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, cast
+
+import torch
+from torch import Tensor
+from torch_geometric.nn import MessagePassing
+
+from graphattn.graphs.arguments import as_int
+from graphattn.graphs.token_graph import TokenGraph
+from graphattn.nn.base.overrides import (
+    ClassOverrides,
+    is_ours,
+    names_of,
+    overridden_edges,
+    overrides_of_class,
+)
+from graphattn.nn.base.padded_rows import takes_padded_rows
+from graphattn.nn.files.config import Configured
+from graphattn.nn.rotary import Rotation, as_rotary, check_positions
+from graphattn.ops.backends import check_backend, wanted_backend
+from graphattn.ops.counting import note_uncounted
+from graphattn.ops.inputs import Valid, ValidPair, check_graph, check_valid
+
+Positions = Tensor | tuple[Tensor | None, Tensor | None] | None
+Rotations = tuple[Rotation, Rotation] | None  # of targets and of sources
+FEW_ANGLES = 1 << 16  # numbers that a graph may keep
+
+
+class GraphLayer(Configured, MessagePassing):
+    """A layer whose `message()` states what one edge contributes.
+
+    ``backend="reference"`` runs that through PyG's `propagate`; other backends hand the same
+    tensors to the fused operation. (PyG itself only fuses for its sparse tensor types.) Where
+    somebody has replaced a method that `propagate` runs, "auto" runs it too, and other backends
+    refuse: they know the library's own mathematics only.
+    """
+
+    class_overrides: ClassVar[ClassOverrides]
+
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        super().__init_subclass__(**keywords)
+        own: Any = cls
+        if "forward" in vars(cls) and is_ours(cls):  # one of somebody else gets what is given
+            own.forward = takes_padded_rows(own.forward)
+        cls.class_overrides = overrides_of_class(cls)
+
+    def __init__(self, dim: int, heads: int, *, rope: object, backend: str) -> None:
+        super().__init__(aggr="add", node_dim=-3)
+        self.dim, self.heads = as_int("dim", dim, 1), as_int("heads", heads, 1)
+        if self.dim % self.heads:
+            raise ValueError(f"heads must divide dim = {dim}, got {heads}")
+        self.head_dim = self.dim // self.heads
+        self.rotary = as_rotary(rope, self.head_dim)
+        self.backend = check_backend(backend)
+
+    def uses_propagate(self) -> bool:
+        """Whether `forward` runs `message()`: asked for by name, or replaced by somebody.
+
+        Raises:
+            ValueError: another backend was asked for by name, but a method was replaced that only
+                `propagate` runs.
+        """
+        wanted = wanted_backend(self.backend)
+        if wanted == "reference":
+            note_uncounted(f"{type(self).__name__} with backend='reference'")
+            return True
+        replaced = overridden_edges(self)
+        if replaced and wanted != "auto":
+            raise ValueError(
+                f"backend {wanted!r} cannot run this {type(self).__name__}: it has its own "
+                f"{names_of(replaced)}, and fused operations know the library's mathematics only. "
+                "Use backend='auto' or 'reference', which run it through propagate(), or override "
+                "fused(), too"
+            )
+        if replaced:
+            note_uncounted(f"{type(self).__name__} with its own {names_of(replaced)}")
+        return bool(replaced)
+
+    def check_message_masks(self, valid: ValidPair) -> None:
+        """A `message()` of somebody else must know of padding where there is some."""
+        if valid == (None, None) or {"valid_i", "valid_j"} <= {*self._user_args}:
+            return
+        raise ValueError(
+            f"valid cannot be used with the message() of {type(self).__name__}, which would read "
+            "padding: let it take valid_i and valid_j (bool [*, E, 1, 1], or None) and return 0 "
+            "for edges where one of them is False"
+        )
+
+    def prepare(
+        self,
+        x: Tensor,
+        context: Tensor,
+        context_dim: int,
+        graph: Any,
+        valid: Valid,
+        *,
+        per_edge: bool = False,
+    ) -> tuple[Tensor, Tensor, TokenGraph, ValidPair]:
+        """Checked inputs; what invalid tokens hold is replaced by zeros before any projection."""
+        for name, tokens, width in (("x", x, self.dim), ("context", context, context_dim)):
+            if not isinstance(tokens, Tensor) or tokens.dim() < 2 or tokens.shape[-1] != width:
+                got = list(tokens.shape) if isinstance(tokens, Tensor) else type(tokens).__name__
+                count = "N" if name == "x" else "M"
+                raise ValueError(
+                    f"{name} must be a tensor of shape [*, {count}, {width}], got {got}"
+                )
+            self.check_dtype(name, tokens)
+        if x.shape[:-2] != context.shape[:-2]:
+            raise ValueError(
+                f"context must have the batch dimensions of x ({list(x.shape[:-2])}), "
+                f"got {list(context.shape[:-2])}"
+            )
+        N, M = x.shape[-2], context.shape[-2]
+        graph = check_graph(graph, x, N, M, per_edge=per_edge)
+        pair = check_valid(valid, x.shape[:-2], x.device, N, M)
+        same = context is x
+        if same and not graph.has_same_tokens:
+            raise ValueError(
+                "context must be the tokens that are seen, since `x` alone cannot be both: the "
+                "targets of this graph are not its sources. They start at positions "
+                f"{graph.starts} (first target, first source) and number {graph.sizes} (targets, "
+                "sources)"
+            )
+        if pair[0] is not None:
+            x = x.masked_fill(~pair[0][..., None], 0)
+        if same and pair[0] is pair[1]:
+            context = x
+        elif pair[1] is not None:
+            context = context.masked_fill(~pair[1][..., None], 0)
+        return x, context, graph, pair
+
+    def check_dtype(self, name: str, tokens: Tensor) -> None:
+        """The layer's own dtype; under autocast any floating-point one."""
+        if not tokens.is_floating_point():
+            raise ValueError(f"{name} must be floating-point, got {tokens.dtype}")
+        dtype = cast(torch.nn.Linear, self.output_proj).weight.dtype
+        if tokens.dtype != dtype and not torch.is_autocast_enabled(tokens.device.type):
+            raise ValueError(
+                f"{name} must have the layer's dtype {dtype}, got {tokens.dtype}: convert one "
+                f"of them, layer.to({tokens.dtype}) for instance"
+            )
+
+    def split(self, x: Tensor, heads: int) -> Tensor:
+        """[*, N, heads * D] -> [*, N, heads, D]."""
+        return x.view(*x.shape[:-1], heads, x.shape[-1] // heads)
+
+    def rotations(
+        self, x: Tensor, context: Tensor, graph: TokenGraph, positions: Positions
+    ) -> Rotations:
+        """How the positions of targets and of sources rotate features; None where rope is off."""
+        if self.rotary is None:
+            return None
+        of_target, of_source = self.resolve_positions(graph, positions)
+        check_positions(of_target, x.shape[:-1])
+        check_positions(of_source, context.shape[:-1])
+        rotation = self.rotation_of(of_target, x, graph)
+        if of_source is of_target:
+            return rotation, rotation
+        return rotation, self.rotation_of(of_source, x, graph)
+
+    def rotation_of(self, positions: Tensor, like: Tensor, graph: TokenGraph) -> Rotation:
+        """How some positions rotate; for a graph's own, if they are few, found once and kept."""
+        assert self.rotary is not None
+        traced = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+        few = positions.numel() * self.head_dim <= FEW_ANGLES
+        own = positions is graph.positions or positions is graph.source_positions
+        here = positions.device == like.device
+        if traced or not (own and here and few and self.rotary.is_plain()):
+            return self.rotary.rotation(positions.to(like.device), like.dtype)
+        rotary, side = self.rotary, positions is not graph.source_positions
+        key = "rotation", side, rotary.dim, rotary.base, like.dtype, positions._version
+        return graph.derived(key, lambda: rotary.rotation(positions, like.dtype))
+
+    def rotate(self, target: Tensor, source: Tensor, rotations: Rotations) -> tuple[Tensor, Tensor]:
+        """Rotate two tensors by the positions of targets and of sources, where rope is on."""
+        if self.rotary is None or rotations is None:
+            return target, source
+        if target.shape[-3] == 1 and source is not target and rotations[0] is rotations[1]:
+            # One token at a time, calls cost more than numbers: both in one.
+            both = self.rotary.turn(torch.cat([target, source], dim=-2), rotations[0])
+            heads = target.shape[-2], source.shape[-2]
+            rotated, rotated_source = both.split(heads, dim=-2)
+            return rotated, rotated_source
+        rotated = self.rotary.turn(target, rotations[0])
+        if source is target and rotations[0] is rotations[1]:
+            return rotated, rotated
+        return rotated, self.rotary.turn(source, rotations[1])
+
+    def resolve_positions(self, graph: TokenGraph, positions: Positions) -> tuple[Tensor, Tensor]:
+        """Positions of targets and sources: the caller's, otherwise the graph's."""
+        if isinstance(positions, Tensor) and graph.num_targets != graph.num_sources:
+            raise ValueError("positions must be a pair (targets, sources) on a bipartite graph")
+        if not isinstance(positions, Tensor | tuple | None):
+            raise ValueError(
+                "positions must be a tensor or a pair (targets, sources) of them, "
+                f"got the {type(positions).__name__} {positions!r}"
+            )
+        given = positions if isinstance(positions, tuple) else (positions, positions)
+        if len(given) != 2:
+            raise ValueError(
+                f"positions must be a pair (targets, sources), got {len(given)} of them"
+            )
+        return (
+            graph.positions if given[0] is None else given[0],
+            graph.source_positions if given[1] is None else given[1],
+        )
+
+    @classmethod
+    def comparable(cls, config: dict[str, Any]) -> dict[str, Any]:
+        """`config` with rope=True where it holds the RotaryEmbedding that True stands for."""
+        rope = config.get("rope")
+        usual = isinstance(rope, dict) and rope.get("base") == 10000
+        return {**config, "rope": True} if usual else config
+
+    def describe(self, options: dict[str, tuple[Any, Any]]) -> str:
+        """``Layer(dim, heads=H, option=...)`` of the options (value, default) that differ."""
+        facts = [f"{self.dim}", f"heads={self.heads}"]
+        rope: Any = self.rotary is not None
+        if self.rotary is not None and self.rotary.base != 10000:
+            rope = self.rotary
+        options = {
+            "rope": (rope, False),
+            "bias": (self.output_proj.bias is not None, True),
+            "backend": (self.backend, "auto"),
+            **options,
+        }
+        for name, (value, default) in options.items():
+            if value != default:
+                shown = f"{value:.4g}" if isinstance(value, float) else repr(value)
+                facts.append(f"{name}={shown}")
+        return f"{type(self).__name__}({', '.join(facts)})"
+
+
+def valid_for_propagate(valid: ValidPair) -> tuple[Tensor | None, Tensor | None]:
+    """(sources, targets) as [*, M, 1, 1] and [*, N, 1, 1], the way `propagate` lifts pairs."""
+    of_target, of_source = valid
+    return (
+        None if of_source is None else of_source[..., None, None],
+        None if of_target is None else of_target[..., None, None],
+    )
+
+
+def edge_mask(valid_i: Tensor | None, valid_j: Tensor | None) -> Tensor | None:
+    """Edges between valid tokens, [*, E, 1], from what `propagate` lifted; None where all are."""
+    if valid_i is None:
+        return None if valid_j is None else valid_j[..., 0]
+    return valid_i[..., 0] if valid_j is None else (valid_i & valid_j)[..., 0]

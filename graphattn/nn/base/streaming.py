@@ -1,0 +1,376 @@
+"""Generation, token by token: the step that uses a layer's cache of the newest tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphattn.graphs.arguments import as_int
+from graphattn.graphs.builders.windows import (
+    bipartite_complete_graph,
+    causal_graph,
+    causal_window_graph,
+)
+from graphattn.graphs.token_graph import TokenGraph
+from graphattn.nn.base.graph_layer import GraphLayer, Rotations
+from graphattn.nn.base.overrides import names_of
+from graphattn.nn.caches.layer_cache import LayerCache
+from graphattn.nn.rotary import check_positions
+from graphattn.ops.inputs import ValidPair, full_precision
+
+
+class StreamingLayer(GraphLayer):
+    """A layer that can go token by token, where every token sees the last `window` ones."""
+
+    # What a subclass states.
+
+    def cache_fields(self) -> dict[str, tuple[int, int]]:
+        """Name the tensors that are kept of a token: name -> (heads, width); a ValueError where
+        steps cannot be.
+        """
+        raise NotImplementedError
+
+    def project_step(
+        self, x: Tensor, rotations: Rotations
+    ) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
+        """Project tokens [*, n, dim] as targets, and as sources: one tensor per field."""
+        raise NotImplementedError
+
+    def step_row(self, targets: tuple[Tensor, ...], cache: LayerCache) -> Tensor:
+        """The newest token of the cache as target of the last window, [*, 1, H, D]."""
+        raise NotImplementedError
+
+    def step_kernel(self, like: Tensor, cache_dtype: torch.dtype, window: int | None) -> str | None:
+        """The backend whose kernel takes steps of targets [*, H, D] like this one, if any.
+
+        See `kernel_row`.
+
+        Raises:
+            ValueError: a backend with kernels was asked for by name and cannot.
+        """
+        return None
+
+    def kernel_row(
+        self,
+        targets: tuple[Tensor, ...],
+        sources: dict[str, Tensor],
+        valid: Tensor | None,
+        cache: LayerCache,
+    ) -> Tensor:
+        """`step_row` of a token that the cache does not hold yet: one launch does both."""
+        raise NotImplementedError
+
+    def compiled_step(self, x: Tensor, cache: LayerCache) -> Tensor | None:
+        """A whole step of one token [*, dim] by compiled code; None where :meth:`step` must do.
+
+        Nothing of `x` and `cache` has been checked.
+        """
+        return None
+
+    def step_rows(
+        self,
+        targets: tuple[Tensor, ...],
+        sources: dict[str, Tensor],
+        graph: TokenGraph,
+        valid: ValidPair,
+    ) -> Tensor:
+        """All tokens of a causal graph at once, [*, N, H, D]."""
+        raise NotImplementedError
+
+    def row_as_graph(self, targets: tuple[Tensor, ...], cache: LayerCache) -> Tensor:
+        """:meth:`step_row` by :meth:`step_rows`: the newest token looks at all that are held."""
+        n = cache.held(cache.window)
+        keep = cache.valid(n)
+        dtype = targets[0].dtype
+        sources = {name: cache.tokens(name, n) for name in cache.fields}
+        common = torch.promote_types(dtype, cache.dtype)
+        mixed = self.step_rows(
+            tuple(x.to(common) for x in targets),
+            {name: x.to(common) for name, x in sources.items()},
+            bipartite_complete_graph(1, n).to(cache.device),
+            (None, None) if keep is None else (keep[..., -1:], keep),
+        )
+        return mixed.to(dtype)
+
+    def finish_step(self, mixed: Tensor, rotations: Rotations) -> Tensor:
+        """[*, n, H, D] -> [*, n, dim]."""
+        output: Tensor = self.output_proj(mixed.flatten(-2))
+        return output
+
+    # What they share.
+
+    def init_cache(
+        self,
+        batch: int | tuple[int, ...],
+        window: int | None,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        rollback: int = 0,
+    ) -> LayerCache:
+        """An empty cache for :meth:`step`.
+
+        Args:
+            batch: the leading dimensions of the tokens to come; () for a single text.
+            window: how many tokens each token sees, itself included, as in
+                :func:`~graphattn.causal_window_graph`; memory is that of 1.25 window tokens (at
+                least window + 16; of the window alone where a kernel takes the steps, on a GPU),
+                however long the text. None: all before it, as in
+                :func:`~graphattn.causal_graph`; memory then grows with the text (it doubles).
+            dtype, device: of what is kept; the layer's own if None.
+            rollback: how many of the newest tokens :meth:`LayerCache.truncate` can take back at
+                any time, to which end so many more are kept: window + rollback in the place of
+                window above. Without a window all of them can go anyway.
+
+        Raises:
+            ValueError: for arguments out of range, and for a layer whose tokens are not moved by
+                earlier ones alone: ``SelfConsensus(update="energy")``, attention to a context. Also
+                where the backend "triton" was asked for by name and its kernel cannot take steps.
+        """
+        self._check_steps()
+        fields = self.cache_fields()
+        sizes = batch if isinstance(batch, tuple | list) else (batch,)
+        if dtype is not None and not dtype.is_floating_point:
+            raise ValueError(f"dtype must be floating-point, got {dtype}")
+        weight = self.output_proj.weight
+        kept = weight.dtype if dtype is None else dtype
+        sizes = tuple(as_int("batch", size, 0) for size in sizes)
+        window = None if window is None else as_int("window", window, 1)
+        rollback = as_int("rollback", rollback, 0)
+        target = torch.empty(
+            (0, self.heads, self.head_dim),
+            dtype=weight.dtype,
+            device=weight.device if device is None else device,
+        )
+        return LayerCache(
+            (type(self).__name__, weight.dtype),
+            fields,
+            sizes,
+            window,
+            dtype=kept,
+            device=target.device,
+            ring=self.step_kernel(target, kept, window) == "triton",
+            rollback=rollback,
+        )
+
+    def step(
+        self,
+        x: Tensor,
+        cache: LayerCache,
+        *,
+        valid: Tensor | None = None,
+        positions: Tensor | None = None,
+    ) -> Tensor:
+        """The outputs of the next token, or of the next few, which the cache then holds too.
+
+        T steps give what one forward over all T tokens gives on the graph
+        ``causal_window_graph(T, window)`` (or ``causal_graph(T)`` for window=None), to rounding.
+        Several tokens at once, a prompt, give what they give one by one. Never differentiated: the
+        output has no gradient, under any mode; `forward` is for training.
+
+        Args:
+            x: [*, dim], the next token of every text, or [*, n, dim], the next n; * is the batch
+                of the cache.
+            cache: from this layer's :meth:`init_cache`; updated in place.
+            valid: bool [*] (or [*, n]), True where a token is real. A text that starts later than
+                others of its batch is padded on the left; padding is no source for any token, but
+                counts as a position (padded on the right, a text goes on where the padding ends).
+            positions: [*] (or [*, n]), where tokens stand for a rotary embedding; counted from 0
+                by the cache if None.
+
+        Returns:
+            [*, dim] or [*, n, dim].
+
+        Raises:
+            ValueError: for a cache that is not one of this layer and batch, and for shapes, dtypes
+                and devices that do not fit.
+
+        Example:
+            >>> import torch, graphattn as ga
+            >>> layer = ga.nn.KrauseAttention(16, heads=4, top_k=3, rope=True)
+            >>> x = torch.randn(2, 40, 16)
+            >>> y = layer(x, ga.causal_window_graph(40, window=8))
+            >>> cache = layer.init_cache(2, window=8)
+            >>> prompt = layer.step(x[:, :30], cache)
+            >>> rest = [layer.step(x[:, t], cache) for t in range(30, 40)]
+            >>> torch.allclose(torch.cat([prompt, torch.stack(rest, 1)], 1), y, atol=1e-5)
+            True
+        """
+        if valid is None and positions is None:
+            y = self.compiled_step(x, cache)
+            if y is not None:
+                return y
+        with torch.no_grad():
+            return self._step(x, cache, valid, positions)
+
+    def _step(self, x: Tensor, cache: LayerCache, valid: Any, positions: Any) -> Tensor:
+        """:meth:`step` of any tokens."""
+        single = self._check_step(x, cache)
+        if single:  # projected from one layout, whichever way is taken
+            x = x.contiguous().unsqueeze(-2)
+        n = x.shape[-2]
+        if n == 0:
+            empty: Tensor = self.output_proj(x)
+            return empty
+        mask = step_mask(valid, cache.batch, None if single else n, x.device)
+        if mask is not None:
+            x = x.masked_fill(~mask[..., None], 0)
+        if single and isinstance(positions, Tensor):
+            positions = positions.unsqueeze(-1)
+        rotations = self._step_rotations(x, cache, positions)
+        targets, sources = self.project_step(x, rotations)
+        # The rows themselves are computed in full precision, as operations are.
+        if torch.is_autocast_enabled(x.device.type):
+            with full_precision(x.device):
+                mixed = self._mix_step(targets, sources, mask, cache)
+        else:
+            mixed = self._mix_step(targets, sources, mask, cache)
+        y = self.finish_step(mixed, rotations)
+        return y.squeeze(-2) if single else y
+
+    def _check_steps(self) -> None:
+        """Steps run neither `forward` nor all that it calls: refuse where that was replaced."""
+        if replaced := self.class_overrides.in_forward:
+            raise ValueError(
+                f"step does not run the {names_of(replaced)} of {type(self).__name__}, so it would "
+                "not give what forward gives: override step, too (super().step(x, cache, ...) "
+                "where it is right as it is)"
+            )
+
+    def _check_step(self, x: Any, cache: Any) -> bool:
+        """Whether `x` is one token; a ValueError where it does not fit the cache, or it us."""
+        self._check_steps()
+        if not isinstance(cache, LayerCache):
+            raise ValueError(
+                f"cache must be a LayerCache, from init_cache, got {type(cache).__name__}"
+            )
+        owner = type(self).__name__, self.output_proj.weight.dtype
+        if cache.owner != owner or cache.fields != self.cache_fields():
+            raise ValueError(
+                f"cache must come from init_cache of this layer, {self!r} in {owner[1]}; got one "
+                f"of {cache.owner[0]} in {cache.owner[1]} with (heads, width) {cache.fields} "
+                f"in place of {self.cache_fields()}"
+            )
+        one = (*cache.batch, self.dim)
+        single = isinstance(x, Tensor) and x.shape == one
+        if single or (isinstance(x, Tensor) and (*x.shape[:-2], *x.shape[-1:]) == one):
+            if x.dtype != owner[1]:
+                self.check_dtype("x", x)
+            if x.device != cache.device:
+                raise ValueError(
+                    f"x must be on the device of cache, {cache.device}, got {x.device}"
+                )
+            return single
+        got = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
+        several = ", ".join(map(str, [*cache.batch, "n", self.dim]))
+        raise ValueError(
+            f"x must be a tensor of shape {list(one)} (a token) or [{several}] (n of them) with a "
+            f"cache of batch {list(cache.batch)}, got {got}"
+        )
+
+    def _step_rotations(self, x: Tensor, cache: LayerCache, positions: Any) -> Rotations:
+        """How the new tokens are rotated, as targets and as sources."""
+        if self.rotary is None:
+            return None
+        if positions is None:
+            rotation = cache.rotation(self.rotary, x.shape[-2], x.dtype)
+        else:
+            check_positions(positions, x.shape[:-1])
+            rotation = self.rotary.rotation(positions.to(x.device), x.dtype)
+        return rotation, rotation
+
+    def _mix_step(
+        self,
+        targets: tuple[Tensor, ...],
+        sources: dict[str, Tensor],
+        mask: Tensor | None,
+        cache: LayerCache,
+    ) -> Tensor:
+        """The new tokens as targets, [*, n, H, D]; the cache takes them in."""
+        n = targets[0].shape[-3]
+        before = cache.held(None if cache.window is None else cache.window - 1)
+        if n == 1:
+            return self._mix_one(targets, sources, mask, cache)
+        # One by one reads nothing twice; all at once pays where most tokens of the graph are new.
+        if 4 * n > before:
+            mixed = self._prefill(targets, sources, mask, cache, before)
+            cache.append(sources, mask)
+            return mixed
+        rows = []
+        for t in range(n):
+            here = slice(t, t + 1)
+            row = self._mix_one(
+                tuple(s[..., here, :, :] for s in targets),
+                {name: s[..., here, :, :] for name, s in sources.items()},
+                None if mask is None else mask[..., here],
+                cache,
+            )
+            rows.append(row)
+        return torch.cat(rows, dim=-3)
+
+    def _mix_one(
+        self,
+        targets: tuple[Tensor, ...],
+        sources: dict[str, Tensor],
+        mask: Tensor | None,
+        cache: LayerCache,
+    ) -> Tensor:
+        """One new token as target, [*, 1, H, D]; the cache takes it in."""
+        if self.step_kernel(targets[0], cache.dtype, cache.window) is not None:
+            return self.kernel_row(targets, sources, mask, cache)
+        cache.append(sources, mask)
+        return self.step_row(targets, cache)
+
+    def _prefill(
+        self,
+        targets: tuple[Tensor, ...],
+        sources: dict[str, Tensor],
+        mask: Tensor | None,
+        cache: LayerCache,
+        before: int,
+    ) -> Tensor:
+        """New tokens among themselves and the `before` cached ones that they see, causally."""
+        n = targets[0].shape[-3]
+        if cache.window is None:
+            graph = causal_graph(n, past=before)
+        else:
+            graph = causal_window_graph(n, cache.window, past=before)
+        dtype = targets[0].dtype
+        seen_mask = mask
+        if before:
+            old_mask = cache.valid(before)
+            if mask is not None or old_mask is not None:
+                real = torch.ones((), dtype=torch.bool, device=cache.device)
+                masks = (old_mask, before), (mask, n)
+                seen_mask = torch.cat(
+                    [(real if m is None else m).expand(*cache.batch, k) for m, k in masks], dim=-1
+                )
+            sources = {
+                name: torch.cat([cache.tokens(name, before), s], dim=-3)
+                for name, s in sources.items()
+            }
+        common = torch.promote_types(dtype, next(iter(sources.values())).dtype)
+        mixed = self.step_rows(
+            tuple(t.to(common) for t in targets),
+            {name: s.to(common) for name, s in sources.items()},
+            graph.to(cache.device),
+            (mask, seen_mask),
+        )
+        return mixed.to(dtype)
+
+
+def step_mask(
+    valid: Any, batch: tuple[int, ...], n: int | None, device: torch.device
+) -> Tensor | None:
+    """`valid` as a bool tensor [*, n], or [*, 1] for a single token (n = None)."""
+    if valid is None:
+        return None
+    shapes = [batch, ()] if n is None else [(*batch, n), (n,)]
+    if not isinstance(valid, Tensor) or valid.dtype != torch.bool or valid.shape not in shapes:
+        got = f"{valid.dtype} {list(valid.shape)}" if isinstance(valid, Tensor) else repr(valid)
+        raise ValueError(f"valid must be a bool tensor of shape {list(shapes[0])}, got {got}")
+    if valid.device != device:
+        raise ValueError(f"valid must be on {device}, got {valid.device}")
+    return (valid[..., None] if n is None else valid).expand(*batch, n or 1)

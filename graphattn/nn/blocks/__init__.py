@@ -1,0 +1,1 @@
+"""Transformer blocks around a layer, and their parts."""

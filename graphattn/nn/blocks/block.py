@@ -1,0 +1,349 @@
+"""The transformer block around a layer."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from graphattn.graphs.arguments import as_choice, as_float, as_int
+from graphattn.graphs.token_graph import TokenGraph
+from graphattn.nn.base.graph_layer import GraphLayer, Positions
+from graphattn.nn.base.overrides import names_of, replaced_beside
+from graphattn.nn.blocks.drop_path import drop_paths
+from graphattn.nn.caches.layer_cache import LayerCache
+from graphattn.nn.files.config import Configured
+from graphattn.ops.dropout import as_share
+from graphattn.ops.inputs import Valid
+
+Norm = Literal["layer", "rms"]
+Activation = Literal["gelu", "relu2"]
+
+
+class PreNormBlock(Configured, nn.Module):
+    r"""A layer over a token graph and a two-layer perceptron, each normalised and residual.
+
+    .. math::
+        x' = x + \mathrm{mixer}(\mathrm{norm}(x), G), \qquad
+        y = x' + W_2 \, \mathrm{gelu}(W_1 \, \mathrm{norm}(x'))
+
+    The pre-LayerNorm block (Xiong et al., 2020; GKA paper, Eq. 8-10; consensus paper, E.1). One
+    mechanism is exchanged for another by exchanging `mixer`.
+
+    With `condition_dim` the block is steered by a vector c, such as an embedded noise level
+    (adaLN-zero, Peebles and Xie, 2023; the backbone of Lou et al., 2024, that the consensus paper
+    takes). Both parts become
+
+    .. math::
+        x' = x + g \odot \mathrm{part}\big( (1 + s) \odot \mathrm{norm}(x) + b \big)
+
+    with shift b, scale s and gate g of either part from one linear map of c that starts at 0, so
+    that the block starts as the identity.
+
+    Args:
+        mixer: a layer of :mod:`graphattn.nn`, or any module with a ``dim``, the block's width, and
+            ``forward(x, graph, *, valid=None, positions=None)`` from [*, N, dim] to the same shape.
+            For generation it needs, as those layers have them,
+            ``init_cache(batch, window, *, dtype=None, device=None, rollback=0)`` and
+            ``step(x, cache, *, valid=None, positions=None)``.
+        mlp_ratio: hidden width of the perceptron, in units of dim.
+        dropout: share of features zeroed after both parts, in training.
+        drop_path: share of sequences for which a part is left out, in training, the others divided
+            by 1 - drop_path (stochastic depth, Huang et al., 2016; the GKA paper's DropPath).
+        norm: "layer" (LayerNorm) or "rms" (RMSNorm).
+        norm_affine: whether the norms have weights (and LayerNorm, with `bias`, biases).
+        activation: of the perceptron: "gelu", or "relu2", the square of ReLU (So et al., 2021).
+        bias: whether the perceptron and the norms have biases.
+        condition_dim: width of the condition; None for a block without one.
+
+    Shapes:
+        - **x**: [*, N, dim]
+        - **graph**: as the mixer takes it
+        - **context**: [*, M, context_dim], for a mixer across two tracks; handed on as it is. For
+          some rows of one sequence it must come through ``mixer_norm``, as `x` does
+        - **valid**, **positions**: passed on to the mixer (keyword)
+        - **edge_features**: passed on where given, as consensus layers take them (keyword)
+        - **edge_bias**: passed on to a mixer that takes it, as attention layers do (keyword)
+        - **condition**: [*, condition_dim], one per sequence, or [*, N, condition_dim], one per
+          token, as packed sequences need it (keyword)
+        - **output**: [*, N, dim]
+
+    Raises:
+        ValueError: if `mixer` is no module with a ``dim``, or a number is out of range.
+
+    Example:
+        >>> import torch, graphattn as ga
+        >>> block = ga.nn.PreNormBlock(ga.nn.KrauseAttention(16, heads=4, top_k=3))
+        >>> block(torch.randn(2, 10, 16), ga.causal_window_graph(10, window=6)).shape
+        torch.Size([2, 10, 16])
+    """
+
+    def __init__(
+        self,
+        mixer: nn.Module,
+        *,
+        mlp_ratio: float = 4.0,
+        dropout: float = 0.0,
+        drop_path: float = 0.0,
+        norm: Norm = "layer",
+        norm_affine: bool = True,
+        activation: Activation = "gelu",
+        bias: bool = True,
+        condition_dim: int | None = None,
+    ) -> None:
+        super().__init__()
+        dim = getattr(mixer, "dim", None)
+        if not isinstance(mixer, nn.Module) or not isinstance(dim, int):
+            raise ValueError(
+                "mixer must be a layer of graphattn.nn, or a module with an integer `dim` and "
+                "forward(x, graph, *, valid=None, positions=None), "
+                f"got {type(mixer).__name__}"
+            )
+        hidden = int(as_float("mlp_ratio", mlp_ratio, positive=True) * dim)
+        if hidden < 1:
+            raise ValueError(f"mlp_ratio must leave a hidden width >= 1, got {mlp_ratio} x {dim}")
+        if as_float("dropout", dropout, positive=False) >= 1:
+            raise ValueError(f"dropout must be in [0, 1), got {dropout}")
+        self.mixer = mixer
+        self.mixer_norm = make_norm(norm, dim, affine=norm_affine, bias=bias)
+        self.mlp_norm = make_norm(norm, dim, affine=norm_affine, bias=bias)
+        self.mlp = nn.Sequential(
+            nn.Linear(dim, hidden, bias=bias),
+            make_activation(activation),
+            nn.Linear(hidden, dim, bias=bias),
+        )
+        self.dropout = nn.Dropout(dropout)
+        self.drop_path = as_share("drop_path", drop_path)
+        self.condition_dim = None
+        self.modulation = None
+        if condition_dim is not None:
+            self.condition_dim = as_int("condition_dim", condition_dim, 1)
+            self.modulation = zero_linear(self.condition_dim, 6 * dim)
+
+    def reset_parameters(self) -> None:
+        """Draw every parameter anew (of the mixer's, those it knows how to)."""
+        if callable(reset := getattr(self.mixer, "reset_parameters", None)):
+            reset()
+        for part in (self.mixer_norm, self.mlp_norm, *self.mlp):
+            if callable(reset := getattr(part, "reset_parameters", None)):
+                reset()
+        if self.modulation is not None:
+            nn.init.zeros_(self.modulation.weight)
+            nn.init.zeros_(self.modulation.bias)
+
+    def forward(
+        self,
+        x: Tensor,
+        graph: TokenGraph | Tensor,
+        context: Tensor | None = None,
+        *,
+        valid: Valid = None,
+        positions: Positions = None,
+        edge_bias: Tensor | None = None,
+        edge_features: Tensor | None = None,
+        condition: Tensor | None = None,
+    ) -> Tensor:
+        """Mix the tokens along the graph, then transform each by itself."""
+        tracks = () if context is None else (context,)
+        given: dict[str, Any] = {"valid": valid, "positions": positions}
+        if edge_bias is not None:  # a mixer of somebody else need not know it
+            given["edge_bias"] = edge_bias
+        if edge_features is not None:
+            given["edge_features"] = edge_features
+        to_mix, to_map, gate_mixed, gate_mapped = self._modulated(condition, x)
+        mixed = self.mixer(to_mix(self.mixer_norm(x)), graph, *tracks, **given)
+        x = x + self._branch(gate_mixed(mixed), graph)
+        mapped = self.mlp(to_map(self.mlp_norm(x)))
+        return x + self._branch(gate_mapped(mapped), graph)
+
+    def _branch(self, y: Tensor, graph: Any) -> Tensor:
+        """Return the contribution of a part, after the drops of training."""
+        y = self.dropout(y)
+        return drop_paths(y, self.drop_path, graph) if self.training else y
+
+    def _modulated(self, condition: Tensor | None, x: Tensor) -> Any:
+        """Shifts and scales of what goes into both parts, and gates of what comes out."""
+        if self.modulation is None:
+            if condition is not None:
+                raise ValueError(
+                    "condition must be None for a block made without condition_dim, "
+                    f"got {type(condition).__name__}"
+                )
+            return (_same,) * 4
+        terms = self.modulation(self._checked(condition, x)).chunk(6, -1)
+        shift_mix, scale_mix, gate_mix, shift_map, scale_map, gate_map = terms
+        return (
+            lambda y: torch.addcmul(shift_mix, y, 1 + scale_mix),
+            lambda y: torch.addcmul(shift_map, y, 1 + scale_map),
+            lambda y: gate_mix * y,
+            lambda y: gate_map * y,
+        )
+
+    def _checked(self, condition: Tensor | None, x: Tensor) -> Tensor:
+        """The condition of every token, [*, N or 1, condition_dim]."""
+        per_sequence = (*x.shape[:-2], self.condition_dim)
+        if isinstance(condition, Tensor):
+            if condition.shape == per_sequence:
+                return condition.unsqueeze(-2)
+            if condition.shape == (*x.shape[:-1], self.condition_dim):
+                return condition
+        got = list(condition.shape) if isinstance(condition, Tensor) else repr(condition)
+        per_token = [*x.shape[:-1], self.condition_dim]
+        raise ValueError(
+            f"condition must have shape {list(per_sequence)} (one per sequence) or {per_token} "
+            f"(one per token), got {got}"
+        )
+
+    # Token by token.
+
+    def init_cache(
+        self,
+        batch: int | tuple[int, ...],
+        window: int | None,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        rollback: int = 0,
+    ) -> Any:
+        """An empty cache for :meth:`step`: the mixer's own, a :class:`LayerCache`.
+
+        Args:
+            batch: the leading dimensions of the tokens to come; () for a single text.
+            window: how many tokens each token sees, itself included; None for all before it.
+            dtype, device: of what is kept; the mixer's own if None.
+            rollback: how many of the newest tokens ``cache.truncate`` can take back at any time.
+
+        Raises:
+            ValueError: names the mixer that cannot go token by token and what it needs; for
+                arguments out of range; and where a subclass has replaced `forward` alone.
+        """
+        mixer = self._stepping_mixer()
+        return mixer.init_cache(batch, window, dtype=dtype, device=device, rollback=rollback)
+
+    @torch.no_grad()
+    def step(
+        self,
+        x: Tensor,
+        cache: Any,
+        *,
+        valid: Tensor | None = None,
+        positions: Tensor | None = None,
+    ) -> Tensor:
+        """The outputs of the next token, or of the next few, which the cache then holds too.
+
+        T steps give what one forward over all T tokens gives in evaluation mode on the graph
+        ``causal_window_graph(T, window)`` (``causal_graph(T)`` for window=None), to rounding.
+        Features are never dropped out and there is no gradient: `forward` is for training.
+
+        Args:
+            x: [*, dim], the next token of every text, or [*, n, dim], the next n; * is the batch
+                of the cache.
+            cache: from this block's :meth:`init_cache`; updated in place.
+            valid: bool [*] (or [*, n]), True where a token is real.
+            positions: [*] (or [*, n]), where tokens stand for a rotary embedding; counted from 0
+                by the cache if None.
+
+        Returns:
+            [*, dim] or [*, n, dim].
+
+        Raises:
+            ValueError: as :meth:`init_cache`, and for what does not fit the mixer or the cache.
+
+        Example:
+            >>> import torch, graphattn as ga
+            >>> block = ga.nn.PreNormBlock(ga.nn.KrauseAttention(16, heads=4, top_k=3))
+            >>> x = torch.randn(2, 40, 16)
+            >>> y = block(x, ga.causal_window_graph(40, window=8))
+            >>> cache = block.init_cache(2, window=8)
+            >>> prompt = block.step(x[:, :39], cache)
+            >>> torch.allclose(block.step(x[:, 39], cache), y[:, 39], atol=1e-5)
+            True
+        """
+        mixer = self._stepping_mixer()
+        if not isinstance(x, Tensor) or x.shape[-1:] != (mixer.dim,):
+            got = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
+            raise ValueError(
+                f"x must be a tensor of shape [*, {mixer.dim}] (a token) or [*, n, {mixer.dim}] "
+                f"(n of them), got {got}"
+            )
+        # (The cache knows the dtype, and is asked faster than a weight.)
+        other = isinstance(cache, LayerCache) and x.dtype != cache.owner[1]
+        if other and isinstance(mixer, GraphLayer):
+            mixer.check_dtype("x", x)
+        mixed = mixer.step(self.mixer_norm(x), cache, valid=valid, positions=positions)
+        dropout = self.dropout
+        if type(dropout) is nn.Dropout:  # nothing is dropped here, in no mode
+            x = x + mixed
+            return x + self.mlp(self.mlp_norm(x))
+        x = x + dropout(mixed)
+        return x + dropout(self.mlp(self.mlp_norm(x)))
+
+    def _stepping_mixer(self) -> Any:
+        """The mixer; a ValueError where steps would not give what `forward` gives."""
+        if self.modulation is not None:
+            raise ValueError(
+                f"a block with condition_dim={self.condition_dim} cannot go token by token: call "
+                "it with condition="
+            )
+        if replaced := replaced_beside(self, ("forward",), ("step",)):
+            raise ValueError(
+                f"step does not run the {names_of(replaced)} of {type(self).__name__}, so it would "
+                "not give what forward gives: override step, too"
+            )
+        mixer: Any = self.mixer
+        if hasattr(mixer, "step") and hasattr(mixer, "init_cache"):
+            return mixer
+        name = type(mixer).__name__
+        if isinstance(mixer, GraphLayer):
+            raise ValueError(
+                f"mixer {name} cannot go token by token: it attends to a context, which is there "
+                "from the start. Call the block"
+            )
+        raise ValueError(
+            f"mixer {name} cannot go token by token: it needs init_cache(batch, window, *, "
+            "dtype=None, device=None, rollback=0) and step(x, cache, *, valid=None, "
+            "positions=None), which gives for the next tokens what forward gives on a causal graph"
+        )
+
+
+def make_norm(norm: Norm, dim: int, *, affine: bool = True, bias: bool = True) -> nn.Module:
+    """The norm of that name."""
+    if as_choice("norm", norm, ("layer", "rms")) == "layer":
+        return nn.LayerNorm(dim, elementwise_affine=affine, bias=bias)
+    return nn.RMSNorm(dim, elementwise_affine=affine)
+
+
+def make_activation(activation: Activation) -> nn.Module:
+    """The activation of that name."""
+    return (
+        nn.GELU() if as_choice("activation", activation, ("gelu", "relu2")) == "gelu" else ReLU2()
+    )
+
+
+class ReLU2(nn.Module):
+    """The square of ReLU (Primer, So et al., 2021).
+
+    Example:
+        >>> import torch
+        >>> from graphattn.nn.blocks.block import ReLU2
+        >>> ReLU2()(torch.tensor([-1.0, 3.0]))
+        tensor([0., 9.])
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Elementwise."""
+        return torch.relu(x).square()
+
+
+def zero_linear(in_features: int, out_features: int) -> nn.Linear:
+    """A linear map that starts at 0, and draws no random numbers."""
+    device = torch.get_default_device()  # skip_init asks nobody and takes the CPU
+    made: nn.Linear = nn.utils.skip_init(nn.Linear, in_features, out_features, device=device)
+    nn.init.zeros_(made.weight)
+    nn.init.zeros_(made.bias)
+    return made
+
+
+def _same(x: Tensor) -> Tensor:
+    return x

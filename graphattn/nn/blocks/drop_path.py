@@ -1,0 +1,37 @@
+"""Stochastic depth: whole branches of a network that training leaves out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphattn.graphs.token_graph import TokenGraph
+
+
+def drop_paths(x: Tensor, share: float, graph: Any = None) -> Tensor:
+    """Set a share of sequences to 0 and divide the others by 1 - share (Huang et al., 2016).
+
+    Args:
+        x: [*, N, dim], what a branch adds to its sequences.
+        share: in [0, 1).
+        graph: of the N tokens; packed sequences (:func:`~graphattn.batch`) are dropped one by one.
+
+    Example:
+        >>> import torch
+        >>> from graphattn.nn.blocks.drop_path import drop_paths
+        >>> _ = torch.manual_seed(0)
+        >>> drop_paths(torch.ones(4, 1, 1), 0.5).flatten()
+        tensor([0., 2., 0., 0.])
+    """
+    if share == 0:
+        return x
+    sizes = (graph.sizes or ()) if isinstance(graph, TokenGraph) else ()
+    parts = max(len(sizes), 1)
+    kept = torch.rand(*x.shape[:-2], parts, 1, device=x.device) >= share
+    scale = kept.to(x.dtype) / (1 - share)
+    if parts > 1:
+        lengths = torch.tensor([size[0] for size in sizes], device=x.device)
+        scale = scale.repeat_interleave(lengths, dim=-2, output_size=x.shape[-2])
+    return x * scale

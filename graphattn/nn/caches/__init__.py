@@ -1,0 +1,1 @@
+"""Caches of generation: of a layer, of a model, and of running sums."""

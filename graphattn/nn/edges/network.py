@@ -1,0 +1,224 @@
+"""The network that makes an edge's matrix from the features of its two tokens."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from graphattn.graphs.token_graph import TokenGraph
+from graphattn.ops.consensus.edge_network.edge_matrix import EdgeMatrix, edge_matrix
+from graphattn.ops.consensus.edge_network.parameters import EdgeNetworkParameters, FirstLayer
+from graphattn.ops.inputs import ValidPair, clear_invalid_edges, valid_edges
+
+
+class GroupedLinear(nn.Module):
+    """One linear map per group: x [*, N, G, in] -> [*, N, G, out], weight [G, out, in]."""
+
+    def __init__(self, groups: int, inputs: int, outputs: int, *, bias: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(groups, outputs, inputs))
+        self.bias = nn.Parameter(torch.empty(groups, outputs)) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return FirstLayer(x, self.weight, self.bias).hidden()
+
+    def unapplied(self, x: Tensor) -> FirstLayer | Tensor:
+        """The map and what it is to be applied to; its result where :meth:`forward` is not all."""
+        return FirstLayer(x, self.weight, self.bias) if self.is_plain() else self(x)
+
+    def is_plain(self) -> bool:
+        """Whether :meth:`forward` is all that runs: no other class or method, and no hooks."""
+        changed = type(self) is not GroupedLinear or "forward" in vars(self)
+        hooks = (
+            self._forward_hooks,
+            self._forward_pre_hooks,
+            self._backward_hooks,
+            self._backward_pre_hooks,
+        )
+        return not (changed or any(hooks) or _has_global_hooks())
+
+    def __repr__(self) -> str:
+        groups, outputs, inputs = self.weight.shape
+        return f"GroupedLinear(groups={groups}, {inputs} -> {outputs})"
+
+
+def _has_global_hooks() -> bool:
+    """Whether hooks on all modules may change what one of them gives.
+
+    Those of :func:`graphattn.diagnostics.record` only watch, and say so: a model that is looked at
+    takes the way that it takes otherwise, to the last bit.
+    """
+    module = torch.nn.modules.module
+    tables = (
+        module._global_forward_pre_hooks,
+        module._global_forward_hooks,
+        module._global_backward_pre_hooks,
+        module._global_backward_hooks,
+    )
+    return any(
+        not getattr(hook, "only_watches", False) for table in tables for hook in table.values()
+    )
+
+
+class EdgeNetwork(nn.Module):
+    r"""alpha, beta and Lambda of every edge from [y_i; y_j] (Algorithms 2 and 3).
+
+    The first layer acts on the concatenation, so it is two maps, `target` on y_i (with the bias)
+    and `source` on y_j, each computed once per token; their sum passes through GELU on the edge.
+    With ``edge_features`` the features of the edge are a third input: `edge`, a map whose result is
+    added to that sum.
+    The second layer is :class:`~graphattn.EdgeNetworkParameters`.
+
+    With ``edge_input="head"`` each head's network sees its own slice of y, with "full" one network
+    sees all of it. ``trunk="shared"``: one hidden vector feeds alpha, beta and Lambda, which
+    reproduces every count of Table 9; "separate": one each, Algorithm 2 to the letter.
+    """
+
+    def __init__(
+        self,
+        heads: int,
+        head_dim: int,
+        target_dim: int,
+        source_dim: int,
+        *,
+        rank: int,
+        hidden: int,
+        edge_input: str,
+        trunk: str,
+        edge_features: int = 0,
+    ) -> None:
+        super().__init__()
+        self.groups = heads if edge_input == "head" else 1
+        trunks = 1 if trunk == "shared" else 3
+        target_in, source_in = target_dim // self.groups, source_dim // self.groups
+        self.target = GroupedLinear(self.groups, target_in, trunks * hidden, bias=True)
+        self.source = GroupedLinear(self.groups, source_in, trunks * hidden, bias=False)
+        self.edge: GroupedLinear | None = None
+        if edge_features:
+            self.edge = GroupedLinear(self.groups, edge_features, trunks * hidden, bias=False)
+        self.alpha = nn.Parameter(torch.empty(heads, hidden))
+        self.alpha_bias = nn.Parameter(torch.empty(heads))
+        self.beta = nn.Parameter(torch.empty(heads, hidden))
+        self.beta_bias = nn.Parameter(torch.empty(heads))
+        self.shear = nn.Parameter(torch.empty(heads, rank, head_dim, hidden))
+        self.shear_bias = nn.Parameter(torch.empty(heads, rank, head_dim))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw parameters as torch's Linear does: uniform in +-1/sqrt(fan_in).
+
+        Lambda's rows thus start away from zero, where R has no gradient with respect to them.
+        """
+        first = [self.target, self.source, *([] if self.edge is None else [self.edge])]
+        fan_in = sum(layer.weight.shape[-1] for layer in first)
+        for layer in first:
+            for parameter in layer.parameters():
+                nn.init.uniform_(parameter, -1 / math.sqrt(fan_in), 1 / math.sqrt(fan_in))
+        bound = 1 / math.sqrt(self.alpha.shape[-1])
+        for weight in self.second_layer():
+            nn.init.uniform_(weight, -bound, bound)
+
+    def second_layer(self) -> EdgeNetworkParameters:
+        """The parameters after the GELU."""
+        return EdgeNetworkParameters(
+            self.alpha,
+            self.alpha_bias,
+            self.beta,
+            self.beta_bias,
+            self.shear,
+            self.shear_bias,
+        )
+
+    def is_plain(self) -> bool:
+        """Whether its second layer is all that :meth:`edge_matrix` applies: no other method."""
+        return type(self).edge_matrix is EdgeNetwork.edge_matrix and "edge_matrix" not in vars(self)
+
+    def edge_matrix(self, hidden_sum: Tensor, edge_hidden: Tensor | None = None) -> EdgeMatrix:
+        """R of every edge from target_hidden_i + source_hidden_j, in the dtype of that sum.
+
+        `edge_hidden`, F e_ij, is added to it.
+        """
+        if edge_hidden is not None:
+            hidden_sum = hidden_sum + edge_hidden
+        parameters = (tensor.to(hidden_sum.dtype) for tensor in self.second_layer())
+        return edge_matrix(hidden_sum, EdgeNetworkParameters(*parameters))
+
+    def first_layers(
+        self, target: Tensor, source: Tensor
+    ) -> tuple[FirstLayer | Tensor, FirstLayer | Tensor]:
+        """The first layer on both sides, for an operation that applies it itself.
+
+        Applied here where :meth:`target_hidden` or :meth:`source_hidden` is somebody's own.
+        """
+        found: list[FirstLayer | Tensor] = []
+        sides = (self.target, target, "target_hidden"), (self.source, source, "source_hidden")
+        for layer, y, name in sides:
+            own, known = getattr(type(self), name), getattr(EdgeNetwork, name)
+            if own is not known or name in vars(self):
+                found.append(getattr(self, name)(y))
+                continue
+            y = self.by_group(y)
+            found.append(layer.unapplied(y) if isinstance(layer, GroupedLinear) else layer(y))
+        return found[0], found[1]
+
+    def by_group(self, y: Tensor) -> Tensor:
+        """Tokens [*, N, dim] as the groups of the first layer see them, [*, N, G, dim / G]."""
+        return y.view(*y.shape[:-1], self.groups, y.shape[-1] // self.groups)
+
+    def target_hidden(self, y: Tensor) -> Tensor:
+        """First layer on the targets: [*, N, dim] -> [*, N, G, xi]."""
+        return self.target(self.by_group(y))
+
+    def source_hidden(self, y: Tensor) -> Tensor:
+        """First layer on the sources: [*, M, dim] -> [*, M, G, xi]."""
+        return self.source(self.by_group(y))
+
+    def edge_hidden(
+        self, features: Tensor, graph: TokenGraph, valid: ValidPair
+    ) -> FirstLayer | Tensor:
+        """First layer on the features of edges [*, E, F], for an operation that applies it itself.
+
+        Where somebody has put their own in its place, it is applied here, and to nothing that edges
+        of invalid tokens hold.
+        """
+        layer, y = self.edge, features.unsqueeze(-2)
+        assert layer is not None
+        if isinstance(layer, GroupedLinear) and layer.is_plain():
+            return FirstLayer(y, layer.weight)
+        if valid != (None, None):
+            y = clear_invalid_edges(y, valid_edges(valid, *graph.edge_index))
+        found: Tensor = layer(y)
+        return found
+
+
+def check_edge_features(features: Any, width: int, x: Tensor, num_edges: int, name: str) -> Tensor:
+    """`features` [E, F] or [*, E, F] of a layer called `name` that was made for F = `width`.
+
+    Raises:
+        ValueError: they are missing or not wanted, or do not fit the edges of the graph or `x`.
+    """
+    if features is None:
+        raise ValueError(
+            f"edge_features must be given, [{num_edges}, {width}] or one of these per sequence: "
+            f"this {name} was made with edge_features={width}"
+        )
+    if not width:
+        got = features.shape[-1] if isinstance(features, Tensor) and features.dim() else "F"
+        raise ValueError(
+            f"edge_features cannot be given to this {name}, which was made with edge_features=0: "
+            f"make it with edge_features={got}, the features of an edge"
+        )
+    if not isinstance(features, Tensor):
+        raise ValueError(f"edge_features must be a tensor, got {type(features).__name__}")
+    shape = (num_edges, width)
+    if features.shape not in (shape, (*x.shape[:-2], *shape)):
+        raise ValueError(
+            f"edge_features must have shape {list(shape)} or {[*x.shape[:-2], *shape]} (edges in "
+            f"the order of graph.edge_index, features), got {list(features.shape)}"
+        )
+    if features.device != x.device:
+        raise ValueError(f"edge_features must be on {x.device}, got {features.device}")
+    return features

@@ -1,0 +1,1 @@
+"""Layers and models as files, and the arguments that made them."""

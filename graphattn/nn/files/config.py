@@ -1,0 +1,369 @@
+"""Arguments that a layer or model was made with: kept beside its weights, compared when they are
+loaded.
+
+A layer's weights do not tell its options: those of ``top_k=2`` fit a layer of ``top_k=8``. So
+every layer and model remembers the arguments of its constructor, `config`, in plain values, and
+writes them into the metadata of its state dict (`state_dict()._metadata`, where torch keeps the
+versions of modules). There they survive ``torch.load(weights_only=True)``, deep copies and modules
+around them, and files without them load as before.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import numbers
+from collections.abc import Callable
+from typing import Any, ClassVar, Self
+
+from torch import Tensor, nn
+
+from graphattn.nn.files.argument_names import refuse_unknown
+from graphattn.nn.files.known import KNOWN, Described, build, class_name
+from graphattn.nn.files.pretrained import load, save
+
+NOT_COMPARED = frozenset(
+    {
+        # These change no mathematics of given weights.
+        "backend",  # all compute the same
+        "dropout",  # training alone; nothing of what has been learned
+        "attention_dropout",
+        "drop_path",
+        "init_sigma",  # where training began
+        "zero_head",
+        "zero_init",
+        # Names and shapes of the weights tell these.
+        "bias",
+        "condition_dim",
+        "context_dim",
+        "depth",
+        "dim",
+        "edge_hidden",
+        "edge_input",
+        "kv_heads",
+        "mlp_ratio",
+        "noise_dim",
+        "norm_affine",
+        "rank",
+        "sigma_per_head",
+        "sink",
+        "trunk",
+        "value_projection",
+        "vocab_size",
+        # A module inside is compared by itself.
+        "mixer",
+    }
+)
+# Values that come with a parameter of their own, so that names tell whether both have it.
+TOLD_BY_NAMES = {"step_size": "learned"}
+
+
+class Configured(Described):
+    """Base of modules that know their constructor's arguments, and answer unknown ones.
+
+    It stands before the module class: ``class Layer(Configured, nn.Module)``. Constructors are
+    ordinary ones; what they were called with is recorded around them.
+
+    Attributes of a class:
+        attribute_of: constructor argument -> attribute, where their names differ and the attribute
+            may be changed later; `config` then tells its present value.
+        options_of_parts: arguments that modules inside were made with, which compare them.
+    """
+
+    attribute_of: ClassVar[dict[str, str]] = {}
+    options_of_parts: ClassVar[frozenset[str]] = frozenset()
+
+    forward: Callable[..., Any]
+    _arguments: dict[str, Any]  # of the constructor, plain
+    _base_arguments: tuple[str, dict[str, Any]]  # of the class of graphattn below, and its name
+    _at_first: dict[str, Any]  # the attributes of those names when the constructor ended
+
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        super().__init_subclass__(**keywords)
+        if cls.__module__.split(".")[0] == "graphattn":
+            KNOWN[cls.__name__] = cls
+        own: Any = cls
+        if "__init__" in vars(cls):
+            own.__init__ = _recorded(cls, own.__init__)
+        if "forward" in vars(cls):
+            own.forward = _answering(own.forward)
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The constructor's arguments in plain values: ``type(layer)(**layer.config)`` is its like.
+
+        A module among them is a dict with its class; attributes set since then count.
+
+        Example:
+            >>> import graphattn as ga
+            >>> layer = ga.nn.KrauseAttention(16, heads=4, top_k=3)
+            >>> layer.config["top_k"], layer.config["rope"]
+            (3, False)
+        """
+        if not _is_recorded(self):
+            raise RuntimeError(
+                f"config is not known of this {type(self).__name__}: it was pickled by an earlier "
+                "version, or its constructor has not ended"
+            )
+        return _present(self, self._arguments)
+
+    def save_pretrained(self, directory: Any) -> None:
+        """Write ``model.safetensors`` and ``config.json`` into a folder: :func:`graphattn.save`."""
+        save(self, directory)
+
+    @classmethod
+    def from_pretrained(cls, directory: Any, *, device: Any = "cpu") -> Self:
+        """A module of this class from its files: :func:`graphattn.load`.
+
+        Raises:
+            ValueError: also where the files are those of another class.
+        """
+        found: Self = load(directory, device=device, kind=cls)
+        return found
+
+    @classmethod
+    def comparable(cls, config: dict[str, Any]) -> dict[str, Any]:
+        """`config` with equal mathematics in equal words."""
+        return config
+
+    @classmethod
+    def advice(cls, name: str) -> str | None:
+        """Advise on an argument that the constructor does not have, where advice is known."""
+        return None
+
+    # What torch calls for every module of a state dict.
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)  # type: ignore[misc]
+        metadata = getattr(destination, "_metadata", None)
+        if metadata is not None and _is_recorded(self):
+            metadata.setdefault(prefix[:-1], {}).update(record(self))
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Any,
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: Any,
+        unexpected_keys: Any,
+        error_msgs: list[str],
+    ) -> None:
+        found = differences(self, local_metadata)
+        if found:
+            where = f" at {prefix[:-1]!r}" if prefix else ""
+            error_msgs.append(
+                f"the weights of this {type(self).__name__}{where} are of other mathematics: "
+                f"{'; '.join(found)}. Make it with the saved config, or pass a plain dict to load "
+                "the numbers alone: load_state_dict(dict(state))"
+            )
+        super()._load_from_state_dict(  # type: ignore[misc]
+            state_dict,
+            prefix,
+            local_metadata,
+            strict,
+            missing_keys,
+            unexpected_keys,
+            error_msgs,
+        )
+
+
+def plain(value: Any) -> Any:
+    """`value` as JSON has it; a module of ours as its class and config, other things by class."""
+    if value is None or isinstance(value, bool | str):
+        return value
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    if isinstance(value, numbers.Real):
+        return float(value)
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return value.item()
+    if isinstance(value, Configured) and _is_recorded(value):
+        return {"class": class_name(type(value)), **value.config}
+    if isinstance(value, list | tuple | nn.ModuleList):
+        return [plain(entry) for entry in value]
+    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+        return {key: plain(entry) for key, entry in value.items()}
+    return {"class": f"{type(value).__module__}.{type(value).__qualname__}"}
+
+
+def record(module: Configured) -> dict[str, Any]:
+    """Return the record of a module in the metadata of a state dict.
+
+    Of somebody's subclass also the class of graphattn below it and that one's arguments, so that
+    weights of one can be compared with the other.
+    """
+    found: dict[str, Any] = {"class": class_name(type(module)), "config": module.config}
+    base, arguments = module._base_arguments
+    if base != found["class"]:
+        found["base"] = {"class": base, "config": _present(module, arguments)}
+    return found
+
+
+def differences(module: Configured, saved: Any) -> list[str]:
+    """List the differences of a module and the record of a file that weights cannot show."""
+    if not isinstance(saved, dict) or "config" not in saved or not _is_recorded(module):
+        return []
+    own = record(module)
+    theirs, ours = saved.get("base", saved), own.get("base", own)
+    if theirs.get("class") != ours["class"]:
+        return [f"they are those of a {theirs.get('class')}"]
+    found = _differing(KNOWN.get(ours["class"], type(module)), theirs["config"], ours["config"])
+    if not found and "base" in own and saved.get("class") == own["class"]:
+        found = _differing(type(module), saved["config"], own["config"])
+    return found
+
+
+def _differing(cls: type[Configured], saved: Any, own: dict[str, Any]) -> list[str]:
+    if not isinstance(saved, dict):
+        return [f"their config must be a dict, got {type(saved).__name__}"]
+    # An option that one side does not know is off there, or as its default has it.
+    known = inspect.signature(cls.__init__).parameters
+    defaults = {
+        name: None if known[name].default is inspect.Parameter.empty else plain(known[name].default)
+        for name in own
+        if name in known
+    }
+    theirs, ours = cls.comparable({**defaults, **saved}), cls.comparable(own)
+    found = []
+    for name in [*ours, *(name for name in theirs if name not in ours)]:
+        if name in NOT_COMPARED or name in cls.options_of_parts:
+            continue
+        there, here = theirs.get(name), ours.get(name)
+        if name in TOLD_BY_NAMES and TOLD_BY_NAMES[name] in (there, here):
+            continue
+        if there != here and not (name not in ours and there in (None, False)):
+            found.append(f"saved with {name}={there!r}, this has {name}={here!r}")
+    return found
+
+
+def _is_recorded(module: Configured) -> bool:
+    return vars(module).get("_arguments") is not None
+
+
+def _is_described(value: Any) -> bool:
+    return isinstance(value, dict) and "class" in value
+
+
+def _built(value: Any) -> Any:
+    """`value` with the modules in it made that it describes."""
+    if _is_described(value):
+        return build(value)
+    if isinstance(value, list) and any(map(_is_described, value)):
+        return [_built(entry) for entry in value]
+    return value
+
+
+def _present(module: Configured, arguments: dict[str, Any]) -> dict[str, Any]:
+    """A copy of arguments, with what has been set in their place since."""
+    found: dict[str, Any] = copy.deepcopy(arguments)
+    for name, value in found.items():
+        part = vars(module)["_modules"].get(name)
+        now = _plain_attribute(module, name)
+        if part is not None and _is_described(value):
+            found[name] = plain(part)
+        elif now != module._at_first[name]:
+            found[name] = now
+    return found
+
+
+def _plain_attribute(module: Configured, name: str) -> Any:
+    """The attribute of an argument where it is one number, word or None; otherwise "..."."""
+    value = vars(module).get(module.attribute_of.get(name, name), ...)
+    return value if isinstance(value, bool | int | float | str | None) else ...
+
+
+def _names(parameters: list[inspect.Parameter]) -> list[str]:
+    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [parameter.name for parameter in parameters if parameter.kind not in variable]
+
+
+def _takes_any_name(parameters: list[inspect.Parameter]) -> bool:
+    return any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
+
+
+def _recorded(cls: type[Configured], init: Callable[..., None]) -> Callable[..., None]:
+    """A constructor that notes what it is called with."""
+    signature = inspect.signature(init)
+    parameters = list(signature.parameters.values())[1:]
+    allowed, is_open = _names(parameters), _takes_any_name(parameters)
+
+    @functools.wraps(init)
+    def construct(self: Configured, *args: Any, **kwargs: Any) -> None:
+        unknown = [] if is_open else [name for name in kwargs if name not in allowed]
+        if unknown:
+            call = _names(list(inspect.signature(cls.forward).parameters.values())[1:])
+            raise refuse_unknown(
+                f"{cls.__name__}(...)", unknown, allowed, ("the call", call), cls.advice
+            )
+        args = tuple(_built(value) for value in args)
+        kwargs = {name: _built(value) for name, value in kwargs.items()}
+        try:
+            bound = signature.bind(self, *args, **kwargs)
+        except TypeError:
+            init(self, *args, **kwargs)  # says what is missing
+            raise
+        state = vars(self)
+        outermost = "_constructing" not in state
+        if outermost:
+            state["_constructing"] = True
+            state["_arguments"], state["_base_arguments"] = None, None
+        bound.apply_defaults()
+        mine: dict[str, Any] = {}
+        surplus: tuple[Any, ...] = ()
+        for parameter in parameters:
+            value = bound.arguments[parameter.name]
+            if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+                mine.update(value)
+            elif parameter.kind is inspect.Parameter.VAR_POSITIONAL:
+                surplus = value
+            else:
+                mine[parameter.name] = value
+        mine = {name: plain(value) for name, value in mine.items()}
+        if state["_base_arguments"] is None and KNOWN.get(cls.__name__) is cls:
+            state["_base_arguments"] = cls.__name__, mine
+        try:
+            init(self, *args, **kwargs)
+        finally:
+            if outermost:
+                del state["_constructing"]
+        if outermost:
+            if surplus and state["_base_arguments"]:  # handed on by *args: named as below
+                base = KNOWN[state["_base_arguments"][0]]
+                below = list(inspect.signature(base.__init__).parameters)[1:]
+                mine = {**dict(zip(below, map(plain, surplus), strict=False)), **mine}
+            state["_arguments"] = mine
+            if state["_base_arguments"] is None:  # no class of graphattn is below
+                state["_base_arguments"] = class_name(type(self)), mine
+            names = {*mine, *state["_base_arguments"][1]}
+            state["_at_first"] = {name: _plain_attribute(self, name) for name in names}
+
+    return construct
+
+
+def _answering(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A forward pass that answers unknown arguments."""
+    parameters = list(inspect.signature(forward).parameters.values())[1:]
+    if _takes_any_name(parameters):
+        return forward
+    allowed = tuple(_names(parameters))
+
+    @functools.wraps(forward)
+    def call(self: Configured, *args: Any, **kwargs: Any) -> Any:
+        for name in kwargs:
+            if name not in allowed:
+                raise _refuse_call(self, kwargs, allowed)
+        return forward(self, *args, **kwargs)
+
+    answering: Any = call
+    answering.without_keywords = forward  # no argument of a call by position is unknown
+    return call
+
+
+def _refuse_call(module: Configured, given: dict[str, Any], allowed: tuple[str, ...]) -> TypeError:
+    unknown = [name for name in given if name not in allowed]
+    made_with = list(inspect.signature(type(module).__init__).parameters)[1:]
+    return refuse_unknown(
+        f"the call of {type(module).__name__}", unknown, allowed, ("the constructor", made_with)
+    )

@@ -1,0 +1,280 @@
+"""A layer or model as files: `model.safetensors`, its numbers, and `config.json`, what it is.
+
+Both are Hugging Face's names and forms. The numbers also carry the configs of all their layers, as
+a state dict does, so that a config.json of other mathematics is refused. Nothing in the files is
+executed: config.json names classes of graphattn and their arguments, and that is all.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from graphattn.nn.files.known import KNOWN, Described, build, class_name
+from graphattn.version import __version__
+
+WEIGHTS, CONFIG = "model.safetensors", "config.json"
+OF_FILES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".safetensors", ".json")
+LAYERS = "graphattn"  # what the configs of all layers are called in the header of the numbers
+
+
+def save(module: Any, directory: Any) -> None:
+    """Write both files into `directory`; see :func:`graphattn.save`."""
+    from safetensors.torch import save_file
+
+    if not isinstance(module, Described):
+        raise ValueError(
+            f"model must be a layer or model of graphattn, got {type(module).__name__}, which "
+            "files alone cannot make again: save its state dict, in which graphattn's layers keep "
+            "their config (of a compiled or distributed model, save the model inside)"
+        )
+    config = module.config
+    foreign = _foreign_part(config)
+    if foreign:
+        raise ValueError(
+            f"model holds {foreign} in {_where(config, foreign)!r}, which is no class of "
+            "graphattn, so that files alone cannot make it again: save its state dict instead"
+        )
+    state = module.state_dict()
+    _check_is_as_configured(module, config, state)
+    folder = _folder(directory)
+    is_file = folder.exists() and not folder.is_dir()
+    if is_file or (folder.suffix.lower() in OF_FILES and not folder.exists()):
+        what = "which is a file" if is_file else "the name of a file"
+        raise ValueError(
+            f"directory must be a folder, in which {WEIGHTS} and {CONFIG} are written, got "
+            f"{str(folder)!r}, {what}"
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors, ties = _without_ties(state)
+    # Ties as safetensors writes them: the name that is left out, and the one that is kept.
+    header = {"format": "pt", LAYERS: json.dumps(_layers(state)), **ties}
+    described = {"class": class_name(type(module)), **config}
+    text = json.dumps({**described, "graphattn_version": __version__}, indent=2) + "\n"
+    _replace(folder / WEIGHTS, lambda path: save_file(tensors, path, metadata=header))
+    _replace(folder / CONFIG, lambda path: path.write_text(text, encoding="utf-8"))
+
+
+def load(directory: Any, *, device: Any = "cpu", kind: type | None = None) -> Any:
+    """The module that the files in `directory` are; see :func:`graphattn.load`."""
+    folder = _folder(directory)
+    if not folder.is_dir():
+        raise FileNotFoundError(
+            f"directory must be a folder that ga.save wrote, got {str(folder)!r}, which "
+            f"{'is a file' if folder.exists() else 'does not exist'} (nothing is downloaded)"
+        )
+    path = folder / CONFIG
+    description = _read_config(path)
+    kind = _kind(path, description, kind)
+    state, ties = _read_weights(folder / WEIGHTS, device)
+    try:
+        module = _make(description, kind, [*state, *ties])
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path}: {error}") from error
+    state.update({name: state[kept] for name, kept in ties.items()})
+    try:
+        module.load_state_dict(state, assign=True)
+    except RuntimeError as error:
+        raise ValueError(f"{folder / WEIGHTS} does not fit {path}: {error}") from error
+    for name, kept in ties.items():
+        _tie(module, name, kept)
+    return module.to(device).eval()
+
+
+# What is written.
+
+
+def _foreign_part(value: Any, top: bool = True) -> str | None:
+    """The first class in a config that is none of graphattn's."""
+    if isinstance(value, dict):
+        name = value.get("class")
+        if isinstance(name, str) and "." in name and not top:
+            return name
+        value = list(value.values())
+    entries = value if isinstance(value, list) else []
+    return next(filter(None, (_foreign_part(entry, False) for entry in entries)), None)
+
+
+def _where(config: dict[str, Any], foreign: str) -> str:
+    return next(name for name, value in config.items() if _foreign_part(value, False) == foreign)
+
+
+def _check_is_as_configured(module: Described, config: dict[str, Any], state: Any) -> None:
+    """Check that a module of this config takes the numbers and computes the same with them."""
+    try:
+        again = _on_meta(lambda: build({"class": None, **config}, type(module)))
+    except (ValueError, TypeError) as error:
+        raise ValueError(
+            f"model cannot be made again from its config, {config}: {error}. (A constructor of "
+            "your own must take what it hands on as arguments with names.)"
+        ) from error
+    fresh = again.state_dict()
+    parts: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+        ("parameters", _shapes(state), _shapes(fresh)),
+        ("layers", _layers(state), _layers(fresh)),
+    ]
+    for what, now, then in parts:
+        for name in sorted({*now, *then}):
+            if now.get(name) != then.get(name):
+                raise ValueError(
+                    f"model is no longer what its constructor made: of {what}, {name!r} is "
+                    f"{now.get(name, 'missing')} where its config makes {then.get(name, 'none')}. "
+                    "Save its state dict instead"
+                )
+
+
+def _shapes(state: dict[str, Any]) -> dict[str, Any]:
+    return {name: getattr(value, "shape", type(value)) for name, value in state.items()}
+
+
+def _layers(state: Any) -> dict[str, Any]:
+    """The records of all layers of ours in the metadata of a state dict, by their prefix."""
+    found = getattr(state, "_metadata", {})
+    return {
+        prefix: {key: value for key, value in entry.items() if key in ("class", "config", "base")}
+        for prefix, entry in found.items()
+        if "config" in entry
+    }
+
+
+def _without_ties(state: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Every tensor once, and of those left out the name of the one that is kept."""
+    tensors: dict[str, Tensor] = {}
+    ties: dict[str, str] = {}
+    seen: dict[Any, str] = {}
+    for name, value in state.items():
+        if not isinstance(value, Tensor):
+            raise ValueError(f"model must hold tensors alone, got {name!r}: {type(value).__name__}")
+        if value.is_meta:
+            raise ValueError(f"model must hold numbers, but {name!r} is on the meta device")
+        place = value.untyped_storage().data_ptr(), value.storage_offset()
+        key = (*place, value.dtype, value.shape, value.stride(), value.device)
+        if value.numel() and key in seen:
+            ties[name] = seen[key]
+        else:
+            seen[key] = name
+            # A copy of its own: parts of one storage are written apart.
+            tensors[name] = value.detach().cpu().clone(memory_format=torch.contiguous_format)
+    return tensors, ties
+
+
+def _replace(path: Path, write: Callable[[Path], Any]) -> None:
+    """Write a file beside its place and move it there, so that half of one is never read."""
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    os.close(handle)
+    try:
+        write(Path(name))
+        mask = os.umask(0)
+        os.umask(mask)
+        os.chmod(name, 0o666 & ~mask)  # as open() would have made it
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+# What is read.
+
+
+def _folder(directory: Any) -> Path:
+    if not isinstance(directory, str | os.PathLike):
+        raise ValueError(f"directory must be a path, got {directory!r}")
+    return Path(directory)
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        if (inner := path.parent / "model").joinpath(path.name).is_file():
+            raise FileNotFoundError(
+                f"{path} is missing: the folder is that of a run, whose model is in {inner}"
+            )
+        raise FileNotFoundError(
+            f"{path} is missing: without it nothing says which class and options the numbers are "
+            "for. Make the model in code, and load_state_dict(safetensors.torch.load_file(...))"
+        )
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:  # JSON's and Unicode's errors are ValueErrors
+        raise ValueError(f"{path} is no JSON: {error}") from None
+    if not isinstance(found, dict) or not isinstance(found.get("class"), str):
+        raise ValueError(f"{path} must be an object with a 'class' of graphattn, as ga.save writes")
+    found.pop("graphattn_version", None)
+    return found
+
+
+def _kind(path: Path, description: dict[str, Any], wanted: Any) -> type | None:
+    """The class to make: None for the one that is named, which must then be a `wanted` one."""
+    named = description["class"]
+    if wanted is None or not issubclass(wanted, nn.Module):  # what layers inherit, and no layer
+        return None
+    if wanted in KNOWN.values():
+        if not issubclass(KNOWN.get(named, object), wanted):
+            raise ValueError(f"{path} must be of a {wanted.__name__}, got 'class': {named!r}")
+        return None
+    if named.rpartition(".")[2] not in {base.__name__ for base in wanted.__mro__}:
+        raise ValueError(f"{path} must be of a {wanted.__name__}, got 'class': {named!r}")
+    return wanted
+
+
+def _read_weights(path: Path, device: Any) -> tuple[OrderedDict[str, Tensor], dict[str, str]]:
+    """The numbers with the configs they carry, and the names tied to others."""
+    from safetensors import SafetensorError, safe_open
+
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} is missing: the numbers of the model")
+    state: OrderedDict[str, Tensor] = OrderedDict()
+    try:
+        with safe_open(path, framework="pt", device=str(device)) as file:
+            header = file.metadata() or {}
+            for name in file.keys():  # noqa: SIM118 (it is no dict)
+                # A copy, aligned as torch aligns: last bits of products depend on that.
+                state[name] = file.get_tensor(name).clone()
+        layers = json.loads(header.pop(LAYERS, "{}"))
+        metadata = {prefix: dict(entry) for prefix, entry in layers.items()}
+    except (SafetensorError, ValueError, AttributeError, TypeError) as error:
+        raise ValueError(f"{path} is no whole safetensors file: {error}") from None
+    state._metadata = OrderedDict(metadata)  # type: ignore[attr-defined]
+    # What else a header may tell is no name of a tensor.
+    ties = {name: kept for name, kept in header.items() if kept in state and name not in state}
+    return state, ties
+
+
+def _make(description: dict[str, Any], kind: type | None, names: list[str]) -> nn.Module:
+    """The module, on the meta device where the numbers of the file are all it needs."""
+    module = _on_meta(lambda: build(description, kind))
+    own = dict([*module.named_parameters(), *module.named_buffers()])
+    if not any(tensor.is_meta and name not in names for name, tensor in own.items()):
+        return module
+    return _undisturbed(lambda: build(description, kind))
+
+
+def _on_meta(make: Callable[[], nn.Module]) -> nn.Module:
+    """Make a module on the meta device, without numbers; with them where its constructor computes
+    with some.
+    """
+    try:
+        with torch.device("meta"):
+            return make()
+    except (NotImplementedError, RuntimeError):  # what meta tensors raise when they are read
+        return _undisturbed(make)
+
+
+def _undisturbed(make: Callable[[], nn.Module]) -> nn.Module:
+    """Make a module without drawing from the caller's random numbers."""
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        return make()
+
+
+def _tie(module: nn.Module, name: str, kept: str) -> None:
+    """Make one parameter or buffer of two names again."""
+    owner, _, last = name.rpartition(".")
+    source, _, first = kept.rpartition(".")
+    setattr(module.get_submodule(owner), last, getattr(module.get_submodule(source), first))

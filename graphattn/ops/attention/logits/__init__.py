@@ -1,0 +1,1 @@
+"""Logits of edges: scores, biases, and the bound that softcap sets."""

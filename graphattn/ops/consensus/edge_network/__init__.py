@@ -1,0 +1,1 @@
+"""The network that makes the matrix of an edge, as tensors."""

@@ -1,0 +1,92 @@
+"""Contribution of edge features to an edge's hidden vector: F e_ij, given formed or as a layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphattn.graphs.token_graph import TokenGraph
+from graphattn.ops.consensus.edge_network.parameters import FirstLayer
+from graphattn.ops.inputs import clear_invalid_edges
+
+EdgeHidden = Tensor | FirstLayer | None
+
+
+def check_edge_hidden(
+    edge_hidden: Any, like: Tensor, hidden: torch.Size, graph: TokenGraph
+) -> EdgeHidden:
+    """`edge_hidden` where it fits hidden vectors [*, tokens, G, xi or 3 xi] and a graph's edges.
+
+    `like` is a tensor of the operation: its dtype and device.
+    """
+    if edge_hidden is None:
+        return None
+    E, batch, (groups, width) = graph.num_edges, hidden[:-3], hidden[-2:]
+    if not isinstance(edge_hidden, FirstLayer):
+        shapes = (E, groups, width), (*batch, E, groups, width)
+        _check_tensor("edge_hidden", edge_hidden, like, shapes, like.dtype)
+        return edge_hidden
+    if edge_hidden.bias is not None:
+        raise ValueError(
+            "edge_hidden.bias must be None: the bias of the first layer is part of target_hidden"
+        )
+    features, weight = edge_hidden.tokens, edge_hidden.weight
+    F = features.shape[-1] if isinstance(features, Tensor) and features.dim() else 0
+    _check_tensor("edge_hidden.tokens", features, like, ((E, 1, F), (*batch, E, 1, F)))
+    _check_tensor("edge_hidden.weight", weight, like, ((groups, width, F),))
+    return edge_hidden
+
+
+def _check_tensor(
+    name: str,
+    tensor: Any,
+    like: Tensor,
+    shapes: tuple[tuple[int, ...], ...],
+    dtype: torch.dtype | None = None,
+) -> None:
+    """A floating-point tensor (of one dtype, where that is given) of one of these shapes."""
+    if not isinstance(tensor, Tensor):
+        raise ValueError(f"{name} must be a tensor, got {type(tensor).__name__}")
+    if not tensor.is_floating_point() or (dtype is not None and tensor.dtype != dtype):
+        raise ValueError(f"{name} must be {dtype or 'floating-point'}, got {tensor.dtype}")
+    if tensor.device != like.device:
+        raise ValueError(f"{name} must be on {like.device}, got {tensor.device}")
+    if tensor.shape not in shapes:
+        allowed = " or ".join(str(list(shape)) for shape in dict.fromkeys(shapes))
+        raise ValueError(
+            f"{name} must have shape {allowed} (edges in the order of graph.edge_index), "
+            f"got {list(tensor.shape)}"
+        )
+
+
+def in_dtype(edge_hidden: EdgeHidden, dtype: torch.dtype) -> EdgeHidden:
+    """Return edge features in the dtype in which an operation computes."""
+    if isinstance(edge_hidden, FirstLayer):
+        return FirstLayer(edge_hidden.tokens.to(dtype), edge_hidden.weight.to(dtype))
+    return None if edge_hidden is None else edge_hidden.to(dtype)
+
+
+def form(edge_hidden: Tensor | FirstLayer, keep: Tensor | None) -> Tensor:
+    """F e_ij of every edge, [*, E, G, xi]; of edges outside `keep` [*, E, 1] nothing is read."""
+    if isinstance(edge_hidden, FirstLayer):
+        tokens = clear_invalid_edges(edge_hidden.tokens, keep)
+        return edge_hidden._replace(tokens=tokens).hidden()
+    return clear_invalid_edges(edge_hidden, keep)
+
+
+def as_pair(edge_hidden: EdgeHidden, entries: int) -> tuple[Tensor | None, Tensor | None]:
+    """Numbers of edges [entries or 1, E, 1 or G, features], and the weight that is to be applied.
+
+    Without a weight the numbers are the hidden vectors themselves.
+    """
+    if edge_hidden is None:
+        return None, None
+    weight = None
+    if isinstance(edge_hidden, FirstLayer):
+        weight = edge_hidden.weight
+        edge_hidden = edge_hidden.tokens
+    if edge_hidden.dim() == 3:
+        return edge_hidden[None], weight
+    return edge_hidden.reshape(entries, *edge_hidden.shape[-3:]), weight

@@ -1,0 +1,1 @@
+"""Drawing that all figures share: colours, axes, pixels, cells."""

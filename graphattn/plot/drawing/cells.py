@@ -1,0 +1,258 @@
+"""How many edges every cell of a coarse matrix holds, without listing those of a closed form."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from graphattn.graphs import TokenGraph
+from graphattn.graphs.structures.composites import (
+    Parts,
+    RandomSources,
+    Union,
+    intersection_of,
+    union_of,
+)
+from graphattn.graphs.structures.sections import Section
+from graphattn.graphs.structures.structure import (
+    Band,
+    Blocks,
+    Complete,
+    Cycle,
+    GlobalTokens,
+    GraphStructure,
+    Grid,
+)
+
+AT_ONCE = 1 << 22  # edges, or entries of a tile of rows: some tens of megabytes
+
+
+class Cut(NamedTuple):
+    """Tokens start .. stop - 1 in so many cells, whose sizes differ by one token at most."""
+
+    start: int
+    stop: int
+    number: int
+
+    def bounds(self) -> Tensor:
+        """Return where the cells begin, and the end of the last: [number + 1]."""
+        cell = torch.arange(self.number + 1)
+        return self.start + cell * (self.stop - self.start) // self.number
+
+    def cell(self, token: Tensor) -> Tensor:
+        """The cell of every token, from 0; that of `stop` would be `number`."""
+        return ((token - self.start + 1) * self.number - 1) // (self.stop - self.start)
+
+    def rows(self, length: int, first: int) -> Tensor:
+        """Return which of `length` tokens are cut up here, token 0 being number `first`."""
+        low, high = max(0, self.start - first), min(length, self.stop - first)
+        return torch.arange(low, max(low, high))
+
+
+def edge_counts(graph: TokenGraph, rows: Cut, columns: Cut) -> Tensor:
+    """The number of edges in every cell: targets cut into `rows`, sources into `columns`.
+
+    What is known in closed form is counted by its runs of consecutive sources, at a cost of the
+    tokens and the cells; lists of edges and tables of neighbours are read a part at a time.
+
+    Returns:
+        LongTensor [rows.number, columns.number], on the CPU.
+
+    Example:
+        >>> import graphattn as ga
+        >>> from graphattn.plot.drawing.cells import Cut, edge_counts
+        >>> edge_counts(ga.causal_graph(1_000_000), *[Cut(0, 1_000_000, 2)] * 2)
+        tensor([[125000250000,            0],
+                [250000000000, 125000250000]])
+    """
+    counter = _Counter(rows, columns)
+    if graph.structure is not None:
+        counter.add(graph.structure)
+    elif (table := graph.compact_neighbors) is not None:
+        for first in range(rows.start, rows.stop, chunk := max(1, AT_ONCE // max(1, len(table.T)))):
+            part = table[first : first + chunk].cpu().long()
+            target = torch.arange(first, first + len(part))[:, None].expand_as(part)
+            counter.add_edges(target[part >= 0], part[part >= 0])
+    else:
+        for part in graph.compact_edges.split(AT_ONCE, dim=1):
+            source, target = part.cpu().long()
+            counter.add_edges(target, source)
+    return counter.total()
+
+
+class _Counter:
+    """Adds up edges, one by one or as runs of consecutive sources.
+
+    A run of sources start .. stop - 1 of one target is two ends: `stop` counts for +1, `start` for
+    -1. An end fills all cells before its own and a part of that one, so runs of any length cost two
+    additions, and a running sum at the end.
+    """
+
+    def __init__(self, rows: Cut, columns: Cut) -> None:
+        self.row_cut, self.columns = rows, columns
+        self.single = torch.zeros(rows.number * columns.number, dtype=torch.int64)
+        # A run may end where the last cell does: one column more.
+        self.ends = torch.zeros(rows.number * (columns.number + 1), dtype=torch.int64)
+        self.filled = torch.zeros_like(self.ends)
+
+    def total(self) -> Tensor:
+        """Edges per cell."""
+        R, C = self.row_cut.number, self.columns.number
+        ends, filled = self.ends.view(R, C + 1), self.filled.view(R, C + 1)
+        beyond = ends.flip(1).cumsum(1).flip(1) - ends  # ends in a later cell
+        return self.single.view(R, C) + filled[:, :C] + self.columns.bounds().diff() * beyond[:, :C]
+
+    def add_edges(self, target: Tensor, source: Tensor, sign: int = 1) -> None:
+        """Edges one by one."""
+        rows, columns = self.row_cut, self.columns
+        inside = (target >= rows.start) & (target < rows.stop)
+        inside &= (source >= columns.start) & (source < columns.stop)
+        cell = rows.cell(target[inside]) * columns.number + columns.cell(source[inside])
+        self.single += sign * torch.bincount(cell, minlength=len(self.single))
+
+    def add_runs(self, target: Tensor, start: Tensor, stop: Tensor, sign: int = 1) -> None:
+        """Sources start .. stop - 1 of every target."""
+        rows, columns = self.row_cut, self.columns
+        start = start.clamp(columns.start, columns.stop)
+        stop = stop.clamp(columns.start, columns.stop)
+        inside = (target >= rows.start) & (target < rows.stop) & (start < stop)
+        row, bounds = rows.cell(target[inside]), columns.bounds()
+        for end, way in ((stop[inside], sign), (start[inside], -sign)):
+            column = columns.cell(end)
+            cell = row * (columns.number + 1) + column
+            self.ends += way * torch.bincount(cell, minlength=len(self.ends))
+            # Sums of whole numbers far below 2^53: exact in float64.
+            part = (end - bounds[column]).double()
+            filled = torch.bincount(cell, weights=part, minlength=len(self.filled))
+            self.filled += way * filled.long()
+
+    def add(self, structure: GraphStructure, t0: int = 0, s0: int = 0, sign: int = 1) -> None:
+        """All edges of a structure whose target 0 is token `t0`, and source 0 token `s0`."""
+        i = self.row_cut.rows(structure.num_targets, t0)
+        if not len(i):
+            return
+        match structure:
+            case Complete():
+                zero = torch.zeros_like(i)
+                self.add_runs(i + t0, zero + s0, zero + s0 + structure.sources, sign)
+            case Band(dilation=1):
+                N = structure.num_tokens
+                start = (i - min(structure.before, N)).clamp(min=0)
+                stop = (i + min(structure.after, N) + 1).clamp(max=N)
+                self.add_runs(i + t0, start + s0, stop + s0, sign)
+                if not structure.self_loops:
+                    self.add_edges(i + t0, i + s0, -sign)
+            case Band():
+                self._add_dilated(structure, i, t0, s0, sign)
+            case Section(whole=Complete()):
+                zero = torch.zeros_like(i)
+                self.add_runs(i + t0, zero + s0, zero + s0 + structure.num_sources, sign)
+            case Section(whole=Band(dilation=1) as band):
+                self._add_section(structure, band, i, t0, s0, sign)
+            case Cycle(num_tokens=N, window=w):
+                for lap in (-N, 0, N):
+                    start, stop = (i - w + lap).clamp(0, N), (i + w + 1 + lap).clamp(0, N)
+                    self.add_runs(i + t0, start + s0, stop + s0, sign)
+                self.add_edges(i + t0, i + s0, -sign)
+            case Blocks(num_tokens=N, shift=shift):
+                size = min(structure.block_size, max(N, shift + 1))
+                start = (i - shift).div(size, rounding_mode="floor") * size + shift
+                stop = (start + size).clamp(max=N)
+                self.add_runs(i + t0, start.clamp(min=0) + s0, stop + s0, sign)
+            case Grid():
+                self._add_grid(structure, i, t0, s0, sign)
+            case GlobalTokens(num_tokens=N, tokens=tokens):
+                seen = torch.tensor(tokens, dtype=torch.int64)
+                zero = torch.zeros_like(seen)
+                self.add_runs(seen + t0, zero + s0, zero + s0 + N, sign)
+                everyone, hubs = self._per_row(i + t0), self._per_row(seen + t0)
+                inside = seen[(seen + s0 >= self.columns.start) & (seen + s0 < self.columns.stop)]
+                place = self.columns.cell(inside + s0)
+                columns = torch.bincount(place, minlength=self.columns.number)
+                self.single += sign * torch.outer(everyone - hubs, columns).view(-1)
+            case Parts():
+                pairs = zip(structure.target_ptr, structure.source_ptr, strict=True)
+                for part, (t, s) in zip(structure.parts, pairs, strict=False):
+                    self.add(part, t0 + t, s0 + s, sign)
+            case Union():
+                self._add_union(structure, t0, s0, sign)
+            case _:
+                for source, target in structure.pieces():
+                    self.add_edges(target + t0, source + s0, sign)
+
+    def _per_row(self, token: Tensor) -> Tensor:
+        """How many of these tokens every row of cells holds."""
+        rows = self.row_cut
+        inside = token[(token >= rows.start) & (token < rows.stop)]
+        return torch.bincount(rows.cell(inside), minlength=rows.number)
+
+    def _add_section(
+        self, section: Section, band: Band, i: Tensor, t0: int, s0: int, sign: int
+    ) -> None:
+        """Runs that are shifted, and cut at the ends of the section's sources."""
+        N, M, place = band.num_tokens, section.num_sources, i + section.shift
+        start = (place - min(band.before, N)).clamp(0, M)
+        stop = (place + min(band.after, N) + 1).clamp(0, M)
+        self.add_runs(i + t0, start + s0, stop + s0, sign)
+        if not band.self_loops:
+            itself = (place >= 0) & (place < M)
+            self.add_edges(i[itself] + t0, place[itself] + s0, -sign)
+
+    def _add_dilated(self, band: Band, i: Tensor, t0: int, s0: int, sign: int) -> None:
+        """Every d-th source: hop by hop, or where those are many, counted up to every border."""
+        N, d = band.num_tokens, min(band.dilation, max(band.num_tokens, 1))
+        before, after = (min(hops, max(N - 1, 0) // d) for hops in (band.before, band.after))
+        if before + after <= self.columns.number:
+            for hop in range(-before, after + 1):
+                if hop or band.self_loops:
+                    j = i + hop * d
+                    inside = (j >= 0) & (j < N)
+                    self.add_edges(i[inside] + t0, j[inside] + s0, sign)
+            return
+        # Columns outside of 0 .. N - 1 hold no source of this band.
+        border = (self.columns.bounds() - s0).clamp(0, N)
+        single = self.single.view(self.row_cut.number, self.columns.number)
+        for tile in i.split(max(1, AT_ONCE // len(border))):
+            hops = (border - 1 - tile[:, None]).div(d, rounding_mode="floor")
+            counts = hops.clamp(-before - 1, after).diff(dim=1)
+            single.index_add_(0, self.row_cut.cell(tile + t0), sign * counts)
+        if not band.self_loops:
+            self.add_edges(i + t0, i + s0, -sign)
+
+    def _add_grid(self, grid: Grid, i: Tensor, t0: int, s0: int, sign: int) -> None:
+        """A window on an image is a run per line of it."""
+        lead, W = int(grid.class_token), grid.width
+        pixel = i[i >= lead] - lead
+        y, x = pixel // W, pixel % W
+        reach = min(grid.radius, grid.height - 1)
+        for dy in range(-reach, reach + 1):
+            half = min(W, grid.radius if grid.metric == "chebyshev" else grid.radius - abs(dy))
+            line = (y + dy) * W + lead + s0
+            inside = (y + dy >= 0) & (y + dy < grid.height)
+            start, stop = line + (x - half).clamp(min=0), line + (x + half + 1).clamp(max=W)
+            target = pixel + lead + t0
+            self.add_runs(target[inside], start[inside], stop[inside], sign)
+        if lead:
+            self.add_edges(pixel + lead + t0, torch.full_like(pixel, s0), sign)
+            row = torch.tensor([t0])
+            self.add_runs(row, row - t0 + s0, row - t0 + s0 + grid.num_targets, sign)
+
+    def _add_union(self, union: Union, t0: int, s0: int, sign: int) -> None:
+        """Every part, less what earlier parts have already."""
+        for k, part in enumerate(union.parts):
+            self.add(part, t0, s0, sign)
+            if k == 0:
+                continue
+            earlier = union_of(union.parts[:k])
+            if isinstance(part, RandomSources) and part.base == earlier:
+                continue  # drawn outside of it
+            shared = intersection_of(part, earlier)
+            if shared is not None:
+                self.add(shared, t0, s0, -sign)
+                continue
+            few, many = sorted((part, earlier), key=lambda either: either.num_edges())
+            for source, target in few.pieces():
+                both = many.contains(target, source)
+                self.add_edges(target[both] + t0, source[both] + s0, -sign)

@@ -1,0 +1,1 @@
+"""Figures of training: curves, runs and sweeps."""

@@ -1,0 +1,369 @@
+"""Figures of training runs: curves, learning rates, the state of layers, reliability."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from graphattn.graphs.arguments import as_choice
+from graphattn.plot.drawing.style import COLOURS, INK, axes_or_new, style_axes
+from graphattn.train.evaluation.calibration import Calibration
+from graphattn.train.runs.folder import Run
+from graphattn.train.runs.records import Row
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+Runs = Run | Sequence[Row] | Mapping[str, Run | Sequence[Row]]
+
+SIZE = 4.6, 3.2  # inches: what a phone shows without making it much smaller
+DASHES: tuple[Any, ...] = (
+    "-",
+    (0, (4, 2)),
+    (0, (1, 1.5)),
+)  # where there are more lines than colours
+WHOLE = "whole model"
+LAYER_MEASURES = {  # what a layer's row is called -> the label of its axis
+    "alpha_max": "largest stable learning rate",
+    "share_stable": "share of stable steps",
+    "sink_share": "attention on the first token",
+    "effective_rank": "effective rank of the output",
+    "max_step_size": "largest step size of a low-pass filter",
+    "1 - 2 eta lambda_max": "1 - 2 eta lambda_max",
+}
+FEW = 7  # lines that a legend names one by one
+
+
+def training_curves(
+    runs: Runs,
+    *,
+    measure: str = "loss",
+    reference: Mapping[str, float] | None = None,
+    ax: Axes | None = None,
+) -> Axes:
+    """Losses of one run or several over their steps: in training, and on the validation split.
+
+    A run that diverged ends with a cross at its last finite loss. Losses far above those of the
+    start are cut off, or drawn on a logarithmic axis where most are.
+
+    Args:
+        runs: a :class:`~graphattn.train.Run`, its rows, or several of either by name.
+        measure: of the rows: "loss", or what the objective reports of validation ("accuracy").
+        reference: name -> what needs no model (guessing by frequency, say): dashed lines.
+        ax: where to draw; new axes if None.
+
+    Returns:
+        The matplotlib axes.
+
+    Raises:
+        ValueError: if no run has the measure.
+
+    Example:
+        >>> import graphattn as ga
+        >>> rows = [{"step": 1, "split": "train", "loss": 3.0, "lr": 1e-3},
+        ...         {"step": 9, "split": "train", "loss": 2.0, "lr": 1e-3},
+        ...         {"step": 9, "split": "validation", "loss": 2.5}]
+        >>> ax = ga.plot.training_curves(rows)
+        >>> [line.get_label() for line in ax.lines]
+        ['training', 'validation']
+    """
+    named = _by_name(runs)
+    alone = len(named) == 1
+    curves = {
+        name: {split: _points(run, split, measure) for split in ("train", "validation")}
+        for name, run in named.items()
+    }
+    if not any(points for own in curves.values() for points in own.values()):
+        raise ValueError(f"runs must have rows with a finite {measure!r}, got none")
+    ax = axes_or_new(ax, *SIZE)
+    for i, (name, own) in enumerate(curves.items()):
+        judged = bool(own["validation"])
+        for split, points in own.items():
+            if not points:
+                continue
+            behind = split == "train" and judged  # noisy, and not what runs are compared by
+            label = {"train": "training"}.get(split, split) if alone else "" if behind else name
+            ax.plot(
+                *zip(*points, strict=True),
+                color=COLOURS[1 if alone and split == "validation" else i % len(COLOURS)],
+                linestyle=DASHES[i // len(COLOURS) % len(DASHES)],
+                linewidth=1.0 if behind else 1.6,
+                alpha=0.45 if behind and not alone else 0.8 if behind else 1.0,
+                marker="o" if split == "validation" and len(points) < 40 else None,
+                markersize=3,
+                label=label or "_",
+            )
+    for k, (name, value) in enumerate((reference or {}).items()):
+        dashes = ((0, (4, 3)), (0, (1, 2)), (0, (6, 2, 1, 2)))[k % 3]
+        ax.axhline(value, color="#777777", linewidth=1, linestyle=dashes, label=name)
+    if measure == "loss":
+        _cut_off(ax, list(curves.values()), list((reference or {}).values()))
+    top = ax.get_ylim()[1]
+    for name, own in curves.items() if measure == "loss" else ():
+        if _has_diverged(named[name]) and (points := own["train"] or own["validation"]):
+            step, last = points[-1]
+            ax.plot(
+                step,
+                min(last, top),
+                "x",
+                color="#b00020",
+                markersize=9,
+                markeredgewidth=2,
+                label="diverged" if alone else "_",
+                zorder=4,
+                clip_on=False,
+            )
+    _label(ax, measure.replace("_", " "))
+    return ax
+
+
+def learning_rates(runs: Runs, *, ax: Axes | None = None) -> Axes:
+    """Learning rates of one run or several over their steps.
+
+    Args:
+        runs: a :class:`~graphattn.train.Run`, its rows, or several of either by name.
+        ax: where to draw; new axes if None.
+
+    Returns:
+        The matplotlib axes.
+
+    Raises:
+        ValueError: if no row has a learning rate.
+
+    Example:
+        >>> import graphattn as ga
+        >>> rows = [{"step": s, "split": "train", "loss": 2.0, "lr": s * 1e-4} for s in (1, 2, 3)]
+        >>> ga.plot.learning_rates(rows).lines[0].get_xdata().tolist()
+        [1, 2, 3]
+    """
+    named = {name: _points(run, "train", "lr") for name, run in _by_name(runs).items()}
+    if not any(named.values()):
+        raise ValueError("runs must have rows of training with 'lr', got none")
+    ax = axes_or_new(ax, *SIZE)
+    for i, (name, points) in enumerate(named.items()):
+        if points:
+            style = DASHES[i // len(COLOURS) % len(DASHES)]
+            colour = COLOURS[i % len(COLOURS)]
+            ax.plot(*zip(*points, strict=True), color=colour, linestyle=style, label=name or "_")
+    ax.set_ylim(bottom=0)
+    ax.ticklabel_format(axis="y", scilimits=(-3, 3), useMathText=True)
+    ax.yaxis.get_offset_text().set(color=INK, fontsize=8)
+    _label(ax, "learning rate")
+    return ax
+
+
+def layer_curves(
+    run: Run | Sequence[Row], measure: str = "effective_rank", *, ax: Axes | None = None
+) -> Axes:
+    """How one number of every layer changed in training, a line per layer, lighter with depth.
+
+    Args:
+        run: one whose config has ``record_every``, or its rows.
+        measure: "alpha_max", "share_stable", "sink_share", "effective_rank", "max_step_size" or
+            "1 - 2 eta lambda_max", as :func:`graphattn.train.layer_state` gives them. Where that
+            is known of the whole model, too, it is a dashed line.
+        ax: where to draw; new axes if None.
+
+    Returns:
+        The matplotlib axes.
+
+    Raises:
+        ValueError: if the measure is unknown, or no layer has it.
+
+    Example:
+        >>> import graphattn as ga
+        >>> rows = [{"step": s, "split": "layers",
+        ...          "layers": {"first": {"sink_share": 0.1 * s}, "second": {"sink_share": 0.2}}}
+        ...         for s in (1, 2, 3)]
+        >>> ax = ga.plot.layer_curves(rows, "sink_share")
+        >>> [line.get_label() for line in ax.lines]
+        ['first', 'second']
+    """
+    from matplotlib import colormaps
+
+    as_choice("measure", measure, tuple(LAYER_MEASURES))
+    curves = _of_layers(run, measure)
+    if not curves:
+        raise ValueError(f"run must have rows of layers with a finite {measure!r}, got none")
+    ax = axes_or_new(ax, *SIZE)
+    layers = [name for name in curves if name != WHOLE]
+    shades = colormaps["viridis"]
+    for name, points in curves.items():
+        depth = layers.index(name) / max(len(layers) - 1, 1) if name in layers else 0.0
+        few = len(points) < 25
+        ax.plot(
+            *zip(*points, strict=True),
+            color=shades(0.05 + 0.8 * depth) if name in layers else INK,
+            linestyle="-" if name in layers else (0, (4, 3)),
+            linewidth=1.4,
+            marker="o" if few else None,
+            markersize=2.5,
+            label=name,
+        )
+    if measure == "alpha_max":
+        ax.set_yscale("log")
+        rates = _points(run, "train", "lr")
+        if rates:
+            ax.plot(*zip(*rates, strict=True), color="#b00020", linewidth=1, label="learning rate")
+            ax.set_yscale("log")
+    elif measure == "share_stable":
+        ax.set_ylim(-0.03, 1.03)
+    elif measure == "sink_share":
+        largest = max(value for points in curves.values() for _, value in points)
+        ax.set_ylim(0, min(1.03, max(0.2, 1.3 * largest)))
+    elif measure == "1 - 2 eta lambda_max":
+        ax.axhline(0, color="#777777", linewidth=0.8, linestyle=(0, (1, 2)))
+    _label(ax, LAYER_MEASURES[measure], shown=_some(layers))
+    return ax
+
+
+def reliability_diagram(
+    calibration: Calibration | Sequence[Mapping[str, Any]], *, ax: Axes | None = None
+) -> Axes:
+    """How often guesses are right, beside how sure the model was of them.
+
+    A point per bin of confidence; on the diagonal a model is right as often as it says. Grey bars
+    are the share of all guesses that a bin holds.
+
+    Args:
+        calibration: a :class:`~graphattn.train.Calibration`, or its ``rows()``.
+        ax: where to draw; new axes if None.
+
+    Returns:
+        The matplotlib axes.
+
+    Raises:
+        ValueError: if there is no guess.
+
+    Source:
+        Guo et al., 2017, *On Calibration of Modern Neural Networks*, Figure 1.
+
+    Example:
+        >>> import torch, graphattn as ga
+        >>> calibration = ga.train.Calibration(bins=10)
+        >>> logits = torch.randn(1000, 4)
+        >>> calibration.add(logits, torch.distributions.Categorical(logits=logits).sample())
+        >>> ax = ga.plot.reliability_diagram(calibration)
+    """
+    rows = calibration.rows() if isinstance(calibration, Calibration) else calibration
+    total = sum(row["count"] for row in rows)
+    if not total:
+        raise ValueError("calibration must hold at least one guess, got none")
+    ax = axes_or_new(ax, *SIZE)
+    ax.bar(
+        [row["from"] for row in rows],
+        [row["count"] / total for row in rows],
+        [row["to"] - row["from"] for row in rows],
+        align="edge",
+        color="#dddddd",
+        edgecolor="white",
+        label="share of guesses",
+    )
+    ax.plot([0, 1], [0, 1], color="#777777", linewidth=1, linestyle=(0, (4, 3)), label="as it says")
+    ax.plot(
+        [row["confidence"] for row in rows],
+        [row["accuracy"] for row in rows],
+        "o-",
+        color=COLOURS[0],
+        markersize=4,
+        linewidth=1.4,
+        label="model",
+    )
+    ax.set(xlim=(0, 1), ylim=(0, 1), xlabel="confidence", ylabel="accuracy")
+    ax.legend(frameon=False, fontsize=8, loc="upper left")
+    style_axes(ax)
+    return ax
+
+
+# Rows.
+
+
+def _by_name(runs: Runs) -> dict[str, Run | Sequence[Row]]:
+    named = dict(runs) if isinstance(runs, Mapping) else {"": runs}
+    if not named:
+        raise ValueError("runs must hold at least one run, got none")
+    return named
+
+
+def _rows(run: Run | Sequence[Row], split: str) -> Iterator[Row]:
+    for row in run.rows if isinstance(run, Run) else run:
+        if row.get("split") == split:
+            yield row
+
+
+def _points(run: Run | Sequence[Row], split: str, measure: str) -> list[tuple[int, float]]:
+    """Return the points that can be drawn; in the log, a number that is not finite is None."""
+    return [
+        (row["step"], row[measure]) for row in _rows(run, split) if _is_finite(row.get(measure))
+    ]
+
+
+def _of_layers(run: Run | Sequence[Row], measure: str) -> dict[str, list[tuple[int, float]]]:
+    """The points of every layer in their order, those of the whole model last."""
+    found: dict[str, list[tuple[int, float]]] = {}
+    whole = []
+    for row in _rows(run, "layers"):
+        if _is_finite(row.get(measure)):
+            whole.append((row["step"], row[measure]))
+        for name, own in (row.get("layers") or {}).items():
+            value = own.get(measure)
+            # Half a digit below 0 is no learning rate, and none at all on a logarithmic axis.
+            if _is_finite(value) and (value > 0 or measure != "alpha_max"):
+                found.setdefault(name, []).append((row["step"], value))
+    return {**found, WHOLE: whole} if whole else found
+
+
+def _has_diverged(run: Run | Sequence[Row]) -> bool:
+    if isinstance(run, Run):
+        return run.status == "diverged"
+    last = list(_rows(run, "train"))[-1:]
+    return any(not _is_finite(row.get("loss")) for row in last)
+
+
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+# Axes.
+
+
+def _cut_off(ax: Axes, curves: list[dict[str, list[Any]]], reference: list[float]) -> None:
+    """Leave out what lies far above the first losses, so that all else can be told apart."""
+    values = [value for own in curves for points in own.values() for _, value in points]
+    starts = [own["train"] or own["validation"] for own in curves]
+    low = min(values + reference)
+    high = max([points[0][1] for points in starts if points] + reference)
+    span = (high - low) or abs(high) or 1.0
+    above = sum(value > high + 0.5 * span for value in values)
+    if above > 0.5 * len(values) and low > 0:
+        ax.set_yscale("log")  # little would be left
+    elif above:
+        ax.set_ylim(low - 0.06 * span, high + 0.25 * span)
+
+
+def _some(names: list[str]) -> list[str]:
+    """Select those of many lines that a legend names: first, last, and some between."""
+    if len(names) <= FEW:
+        return names
+    places = {round(k * (len(names) - 1) / (FEW - 3)) for k in range(FEW - 2)}
+    return [names[place] for place in sorted(places)]
+
+
+def _label(ax: Axes, quantity: str, shown: list[str] | None = None) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    ax.set_xlabel("training step")
+    ax.set_ylabel(quantity)
+    ax.xaxis.set_major_locator(MaxNLocator("auto", integer=True, steps=[1, 2, 2.5, 5, 10]))
+    handles, labels = ax.get_legend_handles_labels()
+    kept = [
+        (handle, label)
+        for handle, label in zip(handles, labels, strict=True)
+        if shown is None or label in shown or label in (WHOLE, "learning rate")
+    ]
+    if len(kept) > 1:
+        legend = ax.legend(*zip(*kept, strict=True), frameon=False, fontsize=8)
+        for text in legend.get_texts():
+            text.set_parse_math(False)  # a "$" in a name is no mathematics
+    style_axes(ax)

@@ -1,0 +1,106 @@
+"""Losses of a sweep over its learning rates."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from graphattn.plot.drawing.style import COLOURS, INK, axes_or_new, style_axes
+from graphattn.train.sweeps.results import losses_by_rate, summarize_sweep
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+MARKERS = ("o", "s", "^", "D", "v", "P")  # beside colours: mixers are told apart in grey too
+
+
+def sweep_curves(rows: Sequence[Mapping[str, Any]], *, ax: Axes | None = None) -> Axes:
+    """Loss over learning rate, a curve per mixer, diverged trials on the shelf at the top.
+
+    Every trial is a point, the curve is the mean over seeds, and a ring marks its lowest value. A
+    curve has a gap where a trial diverged: there is no mean.
+
+    Args:
+        rows: of :func:`graphattn.train.read_sweep`; those without a result yet are left out.
+        ax: where to draw; new axes if None.
+
+    Returns:
+        The matplotlib axes.
+
+    Raises:
+        ValueError: if no trial has a result.
+
+    Source:
+        Consensus, Figures 2 to 4.
+
+    Example:
+        >>> import graphattn as ga
+        >>> rows = [{"mixer": "mix", "lr": lr, "seed": 0, "status": "finished", "loss": 1 / lr}
+        ...         for lr in (0.25, 0.5)]
+        >>> ax = ga.plot.sweep_curves(rows)
+        >>> ax.get_legend().get_texts()[0].get_text(), ax.get_xscale()
+        ('mix', 'log')
+    """
+    found = [dict(row) for row in rows if row["status"] in ("finished", "diverged")]
+    if not found:
+        raise ValueError("rows must hold at least one result, got none")
+    ax = axes_or_new(ax, 5.5, 3.6)
+    ax.set_xscale("log")
+    summaries = summarize_sweep(found)
+    for place, summary in enumerate(summaries):
+        trials = [row for row in found if row["mixer"] == summary.mixer]
+        colour, marker = COLOURS[place % len(COLOURS)], MARKERS[place % len(MARKERS)]
+        points = [(row["lr"], row["loss"]) for row in trials if row["status"] == "finished"]
+        means = losses_by_rate(trials)
+        ax.plot(
+            list(means),
+            [statistics.fmean(own) if own else math.nan for own in means.values()],
+            linewidth=1.6,
+            marker=marker,
+            markersize=3.5,
+            color=colour,
+            label=summary.mixer,
+        )
+        if len(points) > len(means):
+            rates, losses = zip(*points, strict=True)
+            ax.scatter(rates, losses, s=9, alpha=0.45, linewidths=0, color=colour, marker=marker)
+        if summary.best_lr is not None and summary.loss is not None:
+            ax.plot(
+                summary.best_lr, summary.loss, "o", markersize=9, fillstyle="none",
+                color=colour, markeredgewidth=1,
+            )  # fmt: skip
+    _shelf(ax, found, [summary.mixer for summary in summaries])
+    ax.set_xlabel("learning rate")
+    ax.set_ylabel("validation loss (nats)")
+    lines = [line for line in ax.lines if not str(line.get_label()).startswith("_child")]
+    names = [summary.mixer for summary in summaries]
+    legend = ax.legend(lines[: len(names)], names, frameon=False, fontsize=8)
+    for text in legend.get_texts():
+        text.set_parse_math(False)
+    style_axes(ax)
+    return ax
+
+
+def _shelf(ax: Axes, rows: list[dict[str, Any]], names: list[str]) -> None:
+    """A cross above the curves for every diverged trial, a line of them per mixer."""
+    diverged = [row for row in rows if row["status"] == "diverged"]
+    if not diverged:
+        return
+    low, high = ax.get_ylim()
+    shown = [name for name in names if any(row["mixer"] == name for row in diverged)]
+    step = 0.055 * (high - low)
+    ax.axhline(high, color="#999999", linewidth=0.6)
+    for line, name in enumerate(shown):
+        rates = [row["lr"] for row in diverged if row["mixer"] == name]
+        place = names.index(name)
+        ax.plot(
+            rates, [high + (line + 0.75) * step] * len(rates), "x", markersize=5,
+            markeredgewidth=1.4, color=COLOURS[place % len(COLOURS)],
+        )  # fmt: skip
+    ax.set_ylim(low, high + (len(shown) + 0.5) * step)
+    ax.annotate(
+        "diverged", (0, high), (3, 2), xycoords=("axes fraction", "data"),
+        textcoords="offset points", fontsize=7, color=INK,
+    )  # fmt: skip

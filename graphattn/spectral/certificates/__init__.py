@@ -1,0 +1,1 @@
+"""Certificates: which theorems hold for a graph, a layer, a model."""

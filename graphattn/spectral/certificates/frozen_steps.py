@@ -1,0 +1,220 @@
+"""One step of a consensus layer with R, step size and rotations held at what given tokens make."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+
+import numpy as np
+import scipy.sparse
+import torch
+from scipy.sparse.linalg import LinearOperator
+from torch import Tensor
+
+from graphattn.graphs import TokenGraph
+from graphattn.nn import SelfConsensus
+from graphattn.ops.consensus.edge_network.edge_hidden import form
+from graphattn.ops.consensus.edge_network.edge_matrix import EdgeMatrix
+from graphattn.ops.consensus.step_size import automatic_step
+from graphattn.spectral.matrix_weighted.block_laplacian import Array, BlockLaplacian
+
+AGREE = 1e-9  # relative: how far the layer's own step may be from what is written here
+EDGES = 2**22  # numbers of hidden vectors that are formed at a time
+
+
+class FrozenStep:
+    r"""u -> u' for states u [N, H, D] of one sequence, as numbers of its edges.
+
+    .. math:: u' = u - \eta A^\top R G Q u
+
+    with Q the rotations (or none), G the differences (targets minus sources) of all edges, R their
+    matrices, alpha I + rows^T rows, and A the ends that move: G itself for update "energy", the
+    targets for "target".
+    """
+
+    def __init__(
+        self,
+        layer: SelfConsensus,
+        x: Tensor,
+        graph: TokenGraph,
+        positions: Tensor | None,
+        edge_features: Tensor | None = None,
+    ) -> None:
+        self.layer = layer
+        self.x, _, self.graph, _ = layer.prepare(x, x, layer.dim, graph, None)
+        self.rotations = layer.rotations(self.x, self.x, self.graph, positions)
+        net = layer.edge_net
+        self.hidden = net.target_hidden(self.x), net.source_hidden(self.x)
+        self.edge_hidden: dict[str, Tensor] = {}  # F e_ij, a keyword of the layer's own step
+        if given := layer.checked_features(edge_features, self.x, self.graph):
+            part = net.edge_hidden(given["edge_features"], self.graph, (None, None))
+            self.edge_hidden["edge_hidden"] = form(part, None)
+        R = self._matrices()
+        eta = layer.step_tensor()
+        if isinstance(eta, str):
+            eta = automatic_step(R.alpha + R.beta, self.graph, layer.update_rule)
+        eta = torch.as_tensor(eta, dtype=torch.float64).expand(len(x), layer.heads)
+        source, target = self.graph.edge_index
+        edge = source != target  # a self-loop exerts no force
+        self.source, self.target = source[edge].numpy(), target[edge].numpy()
+        self.alpha = R.alpha[edge].T.numpy()  # [H, E]
+        rank = R.unit_rows.shape[-2]
+        scaled = (R.beta / rank).sqrt()[..., None, None] * R.unit_rows
+        self.rows = scaled[edge].transpose(0, 1).contiguous().numpy()  # [H, E, r, D]
+        self.step_size = eta.T.contiguous().numpy()  # [H, N]
+        self.shape = len(x), layer.heads, layer.head_dim
+
+    def _matrices(self) -> EdgeMatrix:
+        """R of every edge, self-loops included, some edges at a time."""
+        source, target = self.graph.edge_index
+        of_target, of_source = self.hidden
+        at_a_time = max(1, EDGES // max(1, of_target[0].numel() if len(of_target) else 1))
+        ends = zip(source.split(at_a_time), target.split(at_a_time), strict=True)
+        of_edges: Sequence[Tensor | None] = [None] * len(target.split(at_a_time))
+        if self.edge_hidden:
+            of_edges = self.edge_hidden["edge_hidden"].split(at_a_time)
+        pieces = [
+            self.layer.edge_net.edge_matrix(of_target[t] + of_source[s], of_edge)
+            for (s, t), of_edge in zip(ends, of_edges, strict=True)
+        ]
+        alpha, beta, rows = (torch.cat(parts) for parts in zip(*pieces, strict=True))
+        return EdgeMatrix(alpha, beta, rows)
+
+    # The step, as the layer takes it and as it is written here.
+
+    def of_layer(self, u: Tensor) -> Tensor:
+        """The layer's own step of u [N, H, D]."""
+        layer = self.layer
+        compared = layer.rotate(u, u, self.rotations)
+        start = compared[0] if layer.isometric else u
+        valid = None, None
+        moved = layer.move(start, compared, self.hidden, self.graph, valid, **self.edge_hidden)
+        return layer.turn_back(moved, self.rotations)
+
+    @property
+    def states(self) -> Tensor:
+        """u = W_s y + b_s of the tokens, [N, H, D]."""
+        return self.layer.split(self.layer.source_proj(self.x), self.layer.heads)
+
+    def is_of_layer(self) -> bool:
+        """Whether this is the layer's own step, tried on states drawn at random and on its own.
+
+        Two linear maps that agree on a random state are the same with probability 1; a layer whose
+        `message()` is somebody else's is found out here.
+        """
+        drawn = np.random.default_rng(0).standard_normal(self.shape)
+        for u in (self.states, torch.from_numpy(drawn)):
+            theirs, ours = self.of_layer(u), self.apply(u)
+            if not bool((theirs - ours).norm() <= AGREE * (theirs.norm() + u.norm())):
+                return False
+        return True
+
+    def apply(self, u: Tensor) -> Tensor:
+        """u' of u [N, H, D], in the layer's own frame."""
+        if self.layer.isometric:
+            turned = self._turned(u.numpy())
+            moved = turned - self._moved(turned, self._ends)
+            return self.layer.turn_back(torch.from_numpy(moved), self.rotations)
+        return torch.from_numpy(self._step(u.numpy()))
+
+    def energy(self, u: Tensor) -> float:
+        """1/2 sum_e (u_i - u_j)^T R_e (u_i - u_j), over all heads, of rotated states."""
+        d = self._per_edge(self._turned(u.numpy()), self._differences)
+        along = np.matmul(self.rows, d[..., None])
+        return float(np.sum(self.alpha * np.square(d).sum(-1)) + np.square(along).sum()) / 2
+
+    @cached_property
+    def smallest_matrix_eigenvalue(self) -> float:
+        """The least eigenvalue of R over all edges and heads; 0 without edges."""
+        if self.alpha.size == 0:
+            return 0.0
+        rank, features = self.rows.shape[-2:]
+        if rank < features:
+            return float(self.alpha.min())
+        gram = self.rows.swapaxes(-1, -2) @ self.rows
+        return float((self.alpha + np.linalg.eigvalsh(gram)[..., 0]).min())
+
+    # As operators.
+
+    def heads(self) -> list[BlockLaplacian]:
+        """M of every head, where the step is I - M: update "energy", u in the frame of R."""
+        return [
+            BlockLaplacian(self.source, self.target, alpha, rows, step)
+            for alpha, rows, step in zip(self.alpha, self.rows, self.step_size, strict=True)
+        ]
+
+    def operator(self) -> LinearOperator:
+        """The step and its transpose, over states [N H D]."""
+        size = int(np.prod(self.shape))
+
+        def step(u: Array) -> Array:
+            return self._step(u.reshape(self.shape)).reshape(-1)
+
+        def transposed(v: Array) -> Array:
+            v = v.reshape(self.shape)
+            d = self._per_edge(self.step_size.T[..., None] * v, self._ends)
+            return (v - self._turned(self._summed(d, self._differences), back=True)).reshape(-1)
+
+        return LinearOperator((size, size), matvec=step, rmatvec=transposed, dtype=np.float64)
+
+    def diagonal_blocks(self) -> Array:
+        """[H, N, D, D]: how every token's new state depends on its own; update "target"."""
+        N, heads, D = self.shape
+        blocks = np.zeros((heads, N, D, D))
+        turn = self._turned(np.broadcast_to(np.eye(D)[:, None, None], (D, N, heads, D)))
+        for head, out in enumerate(blocks):
+            matrices = self.rows[head].swapaxes(-1, -2) @ self.rows[head]
+            matrices += self.alpha[head][:, None, None] * np.eye(D)
+            np.add.at(out, self.target, matrices)
+            # Column k of Q_i is e_k turned: R Q_i.
+            out[:] = self.step_size[head][:, None, None] * (
+                out @ turn[:, :, head].transpose(1, 2, 0)
+            )
+        return np.eye(D) - blocks
+
+    def _step(self, u: Array) -> Array:
+        return u - self._moved(self._turned(u), self._ends)
+
+    def _moved(self, turned: Array, ends: scipy.sparse.csr_array) -> Array:
+        """eta A^T R G u of rotated states [N, H, D]."""
+        d = self._per_edge(turned, self._differences)
+        return self.step_size.T[..., None] * self._summed(d, ends)
+
+    def _per_edge(self, u: Array, ends: scipy.sparse.csr_array) -> Array:
+        """[H, E, D] of u [N, H, D]."""
+        N, heads, D = self.shape
+        return (ends @ u.reshape(N, heads * D)).reshape(len(self.source), heads, D).swapaxes(0, 1)
+
+    def _summed(self, d: Array, ends: scipy.sparse.csr_array) -> Array:
+        """R d of every edge, [H, E, D], added up at its `ends`: [N, H, D]."""
+        _, heads, D = self.shape
+        moved = self.alpha[..., None] * d
+        along = np.einsum("herd,hed->her", self.rows, d)
+        moved += np.einsum("herd,her->hed", self.rows, along)
+        moved = moved.swapaxes(0, 1).reshape(len(self.source), heads * D)
+        return (ends.T @ moved).reshape(self.shape)
+
+    def _turned(self, u: Array, back: bool = False) -> Array:
+        if self.rotations is None:
+            return u
+        assert self.layer.rotary is not None
+        given = torch.from_numpy(np.ascontiguousarray(u))
+        return self.layer.rotary.turn(given, self.rotations[0], back=back).numpy()
+
+    @cached_property
+    def _differences(self) -> scipy.sparse.csr_array:
+        return self._incidence(1.0, -1.0)
+
+    @cached_property
+    def _ends(self) -> scipy.sparse.csr_array:
+        if self.layer.update_rule == "energy":
+            return self._differences
+        return self._incidence(1.0, 0.0)
+
+    def _incidence(self, at_target: float, at_source: float) -> scipy.sparse.csr_array:
+        edges = len(self.source)
+        edge = np.arange(edges)
+        numbers = np.repeat([at_target, at_source], edges)
+        places = np.concatenate([edge, edge]), np.concatenate([self.target, self.source])
+        shape = edges, self.shape[0]
+        return scipy.sparse.csr_array(scipy.sparse.coo_array((numbers, places), shape=shape))

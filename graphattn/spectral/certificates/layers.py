@@ -1,0 +1,248 @@
+"""Certificates of a layer on the tokens of one sequence, beside measurements."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from graphattn.graphs import TokenGraph
+from graphattn.nn import (
+    CrossConsensus,
+    DotProductAttention,
+    GaussianKernelAttention,
+    KrauseAttention,
+    SelfConsensus,
+)
+from graphattn.ops.consensus.calls import check_energy_graph
+from graphattn.spectral.certificates.facts import SLACK, Certificate, Fact
+from graphattn.spectral.certificates.frozen_steps import FrozenStep
+from graphattn.spectral.classes import eigenvalue_one_multiplicity
+from graphattn.spectral.eigenvalues import fiedler_value
+from graphattn.spectral.laplacians.linear_maps import (
+    largest_singular_value,
+    operator_of,
+    spectral_radius,
+)
+from graphattn.spectral.matrix_weighted.spectrum_ends import (
+    End,
+    largest_eigenvalue,
+    smallest_eigenvalue,
+)
+
+PAPER = "Stabilizing Transformer Training Through Consensus"
+THEOREMS = "low-pass filter", "energy falls", "constants stay"
+CERTIFIED = SelfConsensus, DotProductAttention, KrauseAttention, GaussianKernelAttention
+TWO_TRACKS = (
+    "CrossConsensus: its output lives on the targets and its input on the sources, so it has no "
+    "eigenvalues"
+)
+
+
+def certify_sequence(
+    layer: nn.Module,
+    x: Tensor,
+    graph: TokenGraph,
+    positions: Tensor | None,
+    edge_features: Tensor | None = None,
+) -> Certificate:
+    """The certificate of a layer in float64 on the CPU, on tokens x [N, dim]."""
+    if isinstance(layer, CrossConsensus) or graph.num_targets != graph.num_sources:
+        name = type(layer).__name__
+        reason = TWO_TRACKS if isinstance(layer, CrossConsensus) else f"{name} across two tracks"
+        facts = [Fact("eigenvalues", "not applicable", reason)]
+    else:
+        with torch.no_grad():
+            facts = (
+                _consensus_facts(layer, x, graph, positions, edge_features)
+                if isinstance(layer, SelfConsensus)
+                else _attention_facts(layer, x, graph, positions)
+            )
+    return Certificate(f"{layer!r} over {graph!r}", tuple(facts))
+
+
+# Consensus.
+
+
+def _consensus_facts(
+    layer: SelfConsensus,
+    x: Tensor,
+    graph: TokenGraph,
+    positions: Tensor | None,
+    edge_features: Tensor | None,
+) -> list[Fact]:
+    if layer.update_rule == "energy":
+        check_energy_graph(graph, stacklevel=2)
+    step = FrozenStep(layer, x, graph, positions, edge_features)
+    ours = step.is_of_layer()
+    if not ours:
+        reason = (
+            f"{type(layer).__name__} does not take the step of Algorithm 1 (message() or another "
+            "part of it is its own), and no theorem is known of it"
+        )
+    elif layer.update_rule == "target":
+        reason = (
+            "update='target' moves only one end of an edge: it is no gradient step, and its map "
+            "can have eigenvalues of negative real part at any step size"
+        )
+    elif layer.rotary is not None and not layer.isometric:
+        reason = (
+            "rope=True compares rotated tokens but moves unrotated ones (Eq. 42): no gradient "
+            "step any more. rope='isometric' restores the theorem"
+        )
+    else:
+        return _energy_facts(layer, step)
+    T = step.operator() if ours else operator_of(step.of_layer, step.shape)
+    radius = _radius_of_triangle(step) if ours else None
+    numbers = {
+        "norm": largest_singular_value(T),
+        "spectral radius": spectral_radius(T) if radius is None else radius,
+    }
+    return [
+        *(Fact(name, "not applicable", reason) for name in THEOREMS),
+        Fact("map", "measured", "of one step with R held fixed, the largest over heads", numbers),
+    ]
+
+
+def _radius_of_triangle(step: FrozenStep) -> float | None:
+    """The spectral radius where no token sees a later one; None where some do.
+
+    The map is block triangular then, and its eigenvalues are those of the diagonal blocks: exact,
+    where Arnoldi's iteration is at the mercy of a matrix far from normal.
+    """
+    if step.layer.update_rule != "target":
+        return None
+    ahead = step.source > step.target
+    if ahead.any() and not ahead.all():
+        return None
+    blocks = step.diagonal_blocks()
+    solve = np.linalg.eigvalsh if step.rotations is None else np.linalg.eigvals
+    return float(np.abs(solve(blocks)).max(initial=0.0))
+
+
+def _energy_facts(layer: SelfConsensus, step: FrozenStep) -> list[Fact]:
+    heads = step.heads()
+    top = largest_eigenvalue(heads)
+    lowest = 1 - top.value  # 1 - 2 eta lambda_max of the worst head
+    u = step.states
+    moved = step.of_layer(u)
+    before, after = step.energy(u), step.energy(moved)
+    constant = layer.turn_back(torch.ones_like(u) * u[:1], step.rotations)
+    what = "tokens that agree do not move"
+    if layer.isometric:
+        what = "tokens that agree after rotation do not move"
+    drift = _largest(step.of_layer(constant) - constant) / max(_largest(constant), 1e-300)
+    facts = [
+        Fact(
+            "low-pass filter",
+            "holds" if lowest >= -SLACK else "violated",
+            "no mode changes sign: 1 - 2 eta lambda_max >= 0"
+            if lowest >= -SLACK
+            else "some mode changes sign in every step: the step is larger than 1 / (2 lambda_max)",
+            {"1 - 2 eta lambda_max": lowest, **_accuracy(top)},
+            f"{PAPER}, Section 2.2 and Appendix A",
+        ),
+        Fact(
+            "energy falls",
+            "holds" if after <= before * (1 + SLACK) else "violated",
+            "in this step, on these tokens; for certain while 1 - 2 eta lambda_max > -1",
+            {"before": before, "after": after},
+            f"{PAPER}, Eq. 5-7, with R",
+        ),
+        Fact(
+            "constants stay",
+            "holds" if drift <= SLACK else "violated",
+            what,
+            {"largest relative change": drift},
+            f"{PAPER}, Appendix A",
+        ),
+    ]
+    if layer.isometric:
+        return facts
+    mean = _largest(moved.mean(0) - u.mean(0))
+    facts.append(
+        Fact(
+            "mean stays",
+            "holds" if mean <= SLACK * float(1 + u.abs().max()) else "violated",
+            "every edge moves both ends by the same amount",
+            {"drift": mean},
+            f"{PAPER}, Algorithm 1",
+        )
+    )
+    facts.append(_rate_fact(layer, step, top, smallest_eigenvalue(heads)))
+    return facts
+
+
+def _rate_fact(layer: SelfConsensus, step: FrozenStep, top: End, low: End) -> Fact:
+    """The slowest mode beside those of constants, and what the sandwich says of it."""
+    ends = [abs(1 - top.value), *([abs(1 - low.value)] if low.value < np.inf else [])]
+    slowest = max(ends)
+    numbers = {"slowest mode": slowest, **_accuracy(top if slowest == ends[0] else low)}
+    eta = layer.step_tensor()
+    if not isinstance(eta, float) or 1 - top.value < -SLACK:
+        return Fact(
+            "rate",
+            "measured",
+            "of the slowest mode, over heads; the sandwich of Appendix A speaks of a given "
+            "step no larger than 1 / (2 lambda_max)",
+            numbers,
+        )
+    # Smallest eigenvalue over all edges and heads times the unweighted Fiedler value.
+    bound = 1 - 2 * eta * step.smallest_matrix_eigenvalue * fiedler_value(step.graph)
+    return Fact(
+        "rate",
+        "holds" if slowest <= bound + SLACK else "violated",
+        "the slowest mode shrinks at least as fast as the sandwich of Appendix A says",
+        {**numbers, "bound": bound},
+        f"{PAPER}, Appendix A",
+    )
+
+
+def _accuracy(end: End) -> dict[str, float]:
+    """How far a number may be off, where counts enclose it; or the residual of its vector."""
+    return {"error bound" if end.enclosed else "residual": end.error}
+
+
+def _largest(u: Tensor) -> float:
+    return float(u.abs().max()) if u.numel() else 0.0
+
+
+# Attention.
+
+
+def _attention_facts(
+    layer: nn.Module, x: Tensor, graph: TokenGraph, positions: Tensor | None
+) -> list[Fact]:
+    _, weights = layer(x, graph, positions=positions, return_attention_weights=True)  # [E, H]
+    target = graph.edge_index[1]
+    sums = torch.zeros(graph.num_targets, weights.shape[-1], dtype=weights.dtype)
+    sums.index_add_(0, target, weights)
+    has_edges = graph.in_degree() > 0
+    error = float((sums[has_edges] - 1).abs().max()) if bool(has_edges.any()) else 0.0
+    averages = error <= 1e-9 and bool((weights >= 0).all())
+    facts = [
+        Fact(
+            "rows are averages",
+            "holds" if averages else "not applicable",
+            "every token's values are an average of those it sees: nothing leaves their hull"
+            if averages
+            else "rows do not sum to 1 (eps > 0, or a sink): values shrink towards 0",
+            {"largest |row sum - 1|": error},
+        )
+    ]
+    if averages and bool(has_edges.all()):
+        classes = [
+            eigenvalue_one_multiplicity(graph, weights[:, h]) for h in range(weights.shape[-1])
+        ]
+        facts.append(
+            Fact(
+                "eigenvalue 1",
+                "holds",
+                "as often as there are closed classes of tokens, per head",
+                {f"head {h}": float(count) for h, count in enumerate(classes)},
+                "Krause attention, multi-cluster formation",
+            )
+        )
+    reason = "attention is no gradient step on an energy of the graph: rows are normalised"
+    facts.append(Fact("energy falls", "not applicable", reason))
+    return facts

@@ -1,0 +1,299 @@
+"""Certificates of whole modules: layer by layer, sequence by sequence."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from copy import deepcopy
+from itertools import pairwise
+from typing import Any
+
+import torch
+from threadpoolctl import ThreadpoolController
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+from torch.utils.hooks import RemovableHandle
+
+from graphattn.graphs import TokenGraph
+from graphattn.graphs.conversions.from_libraries import from_edge_index
+from graphattn.graphs.structures.composites import Parts
+from graphattn.nn import CrossConsensus, SelfConsensus
+from graphattn.ops import use_backend
+from graphattn.ops.inputs import check_graph, check_valid
+from graphattn.spectral.arguments import check_finite
+from graphattn.spectral.certificates.facts import Certificate, Fact, worst_of
+from graphattn.spectral.certificates.layers import CERTIFIED, TWO_TRACKS, certify_sequence
+from graphattn.spectral.laplacians.linear_maps import (
+    derivative_of,
+    largest_singular_value,
+    spectral_radius,
+)
+
+
+def certify_module(
+    module: nn.Module,
+    x: Any,
+    graph: Any,
+    valid: Tensor | None,
+    positions: Tensor | None,
+    edge_features: Tensor | None = None,
+    given: Mapping[str, Any] | None = None,
+) -> Certificate:
+    """See :func:`graphattn.spectral.certify`."""
+    with _one_thread():
+        return _certify_module(module, x, graph, valid, positions, edge_features, given or {})
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Thousands of products of small blocks, in which threads mostly wait for each other.
+
+    Beside other work, two threads took more than ten times as long as one.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with ThreadpoolController().limit(limits=1, user_api="blas"):
+            yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _certify_module(
+    module: nn.Module,
+    x: Any,
+    graph: Any,
+    valid: Tensor | None,
+    positions: Tensor | None,
+    edge_features: Tensor | None,
+    given: Mapping[str, Any],
+) -> Certificate:
+    if isinstance(module, CrossConsensus):
+        raise ValueError(f"graph_or_layer must mix one set of tokens, got {TWO_TRACKS}")
+    takes = inspect.signature(module.forward).parameters
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in takes.values())
+    if unknown := [name for name in given if name not in takes and not takes_any]:
+        raise TypeError(
+            f"certify() got {unknown[0]!r}, which neither it nor the forward of this "
+            f"{type(module).__name__} takes"
+        )
+    if "graph" not in takes:
+        names = ", ".join(kind.__name__ for kind in CERTIFIED)
+        raise ValueError(
+            f"graph_or_layer must be a TokenGraph, one of {names}, or a module with "
+            f"forward(x, graph), got {type(module).__name__}"
+        )
+    needs_graph = takes["graph"].default is inspect.Parameter.empty
+    if not isinstance(x, Tensor) or (graph is None and needs_graph):
+        missing = "x" if not isinstance(x, Tensor) else "graph"
+        raise ValueError(
+            f"{missing} is needed to certify a module: what its forward(x, graph) takes, such as "
+            "tokens x [N, dim] and the graph over which it runs"
+        )
+    if x.is_floating_point():
+        check_finite(x if valid is None else x.masked_fill(~valid[..., None], 0))
+        x = x.to(torch.float64)
+    module = deepcopy(module).cpu().double().eval()
+    x, valid, positions = (None if t is None else t.detach().cpu() for t in (x, valid, positions))
+    graph = _on_cpu(graph)
+    keywords = {"valid": valid, "positions": positions}
+    if edge_features is not None:
+        keywords["edge_features"] = _in_full(edge_features)
+    keywords |= {name: _in_full(value) for name, value in given.items()}
+    keywords = {name: value for name, value in keywords.items() if value is not None}
+    if isinstance(module, CERTIFIED):
+        _check_tokens(module, x, graph)
+        return _certify_call(module, {"x": x, "graph": graph, **keywords})
+    calls = _calls_of_layers(module, x, graph, keywords)
+    on = f"on {'tokens' if not x.is_floating_point() else 'x'} {list(x.shape)}"
+    if not calls:
+        return _certify_derivative(module, x, graph, keywords, f"{type(module).__name__} {on}")
+    parts = {name: _certify_call(layer, given) for name, (layer, given) in calls.items()}
+    return worst_of(f"{type(module).__name__} of {len(parts)} layers {on}", parts)
+
+
+def _in_full(given: Any) -> Any:
+    """Tensors, those in lists and dicts too, on the CPU; real numbers in float64."""
+
+    def one(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        value = value.detach().cpu()
+        return value.double() if value.is_floating_point() else value
+
+    return tree_map(one, given)
+
+
+def _on_cpu(graph: Any) -> Any:
+    if isinstance(graph, list | tuple):
+        return [_on_cpu(one) for one in graph]
+    return graph.to("cpu") if isinstance(graph, TokenGraph | Tensor) else graph
+
+
+def _check_tokens(layer: nn.Module, x: Tensor, graph: Any) -> None:
+    tokens = graph.num_targets if isinstance(graph, TokenGraph) else x.shape[-2]
+    if x.dim() < 2 or x.shape[-2:] != (tokens, layer.dim):
+        raise ValueError(
+            f"x must have shape [{tokens}, {layer.dim}] (tokens of the graph, width of the layer), "
+            f"or a batch of them, got {list(x.shape)}"
+        )
+
+
+# The layers of a module, as they are called.
+
+Call = tuple[nn.Module, Mapping[str, Any]]
+
+
+def _calls_of_layers(
+    module: nn.Module, x: Tensor, graph: Any, keywords: Mapping[str, Any]
+) -> dict[str, Call]:
+    """Every call of a layer of ours while the module runs, by the layer's name."""
+    calls: dict[str, Call] = {}
+    handles: list[RemovableHandle] = []
+
+    def listen(name: str, layer: nn.Module) -> None:
+        parameters = inspect.signature(layer.forward)
+
+        def note(_: nn.Module, args: Any, given: dict[str, Any]) -> None:
+            times = sum(called is layer for called, _ in calls.values())
+            key = name if not times else f"{name}, call {times + 1}"
+            calls[key] = layer, dict(parameters.bind(*args, **given).arguments)
+
+        handles.append(layer.register_forward_pre_hook(note, with_kwargs=True))
+
+    for name, layer in module.named_modules():
+        if isinstance(layer, (*CERTIFIED, CrossConsensus)):
+            listen(name, layer)
+    try:
+        with torch.no_grad():
+            module(x, **({} if graph is None else {"graph": graph}), **keywords)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return calls
+
+
+def _certify_call(layer: nn.Module, given: Mapping[str, Any]) -> Certificate:
+    """The certificate of one call: of its one sequence, or the worst of all of them."""
+    x, graph = given["x"], given["graph"]
+    if isinstance(layer, CrossConsensus) or given.get("context") is not None:
+        reason = f"{type(layer).__name__} across two tracks"
+        if isinstance(layer, CrossConsensus):
+            reason = TWO_TRACKS
+        return Certificate(f"{layer!r}", (Fact("eigenvalues", "not applicable", reason),))
+    N, of_edges = x.shape[-2], given.get("edge_features")
+    graph = check_graph(graph, x, N, N, per_edge=of_edges is not None)
+    if of_edges is not None:
+        of_edges = _checked_features(layer, of_edges, x, graph)
+    parts = {
+        name: certify_sequence(layer, *sequence)
+        for name, sequence in sequences_of(
+            x, graph, given.get("valid"), given.get("positions"), of_edges
+        )
+    }
+    if len(parts) == 1:
+        return next(iter(parts.values()))
+    return worst_of(f"{layer!r} on {len(parts)} sequences over {graph!r}", parts)
+
+
+# tokens, graph, positions, features of edges
+Sequence = tuple[Tensor, TokenGraph, Tensor | None, Tensor | None]
+
+
+def _checked_features(layer: nn.Module, features: Any, x: Tensor, graph: TokenGraph) -> Tensor:
+    """`features`, which only consensus layers know, and only those that were made for some."""
+    if not isinstance(layer, SelfConsensus):
+        raise ValueError(
+            f"edge_features are for consensus layers, got a {type(layer).__name__}: leave them out"
+        )
+    found = layer.checked_features(features, x, graph)
+    return found["edge_features"]
+
+
+def sequences_of(
+    x: Tensor, graph: TokenGraph, valid: Any, positions: Any, edge_features: Tensor | None
+) -> Iterator[tuple[str, Sequence]]:
+    """Every sequence of a batch [*, N, C] or a packed graph by itself, without its padding."""
+    batch, N = x.shape[:-2], x.shape[-2]
+    valid = check_valid(valid, batch, x.device, N, N)[0]
+    if isinstance(positions, tuple):
+        positions = positions[0]
+    whole = _packed(graph)
+    for b, tokens in enumerate(x.reshape(-1, *x.shape[-2:])):
+        kept, own_positions = (
+            None if t is None else t.expand(*batch, N).reshape(-1, N)[b] for t in (valid, positions)
+        )
+        for p, (start, own) in enumerate(whole):
+            here = slice(start, start + own.num_targets)
+            names = [f"x[{b}]"] if batch else []
+            names += [f"sequence {p}"] if len(whole) > 1 else []
+            place = None if own_positions is None else own_positions[here]
+            of_edges = edge_features
+            if of_edges is not None:  # sorted by target: those of a sequence stand together
+                first, last = (int(graph.rowptr[t]) for t in (here.start, here.stop))
+                of_sequence = of_edges if of_edges.dim() == 2 else of_edges.flatten(0, -3)[b]
+                of_edges = of_sequence[first:last]
+            sequence: Sequence = tokens[here], own, place, of_edges
+            if kept is not None and not bool(kept[here].all()):
+                sequence = _without_padding(*sequence, kept[here])
+            yield ", ".join(names), sequence
+
+
+def _packed(graph: TokenGraph) -> list[tuple[int, TokenGraph]]:
+    """(first token, graph) of every sequence of a packed batch; the graph itself otherwise."""
+    sizes = graph.sizes
+    if len(sizes) == 1 or any(targets != sources for targets, sources in sizes):
+        return [(0, graph)]
+    starts = torch.tensor([0] + [targets for targets, _ in sizes]).cumsum(0)
+    structure = graph.structure
+    if isinstance(structure, Parts) and len(structure.parts) == len(sizes):
+        graphs = [TokenGraph(structure=part) for part in structure.parts]
+    else:
+        target = graph.edge_index[1]
+        graphs = [
+            from_edge_index(
+                graph.edge_index[:, (target >= start) & (target < stop)] - start, int(stop - start)
+            )
+            for start, stop in pairwise(starts)
+        ]
+    return list(zip(starts[:-1].tolist(), graphs, strict=True))
+
+
+def _without_padding(
+    x: Tensor,
+    graph: TokenGraph,
+    positions: Tensor | None,
+    edge_features: Tensor | None,
+    valid: Tensor,
+) -> Sequence:
+    """The valid tokens, the edges between them, and the positions and features they had."""
+    source, target = graph.edge_index
+    place, kept = valid.cumsum(0) - 1, valid[source] & valid[target]
+    edges = place[graph.edge_index[:, kept]]
+    if edge_features is not None:
+        edge_features = edge_features[kept]
+    positions = graph.positions if positions is None else positions
+    graph = from_edge_index(edges, int(valid.sum()))
+    return x[valid], graph, positions[valid], edge_features
+
+
+# Modules without a layer that theory knows.
+
+
+def _certify_derivative(
+    module: nn.Module, x: Tensor, graph: Any, keywords: Mapping[str, Any], subject: str
+) -> Certificate:
+    """How much a module amplifies around `x`, which needs no theorem."""
+    keywords = {**({} if graph is None else {"graph": graph}), **keywords}
+    with torch.no_grad():
+        y = module(x, **keywords)
+    reason = f"{type(module).__name__} holds no layer that a theorem speaks of"
+    facts = [Fact("low-pass filter", "not applicable", reason)]
+    if x.is_floating_point() and isinstance(y, Tensor) and y.shape == x.shape:
+        with use_backend("reference"):  # differentiable twice
+            T = derivative_of(lambda u: module(u, **keywords), x)
+            numbers = {"norm": largest_singular_value(T), "spectral radius": spectral_radius(T)}
+        what = "of the module's derivative at these tokens"
+        facts.append(Fact("map", "measured", what, numbers))
+    return Certificate(subject, tuple(facts))

@@ -1,0 +1,249 @@
+"""The graph Laplacian of the symmetrised weights."""
+
+from __future__ import annotations
+
+from typing import Literal, overload
+
+import numpy as np
+import scipy.sparse
+import torch
+from numpy.typing import NDArray
+from scipy.sparse.linalg import LinearOperator
+from torch import Tensor
+
+from graphattn.graphs import TokenGraph
+from graphattn.graphs.arguments import as_choice
+from graphattn.spectral.arguments import (
+    as_edge_blocks,
+    as_edge_weight,
+    as_square_graph,
+    has_blocks,
+)
+from graphattn.spectral.laplacians.operators import laplacian_operator
+
+Normalization = Literal["symmetric", "random_walk"] | None
+
+
+@overload
+def laplacian(
+    graph: TokenGraph,
+    edge_weight: Tensor | None = None,
+    *,
+    layout: Literal["scipy"] = "scipy",
+    normalization: Normalization = None,
+) -> scipy.sparse.csr_array: ...
+
+
+@overload
+def laplacian(
+    graph: TokenGraph,
+    edge_weight: Tensor | None = None,
+    *,
+    layout: Literal["torch", "dense"],
+    normalization: Normalization = None,
+) -> Tensor: ...
+
+
+@overload
+def laplacian(
+    graph: TokenGraph,
+    edge_weight: Tensor | None = None,
+    *,
+    layout: Literal["operator"],
+    normalization: Normalization = None,
+) -> LinearOperator: ...
+
+
+def laplacian(
+    graph: TokenGraph,
+    edge_weight: Tensor | None = None,
+    *,
+    layout: Literal["scipy", "torch", "dense", "operator"] = "scipy",
+    normalization: Normalization = None,
+) -> scipy.sparse.csr_array | Tensor | LinearOperator:
+    r"""The Laplacian L of the symmetrised weights: the matrix of the energy, E(u) = u^T L u.
+
+    .. math::
+        W_{sym} = \tfrac12 (W + W^\top), \qquad
+        L = D(W_{sym}) - W_{sym}, \qquad
+        \nabla E(u) = 2 L u
+
+    with D the diagonal matrix of row sums. L is symmetric and positive semidefinite, constants are
+    in its kernel, and self-loops drop out.
+
+    Normalised, with d the degrees of W_sym without self-loops, these are
+
+    .. math::
+        L_{symmetric} = D^{-1/2} L D^{-1/2}, \qquad L_{random\ walk} = D^{-1} L
+
+    The first is symmetric, with eigenvalues in [0, 2]; the second has the same eigenvalues, is not
+    symmetric, and I - L_random_walk is the random walk that averages over the neighbours. A token
+    without a neighbour has a row and a column of zeros in both (not a 1 on the diagonal), as it has
+    in L: its value stays.
+
+    With matrices :math:`R_{ij}` for weights, ``edge_weight`` [E, C, C], L is the matrix-weighted
+    Laplacian of Appendix A for signals of C numbers per token, flattened token by token
+    (``signal.reshape(-1)``): its block (i, j) is :math:`-(R_{ij} + R_{ji}) / 2`, and rows of blocks
+    sum to zero. Constants are again in its kernel, C of them: :math:`\mathbf 1_N \otimes e_k`, one
+    per coordinate. (**Erratum**: Eq. 24 gives a vector that is constant on one token and zero on
+    the others; that one is in the kernel only if the token has no neighbours.)
+
+    Source: Stabilizing Transformer Training Through Consensus, Eq. 4-6 and 21-24, with an
+    **erratum**. The paper symmetrises later: it takes L = D_out - W with the out-degrees of Eq. 4,
+    and L_sym = (L + L^T) / 2. Where in- and out-degrees differ, that matrix is neither positive
+    semidefinite nor the matrix of the energy: a random digraph on 5 tokens has E(u) = 4.710, but
+    u^T L_sym u = 4.289 and an eigenvalue -0.143. Symmetrising the weights first gives Eq. 5 and the
+    gradient of Eq. 6 exactly, for any directed graph; where in- and out-degrees agree, the two are
+    the same.
+
+    Args:
+        graph: N tokens. Direction does not matter: an edge counts half in each.
+        edge_weight: weights >= 0 in the order of ``graph.edge_index``, [E], or symmetric positive
+            semidefinite matrices, [E, C, C]; ones if None.
+        layout: ``"scipy"``: a ``csr_array`` of float64 (zeros are not stored); ``"torch"``: a
+            coalesced sparse COO tensor; ``"dense"``: a tensor. Tensors lie where the graph lies,
+            have the dtype of `edge_weight` (the default dtype for integers and None) and are
+            differentiable in it. ``"operator"``: a ``scipy.sparse.linalg.LinearOperator`` of
+            float64 on the CPU that forms no matrix. Without weights, a graph of windows, blocks or
+            an image (alone or in a batch) is applied by shifted slices, and not even its edges are
+            listed; otherwise edges are arrays.
+        normalization: None, ``"symmetric"`` or ``"random_walk"``; None only with matrices.
+
+    Returns:
+        L, [N, N] or [N C, N C].
+
+    Raises:
+        ValueError: if `graph` is not a TokenGraph or is bipartite (N != M), if `edge_weight` is
+            neither a tensor [E] of finite numbers >= 0 nor one of matrices as above, if `layout` or
+            `normalization` is unknown, or matrices are to be normalised.
+
+    Example:
+        >>> import torch, graphattn as ga
+        >>> ga.spectral.laplacian(ga.window_path_graph(3, window=1), layout="dense")
+        tensor([[ 1., -1.,  0.],
+                [-1.,  2., -1.],
+                [ 0., -1.,  1.]])
+        >>> ga.spectral.laplacian(ga.causal_graph(3), layout="dense")  # every edge one-sided
+        tensor([[ 1.0000, -0.5000, -0.5000],
+                [-0.5000,  1.0000, -0.5000],
+                [-0.5000, -0.5000,  1.0000]])
+        >>> long = ga.window_path_graph(1_000_000, window=2)
+        >>> moved = ga.spectral.laplacian(long, layout="operator") @ torch.arange(1_000_000).numpy()
+        >>> moved[:4].tolist(), moved[-4:].tolist()  # a straight line bends at its ends alone
+        ([-3.0, -2.0, 0.0, 0.0], [0.0, 0.0, 2.0, 3.0])
+        >>> R = torch.tensor([[2.0, 1.0], [1.0, 2.0]]).expand(2, 2, 2)
+        >>> ga.spectral.laplacian(ga.window_path_graph(2, window=1), R, layout="dense")
+        tensor([[ 2.,  1., -2., -1.],
+                [ 1.,  2., -1., -2.],
+                [-2., -1.,  2.,  1.],
+                [-1., -2.,  1.,  2.]])
+    """
+    graph = as_square_graph(graph)
+    as_choice("layout", layout, ("scipy", "torch", "dense", "operator"))
+    as_choice("normalization", normalization, (None, "symmetric", "random_walk"))
+    if has_blocks(edge_weight):
+        edge_weight = as_edge_blocks(edge_weight, graph.num_edges)
+        if normalization is not None:
+            raise ValueError(
+                "normalization must be None where edge_weight holds matrices [E, C, C], "
+                f"got {normalization!r}"
+            )
+    elif edge_weight is not None:
+        edge_weight = as_edge_weight(edge_weight, graph.num_edges)
+    if layout == "operator":
+        return laplacian_operator(graph, edge_weight, normalization)
+    if layout == "scipy":
+        if edge_weight is not None and edge_weight.dim() == 3:
+            return _scipy_block_laplacian(graph, edge_weight)
+        adjacency = symmetrised_adjacency(graph, float64_weights(edge_weight, graph.num_edges))
+        return laplacian_of(adjacency, normalization)
+    sparse = _torch_laplacian(graph, edge_weight, normalization)
+    return sparse if layout == "torch" else sparse.to_dense()
+
+
+def float64_weights(edge_weight: Tensor | None, num_edges: int) -> NDArray[np.float64]:
+    """Checked weights [E] as a numpy array; ones if None."""
+    if edge_weight is None:
+        return np.ones(num_edges)
+    return edge_weight.detach().to("cpu", torch.float64).numpy()
+
+
+def symmetrised_adjacency(graph: TokenGraph, weight: NDArray[np.float64]) -> scipy.sparse.csr_array:
+    """W_sym = (W + W^T) / 2 [N, N] without self-loops and stored zeros."""
+    source, target = graph.edge_index.cpu().numpy()
+    edge = (source != target) & (weight > 0)
+    shape = (graph.num_targets, graph.num_targets)
+    half = scipy.sparse.coo_array((weight[edge] / 2, (target[edge], source[edge])), shape=shape)
+    half = half.tocsr()
+    return scipy.sparse.csr_array(half + half.T)
+
+
+def laplacian_of(
+    adjacency: scipy.sparse.csr_array, normalization: Normalization = None
+) -> scipy.sparse.csr_array:
+    """D(A) - A of a symmetric adjacency matrix without self-loops, or a normalised form of it."""
+    degree = np.asarray(adjacency.sum(axis=1)).ravel()
+    token = np.arange(len(degree))
+    if normalization is not None:
+        share = np.divide(1.0, degree, out=np.zeros(len(degree)), where=degree > 0)
+        row = np.repeat(token, np.diff(adjacency.indptr))
+        if normalization == "symmetric":
+            per_edge = np.sqrt(share[row]) * np.sqrt(share[adjacency.indices])
+        else:
+            per_edge = share[row]
+        entries = (adjacency.data * per_edge, adjacency.indices, adjacency.indptr)
+        adjacency = scipy.sparse.csr_array(entries, shape=adjacency.shape)
+        degree = (degree > 0).astype(np.float64)  # the diagonal is exactly 1 then
+    diagonal = scipy.sparse.coo_array((degree, (token, token)), shape=adjacency.shape)
+    L = scipy.sparse.csr_array(diagonal.tocsr() - adjacency)
+    L.eliminate_zeros()  # isolated tokens
+    return L
+
+
+def _torch_laplacian(
+    graph: TokenGraph, edge_weight: Tensor | None, normalization: Normalization
+) -> Tensor:
+    edge_index = graph.edge_index
+    dtype = torch.get_default_dtype()
+    if edge_weight is None:
+        edge_weight = torch.ones(graph.num_edges, dtype=dtype, device=edge_index.device)
+    elif not edge_weight.is_floating_point():
+        edge_weight = edge_weight.to(dtype)
+    edge = edge_index[0] != edge_index[1]
+    source, target = edge_index[:, edge]
+    half = edge_weight[edge] / 2
+    # Each edge adds half its weight to the degrees of both ends, and to both entries off them.
+    at_source = at_target = to_target = to_source = half
+    if normalization is not None:
+        degree = half.new_zeros(graph.num_targets)
+        degree = degree.index_add(0, source, half).index_add(0, target, half)
+        # Never 1 / 0, not even where it is masked out: its gradient would be NaN.
+        share = torch.where(degree > 0, 1 / degree.where(degree > 0, 1), 0)
+        at_source, at_target = half * share[source], half * share[target]
+        to_target, to_source = at_source, at_target
+        if normalization == "symmetric":
+            root = torch.where(degree > 0, degree.where(degree > 0, 1).rsqrt(), 0)
+            to_target = to_source = half * (root[source] * root[target])
+    rows = torch.cat([source, target, source, target])
+    columns = torch.cat([source, target, target, source])
+    values = torch.cat([at_source, at_target, -to_target, -to_source])
+    size = graph.num_targets
+    if values.dim() == 3:  # a block of C rows and C columns for each
+        channel = torch.arange(values.shape[2], device=values.device)
+        size *= len(channel)
+        rows = (rows[:, None, None] * len(channel) + channel[:, None]).expand_as(values)
+        columns = (columns[:, None, None] * len(channel) + channel).expand_as(values)
+    return torch.sparse_coo_tensor(
+        torch.stack([rows.reshape(-1), columns.reshape(-1)]),
+        values.reshape(-1),
+        (size, size),
+        check_invariants=False,
+    ).coalesce()
+
+
+def _scipy_block_laplacian(graph: TokenGraph, blocks: Tensor) -> scipy.sparse.csr_array:
+    sparse = _torch_laplacian(graph.to("cpu"), blocks.detach().to("cpu", torch.float64), None)
+    entries = (sparse.values().numpy(), tuple(sparse.indices().numpy()))
+    L = scipy.sparse.csr_array(scipy.sparse.coo_array(entries, shape=tuple(sparse.shape)))
+    L.eliminate_zeros()
+    return L

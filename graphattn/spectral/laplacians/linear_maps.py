@@ -1,0 +1,91 @@
+"""The norm and the spectral radius of a linear map that is only known by what it does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from scipy.sparse.linalg import ArpackNoConvergence, LinearOperator, eigs, eigsh
+from torch import Tensor
+
+from graphattn.spectral.matrix_weighted.block_laplacian import Array
+
+DENSE = 600  # rows of a matrix up to which it is written out
+Map = Callable[[Tensor], Tensor]
+
+
+def operator_of(step: Map, shape: tuple[int, ...]) -> LinearOperator:
+    """A linear map of tensors of this shape, float64; its transpose comes from autograd."""
+    size = int(np.prod(shape))
+
+    def apply(u: Array) -> Array:
+        with torch.no_grad():
+            moved: Array = step(torch.from_numpy(np.array(u)).view(shape)).flatten().numpy()
+        return moved
+
+    def transposed(v: Array) -> Array:
+        with torch.enable_grad():
+            zero = torch.zeros(shape, dtype=torch.float64, requires_grad=True)
+            (back,) = torch.autograd.grad(
+                step(zero), zero, torch.from_numpy(np.array(v)).view(shape), materialize_grads=True
+            )
+        return back.flatten().numpy()
+
+    return LinearOperator((size, size), matvec=apply, rmatvec=transposed, dtype=np.float64)
+
+
+def derivative_of(function: Map, x: Tensor) -> LinearOperator:
+    """The derivative of a function [*] -> [*] at `x`; products by differentiating twice."""
+    shape = x.shape
+
+    def back(v: Tensor) -> Tensor:
+        with torch.enable_grad():
+            given = x.detach().clone().requires_grad_()
+            (found,) = torch.autograd.grad(function(given), given, v, materialize_grads=True)
+        return found
+
+    def forward(u: Tensor) -> Tensor:
+        with torch.enable_grad():
+            given = x.detach().clone().requires_grad_()
+            weight = torch.zeros_like(x).requires_grad_()
+            (of_weight,) = torch.autograd.grad(
+                function(given), given, weight, create_graph=True, materialize_grads=True
+            )
+            (found,) = torch.autograd.grad(of_weight, weight, u, materialize_grads=True)
+        return found
+
+    def flat(apply: Map) -> Callable[[Array], Array]:
+        return lambda u: apply(torch.from_numpy(np.array(u)).view(shape)).flatten().numpy()
+
+    size = x.numel()
+    return LinearOperator((size, size), matvec=flat(forward), rmatvec=flat(back), dtype=np.float64)
+
+
+def spectral_radius(T: LinearOperator) -> float:
+    """The largest |eigenvalue|; NaN where Arnoldi's iteration finds none."""
+    if T.shape[0] <= DENSE:
+        return float(np.abs(np.linalg.eigvals(_dense(T))).max(initial=0.0))
+    try:
+        found = eigs(T, k=1, which="LM", tol=1e-6, v0=_start(T), return_eigenvectors=False)
+    except ArpackNoConvergence as error:
+        found = error.eigenvalues if len(error.eigenvalues) else np.array([np.nan])
+    return float(np.abs(found).max())
+
+
+def largest_singular_value(T: LinearOperator) -> float:
+    """The norm of the map."""
+    if T.shape[0] <= DENSE:
+        return float(np.linalg.norm(_dense(T), 2)) if T.shape[0] else 0.0
+    square = LinearOperator(T.shape, matvec=lambda u: T.rmatvec(T.matvec(u)), dtype=np.float64)
+    found = eigsh(square, k=1, which="LA", tol=1e-9, v0=_start(T), return_eigenvectors=False)
+    return float(np.sqrt(found[0]))
+
+
+def _dense(T: LinearOperator) -> Array:
+    columns = [T.matvec(column) for column in np.eye(T.shape[0])]
+    return np.stack(columns, axis=1) if columns else np.zeros(T.shape)
+
+
+def _start(T: LinearOperator) -> Array:
+    return np.random.default_rng(0).standard_normal(T.shape[0])

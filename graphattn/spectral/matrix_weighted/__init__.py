@@ -1,0 +1,1 @@
+"""Spectra of graphs with a matrix on every edge, as consensus layers have them."""

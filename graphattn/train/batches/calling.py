@@ -1,0 +1,151 @@
+"""A model's answers to a batch: padded, or with its sequences packed into one row."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from graphattn.graphs import TokenGraph
+from graphattn.graphs import batch as side_by_side
+from graphattn.train.objectives.objective import Batch
+
+
+def unwrapped(model: Any) -> Any:
+    """The model inside torch.compile, DistributedDataParallel and what else keeps it as `module`.
+
+    Example:
+        >>> import torch
+        >>> from graphattn.train.batches.calling import unwrapped
+        >>> model = torch.nn.Linear(2, 2)
+        >>> unwrapped(torch.compile(model)) is model
+        True
+    """
+    while True:
+        inner = getattr(model, "_orig_mod", None)
+        if inner is None:
+            inner = getattr(model, "module", None)
+        if not isinstance(inner, nn.Module) or inner is model:
+            return model
+        model = inner
+
+
+def answers_at(
+    model: nn.Module, tokens: Tensor, batch: Batch, where: Tensor, *, packed: bool = False
+) -> Tensor:
+    """Return a model's answers for some of the tokens of a batch, [n, K], in their order.
+
+    Args:
+        model: gives [B, N, K] for tokens [B, N].
+        tokens: integers [B, N], as the model is to read them.
+        batch: as :func:`~graphattn.train.batches.collation.collate_tokens` makes it.
+        where: bool [B, N], True at n tokens, none of them padding.
+        packed: call the model with sequences of unequal lengths one after the other, [total, K].
+
+    Raises:
+        ValueError: the model gives something else.
+    """
+    answers, is_packed = call(model, tokens, batch, packed=packed)
+    if answers.dim() != (2 if is_packed else 3):
+        raise ValueError(
+            "model must give answers [B, N, K] for tokens [B, N], one per token, got "
+            f"{list(answers.shape)} for {list(tokens.shape)}"
+        )
+    return answers[where[batch["valid"]] if is_packed else where]
+
+
+def pooled_answers(model: nn.Module, batch: Batch, *, packed: bool = False) -> Tensor:
+    """Return a model's answers for every sequence, [B, K]: its own answer, or the mean over its
+    tokens.
+
+    The head of a model is linear: the mean of its answers is that to the mean of its features.
+    """
+    answers, is_packed = call(model, batch["tokens"], batch, packed=packed)
+    if answers.dim() == 2 and not is_packed:
+        return answers
+    valid = batch.get("valid")
+    if valid is None:
+        return answers.mean(1)
+    counts = valid.sum(1, keepdim=True)
+    if not is_packed:
+        return answers.masked_fill(~valid[..., None], 0).sum(1) / counts
+    of_sequence = valid.nonzero()[:, 0]
+    return (
+        answers.new_zeros(len(valid), answers.shape[-1]).index_add(0, of_sequence, answers) / counts
+    )
+
+
+def call(
+    model: nn.Module, tokens: Tensor, batch: Batch, *, packed: bool = False
+) -> tuple[Tensor, bool]:
+    """A model's answers, and whether those are of packed tokens.
+
+    A structure is handed to models that read them, others see the sequence alone.
+    """
+    inside = unwrapped(model)
+    valid, structure = batch.get("valid"), batch.get("structure")
+    if structure is not None and getattr(inside, "structure", False) is not True:
+        structure = None
+    given = {"positions": batch.get("positions"), "context": batch.get("context")}
+    if structure is not None:
+        given["positions"] = None  # it has its own
+        given["structure"] = structure
+    if not packed or valid is None:
+        given["valid"] = valid
+        return _answers(model, tokens, given), False
+    if given["positions"] is not None:
+        given["positions"] = given["positions"][valid]
+    given["context"] = _packed_context(inside, given["context"], valid)
+    if structure is None:
+        given["graph"] = packed_graphs(inside, valid.sum(-1).tolist())
+    return _answers(model, tokens[valid], given), True
+
+
+def packed_graphs(model: Any, lengths: Sequence[int]) -> list[TokenGraph]:
+    """The graph of every block for sequences that stand one after the other and are apart.
+
+    Example:
+        >>> import graphattn as ga
+        >>> from graphattn.train.batches.calling import packed_graphs
+        >>> model = ga.models.SequenceEncoder(9, 8, depth=2, heads=2)
+        >>> [graph.num_edges for graph in packed_graphs(model, [3, 2])]  # 3 * 3 + 2 * 2
+        [13, 13]
+    """
+    if not hasattr(model, "graphs"):
+        raise ValueError(
+            "packed must be False for a model that has no graphs(num_tokens), got a "
+            f"{type(model).__name__}"
+        )
+    own = {length: model.graphs(length) for length in set(lengths)}
+    made: dict[tuple[int, ...], TokenGraph] = {}
+    found = []
+    for graphs in zip(*(own[length] for length in lengths), strict=True):
+        key = tuple(map(id, graphs))
+        if key not in made:
+            made[key] = side_by_side(graphs)
+        found.append(made[key])
+    return found
+
+
+def _answers(model: nn.Module, tokens: Tensor, given: dict[str, Any]) -> Tensor:
+    answers: Any = model(tokens, **{k: v for k, v in given.items() if v is not None})
+    if not isinstance(answers, Tensor) or not answers.is_floating_point():
+        got = answers.dtype if isinstance(answers, Tensor) else type(answers).__name__
+        raise ValueError(f"model must return a floating-point tensor, got {got}")
+    return answers
+
+
+def _packed_context(model: Any, context: Any, valid: Tensor) -> dict[str, Tensor] | None:
+    if context is None:
+        return None
+    known = getattr(model, "context", {})
+    found = {}
+    for name, track in context.items():
+        if isinstance(known, Mapping) and known.get(name) == "sequence":
+            raise ValueError(
+                f"packed must be False with context[{name!r}], another chain: it is told apart by "
+                "rows"
+            )
+        found[name] = track[valid]
+    return found

@@ -1,0 +1,187 @@
+"""Examples as one batch: padded on the right where they differ in length, and nowhere else."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from graphattn.train.objectives.objective import Batch, Example
+
+MISSING_LABEL = -100  # of integers, as in torch.nn.functional.cross_entropy; NaN of numbers
+_OF_CALLS = ("graph", "edge_bias", "edge_features", "noise_level", "valid")
+
+
+def collate_tokens(examples: Sequence[Example], labels: str | None = None) -> Batch:
+    """Sequences as one batch, and what is known of them beside their tokens.
+
+    Args:
+        examples: dicts with "tokens", a LongTensor [N]. All of them, or none, may have "positions"
+            [N] and a "structure"; any may have a "context", a dict of tracks, as
+            :class:`~graphattn.models.ProteinModel` takes them. Names and groups are left out.
+        labels: the key of labels [N] or [N, targets], one per token.
+
+    Returns:
+        "tokens" [B, N]; "valid" bool [B, N] where lengths differ; "structure", a list, "positions",
+        "context" and `labels` where there are any. What pads them is position 0, rows of tracks
+        that are not known (-1 or NaN) and labels that are missing (:data:`MISSING_LABEL` or NaN).
+
+    Raises:
+        ValueError: for examples that do not fit together.
+
+    Example:
+        >>> import torch
+        >>> from graphattn.train.batches.collation import collate_tokens
+        >>> batch = collate_tokens([{"tokens": torch.tensor(own)} for own in ([3, 1], [4])])
+        >>> batch["tokens"], batch["valid"]
+        (tensor([[3, 1],
+                 [4, 0]]),
+         tensor([[ True,  True],
+                 [ True, False]]))
+    """
+    tokens = [_tokens(example) for example in checked(examples)]
+    lengths = torch.tensor([len(own) for own in tokens])
+    batch: Batch = {"tokens": _padded(tokens, 0)}
+    most = int(lengths.max())
+    if int(lengths.min()) < most:
+        batch["valid"] = torch.arange(most) < lengths[:, None]
+    if all_have(examples, "structure"):
+        batch["structure"] = [example["structure"] for example in examples]
+    if all_have(examples, "positions"):
+        batch["positions"] = _padded([_per_token(own, "positions") for own in examples], 0)
+    if labels is not None:
+        if not all_have(examples, labels):
+            raise ValueError(f"examples must hold {labels!r}, got {sorted(examples[0])}")
+        found = [_per_token(example, labels) for example in examples]
+        batch[labels] = _padded(found, MISSING_LABEL)
+    if context := _context(examples):
+        batch["context"] = context
+    return batch
+
+
+def collate_images(examples: Sequence[Example]) -> Batch:
+    """Images of one size as a batch: "image" [B, C, H, W].
+
+    Raises:
+        ValueError: their sizes differ, or one is no image.
+    """
+    images: list[Any] = [example.get("image") for example in checked(examples)]
+    for image in images:
+        if not isinstance(image, Tensor) or image.dim() != 3 or not image.is_floating_point():
+            raise ValueError(
+                "examples must hold an 'image', a floating-point tensor [C, H, W], got "
+                f"{_what(image)}"
+            )
+    shapes = {tuple(image.shape) for image in images}
+    if len(shapes) > 1:
+        raise ValueError(f"examples must hold images of one size, got {sorted(shapes)}")
+    return {"image": torch.stack(images)}
+
+
+def checked(examples: Sequence[Example]) -> Sequence[Example]:
+    """A list of dicts, and not an empty one."""
+    if not len(examples):
+        raise ValueError("examples must hold at least one example, got none")
+    for example in examples:
+        if not isinstance(example, dict):
+            raise ValueError(f"examples must be dicts, got {type(example).__name__}")
+        if unread := [key for key in _OF_CALLS if key in example]:
+            raise ValueError(
+                f"examples must not hold {unread[0]!r}, which no objective hands on: it would "
+                "change nothing"
+            )
+    return examples
+
+
+def all_have(examples: Sequence[Example], key: str) -> bool:
+    """Whether all examples hold `key`; ValueError where only some do."""
+    have = sum(example.get(key) is not None for example in examples)
+    if have not in (0, len(examples)):
+        raise ValueError(
+            f"examples must all hold {key!r}, or none of them, got {have} of {len(examples)}"
+        )
+    return have > 0
+
+
+def _tokens(example: Example) -> Tensor:
+    tokens = example.get("tokens")
+    if (
+        not isinstance(tokens, Tensor)
+        or tokens.dim() != 1
+        or tokens.is_floating_point()
+        or tokens.dtype == torch.bool
+        or not len(tokens)
+    ):
+        raise ValueError(
+            "examples must hold 'tokens', an integer tensor [N] with N >= 1, got "
+            f"{_what(tokens)}{_of(example)}"
+        )
+    return tokens.long()
+
+
+def _per_token(example: Example, key: str) -> Tensor:
+    found = example[key]
+    N = len(example["tokens"])
+    if not isinstance(found, Tensor) or found.dim() < 1 or len(found) != N:
+        raise ValueError(
+            f"examples must hold one row of {key!r} per token ({N}), got {_what(found)}"
+            f"{_of(example)}"
+        )
+    return found
+
+
+def _context(examples: Sequence[Example]) -> dict[str, Tensor]:
+    """Tracks side by side; rows of a sequence that has none are not known."""
+    tracks: dict[str, dict[int, Tensor]] = {}
+    for place, example in enumerate(examples):
+        for name, track in (example.get("context") or {}).items():
+            if not isinstance(track, Tensor) or track.dim() not in (1, 2):
+                raise ValueError(
+                    f"context[{name!r}] must be a tensor [N] or [N, width], got {_what(track)}"
+                    f"{_of(example)}"
+                )
+            tracks.setdefault(name, {})[place] = track
+    found = {}
+    for name, track in tracks.items():
+        first = next(iter(track.values()))
+        rows = []
+        for place, example in enumerate(examples):
+            own = track.get(place)
+            if own is None:
+                own = _filler(first).expand(len(example["tokens"]), *first.shape[1:])
+            if own.shape[1:] != first.shape[1:] or own.dtype != first.dtype:
+                raise ValueError(
+                    f"context[{name!r}] must be alike in all examples, got {_what(first)} and "
+                    f"{_what(own)}"
+                )
+            rows.append(own)
+        found[name] = _padded(rows, -1)
+    return found
+
+
+def _filler(like: Tensor) -> Tensor:
+    return like.new_full((), torch.nan if like.is_floating_point() else -1)
+
+
+def _padded(rows: Sequence[Tensor], fill: int) -> Tensor:
+    """Rows [N, *] as [B, N, *]; floating-point ones are padded with NaN unless `fill` is 0."""
+    shapes = {(tuple(row.shape[1:]), row.dtype) for row in rows}
+    if len(shapes) > 1:
+        raise ValueError(
+            f"examples must be alike in shape and dtype, got {sorted(map(str, shapes))}"
+        )
+    value = torch.nan if fill and rows[0].is_floating_point() else fill
+    return pad_sequence(list(rows), batch_first=True, padding_value=value)
+
+
+def _what(found: Any) -> str:
+    if isinstance(found, Tensor):
+        return f"{found.dtype} of shape {list(found.shape)}"
+    return "none" if found is None else type(found).__name__
+
+
+def _of(example: Example) -> str:
+    return f" in {example['name']!r}" if example.get("name") else ""

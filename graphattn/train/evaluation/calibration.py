@@ -1,0 +1,167 @@
+"""Calibration: whether a model is right as often as it says that it is sure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from graphattn.graphs.arguments import as_int
+from graphattn.models.proteins.scores import evaluating
+from graphattn.ops.inputs import compute_dtype
+from graphattn.train.objectives.likelihood import LikelihoodObjective
+from graphattn.train.objectives.objective import Batch, evaluation_generator
+
+
+class Calibration:
+    r"""Reliability of guesses: how sure they were, beside how often they were right.
+
+    The confidence of a guess is the probability of the likeliest choice. Guesses are put into bins
+    of equal width, ((k - 1) / K, k / K], and the expected calibration error is
+
+    .. math::
+        \text{ECE} = \sum_{k=1}^{K} \frac{|B_k|}{n}
+            \left| \text{accuracy}(B_k) - \text{confidence}(B_k) \right|
+
+    Args:
+        bins: K.
+
+    Attributes:
+        counts: int64 [bins], guesses of every bin.
+        confidence: float64 [bins], their mean confidence; NaN in an empty bin.
+        accuracy: float64 [bins], the share that is right; NaN in an empty bin.
+
+    Raises:
+        ValueError: names the argument, its value and what is allowed.
+
+    Source:
+        Guo et al., 2017, *On Calibration of Modern Neural Networks*, Equation 3.
+
+    Example:
+        >>> import torch, graphattn as ga
+        >>> calibration = ga.train.Calibration(bins=10)
+        >>> sure = torch.tensor([[0.9, 0.1]]).log().expand(10, 2)
+        >>> calibration.add(sure, torch.tensor([0, 0, 0, 0, 0, 0, 0, 1, 1, 1]))
+        >>> round(calibration.error, 3)  # 90 % sure, 70 % right
+        0.2
+        >>> calibration.rows()[0]["accuracy"]
+        0.7
+    """
+
+    def __init__(self, bins: int = 15) -> None:
+        self.bins = as_int("bins", bins, 1)
+        self.counts = torch.zeros(self.bins, dtype=torch.int64)
+        self._sure = torch.zeros(self.bins, dtype=torch.float64)
+        self._right = torch.zeros(self.bins, dtype=torch.float64)
+
+    @classmethod
+    def of(
+        cls,
+        objective: LikelihoodObjective,
+        model: nn.Module,
+        batches: Iterable[Batch],
+        seed: int = 0,
+        bins: int = 15,
+    ) -> Calibration:
+        """The calibration of a model's guesses in an objective, on all batches.
+
+        The model is in evaluation mode meanwhile, and random numbers are those of `seed`, as in
+        :meth:`Objective.evaluate`: the guesses are the same.
+
+        Args:
+            objective: one of guesses: "masked", "causal" or "classification".
+            model: what guesses.
+            batches: of ``objective.collate``.
+            seed: of masks.
+            bins: of the confidence.
+
+        Example:
+            >>> import torch, graphattn as ga
+            >>> model = ga.models.CausalLM(9, dim=16, depth=1, heads=2)
+            >>> objective = ga.train.NextToken()
+            >>> batch = objective.collate([{"tokens": torch.arange(9)}])
+            >>> int(ga.train.Calibration.of(objective, model, [batch]).counts.sum())
+            8
+        """
+        if not isinstance(objective, LikelihoodObjective):
+            raise ValueError(
+                "objective must be one that guesses ('masked', 'causal' or 'classification'), got "
+                f"{objective!r}"
+            )
+        found = cls(bins)
+        with evaluating(model):
+            for place, batch in enumerate(batches):
+                generator = evaluation_generator(batch, place, seed)
+                found.add(*objective.guesses(model, batch, generator))
+        return found
+
+    @torch.no_grad()
+    def add(self, logits: Tensor, truth: Tensor) -> None:
+        """Count guesses.
+
+        Args:
+            logits: [*, K], of any number of choices.
+            truth: integers [*], which one is right.
+
+        Raises:
+            ValueError: the shapes do not fit, or the truth is none of the choices.
+        """
+        for name, found in (("logits", logits), ("truth", truth)):
+            is_floating = isinstance(found, Tensor) and found.is_floating_point()
+            if not isinstance(found, Tensor) or is_floating != (name == "logits"):
+                got = found.dtype if isinstance(found, Tensor) else type(found).__name__
+                kind = "a floating-point" if name == "logits" else "an integer"
+                raise ValueError(f"{name} must be {kind} tensor, got {got}")
+        if logits.shape[:-1] != truth.shape:
+            raise ValueError(
+                "logits and truth must have shapes [*, K] and [*], got "
+                f"{list(logits.shape)} and {list(truth.shape)}"
+            )
+        if outside := truth[(truth < 0) | (truth >= logits.shape[-1])].tolist():
+            raise ValueError(
+                f"truth must be 0 .. {logits.shape[-1] - 1}, one of the choices, got {outside[0]}: "
+                "leave out guesses whose label is missing"
+            )
+        sure, guess = logits.to(compute_dtype(logits.dtype)).softmax(-1).max(-1)
+        sure, right = sure.double().flatten(), (guess == truth).double().flatten()
+        place = ((sure * self.bins).ceil().long() - 1).clamp(0, self.bins - 1)
+        self.counts += place.bincount(minlength=self.bins).cpu()
+        self._sure += place.bincount(sure, minlength=self.bins).cpu()
+        self._right += place.bincount(right, minlength=self.bins).cpu()
+
+    @property
+    def confidence(self) -> Tensor:
+        """The mean confidence of every bin."""
+        return self._sure / self.counts
+
+    @property
+    def accuracy(self) -> Tensor:
+        """The share of right guesses of every bin."""
+        return self._right / self.counts
+
+    @property
+    def error(self) -> float:
+        """The expected calibration error, in 0 .. 1."""
+        if not self.counts.sum():
+            raise ValueError("calibration needs at least one guess, got none")
+        return float((self._right - self._sure).abs().sum() / self.counts.sum())
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The bins that hold guesses, as JSON has them: a reliability diagram."""
+        return [
+            {
+                "from": place / self.bins,
+                "to": (place + 1) / self.bins,
+                "count": int(self.counts[place]),
+                "confidence": float(self.confidence[place]),
+                "accuracy": float(self.accuracy[place]),
+            }
+            for place in self.counts.nonzero()[:, 0].tolist()
+        ]
+
+    def __repr__(self) -> str:
+        guesses = int(self.counts.sum())
+        error = f", error={self.error:.4f}" if guesses else ""
+        return f"Calibration(bins={self.bins}, guesses={guesses}{error})"

@@ -1,0 +1,85 @@
+"""Losses of guessing without a model, on the examples that a model is judged by."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from graphattn.data import Part
+from graphattn.train.evaluation.baselines import bigram_loss, frequency_loss
+from graphattn.train.objectives.objective import Example, Objective
+
+PIECE = 2**16  # tokens of a part that are read at once
+
+
+def guesses_of(
+    objective: Objective, train: Part, examples: Sequence[Example], model: nn.Module
+) -> dict[str, float]:
+    """The loss of guesses by frequency in the training part, in nats per answer.
+
+    For "causal" also by the token before ("bigram"), and for both the same tokens count that the
+    model is asked for.
+
+    Args:
+        objective: what is guessed: tokens or classes; of others there is nothing to tell.
+        train: what is counted.
+        examples: what is guessed.
+        model: whose vocabulary it is.
+    """
+    if objective.name == "classification":
+        classes = int(objective.num_classes)  # type: ignore[attr-defined]
+        per_token = bool(getattr(objective, "per_token", False))
+        seen = _labels(_stretches(train), per_token)
+        asked = _labels(_each(examples), per_token)
+        return {"frequency": frequency_loss(seen, asked, classes)}
+    if objective.name not in ("causal", "masked", "diffusion"):
+        return {}
+    vocab_size = _vocab_size(objective, model)
+    if not vocab_size:
+        return {}
+    if objective.name != "causal":
+        return {"frequency": frequency_loss(_tokens(train), _each(examples), vocab_size)}
+    rest = (own["tokens"][1:] for own in _each(examples) if len(own["tokens"]) > 1)
+    return {
+        "frequency": frequency_loss(_tokens(train), rest, vocab_size),
+        "bigram": bigram_loss(_tokens(train), _each(examples), vocab_size),
+    }
+
+
+def _vocab_size(objective: Objective, model: nn.Module) -> int:
+    """How many tokens there are to guess; a mask behind all others is none of them."""
+    read = int(getattr(model, "vocab_size", 0))
+    mask = getattr(objective, "mask_token", None)
+    return int(mask) if mask is not None and mask >= read - 1 else read
+
+
+def _each(examples: Sequence[Example]) -> Iterator[Example]:
+    return (examples[place] for place in range(len(examples)))
+
+
+def _stretches(part: Part) -> Iterator[Example]:
+    """A part in pieces that fit into memory."""
+    for record, first, last in part.spans.tolist():
+        for start in range(first, last, PIECE):
+            yield part.corpus.example(record, start, min(start + PIECE, last))
+
+
+def _tokens(part: Part) -> Iterator[Tensor]:
+    for record, first, last in part.spans.tolist():
+        for start in range(first, last, PIECE):
+            yield part.corpus.tokens(record, start, min(start + PIECE, last))
+
+
+def _labels(examples: Iterable[Example], per_token: bool) -> Iterator[Tensor]:
+    """The classes of examples, or of their tokens; some thousands at once."""
+    waiting: list[Any] = []
+    for example in examples:
+        if per_token:
+            yield example["labels"][example["labels"] >= 0]
+        else:
+            waiting.append(example["label"])
+    if waiting:
+        yield torch.tensor(waiting)

@@ -1,0 +1,152 @@
+"""Pseudo-perplexity: how well a model of masked tokens guesses each one from all the others."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from graphattn.graphs.arguments import as_int
+from graphattn.models.proteins.scores import evaluating
+from graphattn.train.batches.calling import answers_at
+from graphattn.train.batches.collation import collate_tokens
+from graphattn.train.objectives.likelihood import nats
+from graphattn.train.objectives.objective import Example
+
+
+def pseudo_log_likelihood(
+    model: nn.Module,
+    example: Example | Tensor,
+    mask_token: int,
+    *,
+    positions: Tensor | None = None,
+    batch_size: int = 32,
+) -> Tensor:
+    r"""The log-probability of every token with that token alone masked, and all others seen.
+
+    .. math::
+        \log p(x_i \mid x_{\setminus i})
+
+    One copy of the sequence per token is computed, `batch_size` of them at once.
+
+    Args:
+        model: of masked tokens; it is in evaluation mode meanwhile.
+        example: tokens, a LongTensor [N]; or a dict with these, and a structure and context.
+        mask_token: what hides a token.
+        positions: which tokens are asked for, integers [n]; all if None.
+        batch_size: copies that are computed at once.
+
+    Returns:
+        [N], or [n] of `positions`, in nats: float32, or the model's dtype if that is finer.
+
+    Source:
+        Salazar et al., 2020, *Masked Language Model Scoring*: the terms of the PLL.
+
+    Example:
+        >>> import graphattn as ga
+        >>> model = ga.models.ProteinModel(16, depth=1, heads=2)
+        >>> tokens = model.tokenizer.encode("MKVLAGHW")
+        >>> found = ga.train.pseudo_log_likelihood(model, tokens, model.mask_token)
+        >>> found.shape, bool((found < 0).all())
+        (torch.Size([8]), True)
+    """
+    batch_size = as_int("batch_size", batch_size, 1)
+    mask_token = as_int("mask_token", mask_token, 0)
+    if isinstance(example, Tensor):
+        example = {"tokens": example}
+    one = collate_tokens([example])
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    tokens = one["tokens"][0].to(device)
+    asked = torch.arange(len(tokens)) if positions is None else torch.as_tensor(positions)
+    is_index = not (asked.is_floating_point() or asked.is_complex() or asked.dtype == torch.bool)
+    if asked.dim() != 1 or (
+        len(asked) and not (is_index and 0 <= int(asked.min()) <= int(asked.max()) < len(tokens))
+    ):
+        raise ValueError(
+            f"positions must be integers [n] in 0 .. {len(tokens) - 1}, got {positions!r:.80}"
+        )
+    found = []
+    with evaluating(model):
+        for some in asked.long().cpu().split(batch_size):
+            copies = tokens.repeat(len(some), 1)
+            where = torch.zeros_like(copies, dtype=torch.bool)
+            where[torch.arange(len(some)), some] = True
+            batch = {key: _of_copies(key, value, len(some), device) for key, value in one.items()}
+            logits = answers_at(model, copies.masked_fill(where, mask_token), batch, where)
+            found.append(-nats(logits, copies[where]))
+    return torch.cat(found) if found else torch.zeros(0, device=device)
+
+
+def pseudo_perplexity(
+    model: nn.Module,
+    examples: Iterable[Example | Tensor],
+    mask_token: int,
+    *,
+    batch_size: int = 32,
+    max_tokens: int | None = None,
+    generator: torch.Generator | None = None,
+) -> float:
+    r"""The pseudo-perplexity of a model on sequences: 1 for a model that is always right and sure.
+
+    .. math::
+        \exp\left(-\frac{1}{\sum_b N_b} \sum_b \sum_{i=1}^{N_b}
+            \log p(x_{b,i} \mid x_{b, \setminus i})\right)
+
+    where a token that is asked for is masked, it alone, and all others of its sequence are seen.
+    The mean is over the tokens of all sequences, so that long ones count more. It is no perplexity
+    of a distribution over sequences, and not to be compared with that of a :class:`NextToken`.
+
+    Args:
+        model: of masked tokens.
+        examples: tokens [N], or dicts with these, a structure and context.
+        mask_token: what hides a token.
+        batch_size: copies of a sequence that are computed at once.
+        max_tokens: of every sequence so many tokens at most are asked for, drawn without
+            replacement; what they say counts for all of the sequence. None: all.
+        generator: source of the random numbers of `max_tokens`.
+
+    Raises:
+        ValueError: names the argument, its value and what is allowed; if there is no sequence.
+
+    Source:
+        Salazar et al., 2020, *Masked Language Model Scoring*: the PPPL.
+
+    Example:
+        >>> import torch, graphattn as ga
+        >>> model = ga.models.SequenceEncoder(5, dim=16, depth=1, heads=2, zero_head=True)
+        >>> texts = [torch.tensor([0, 1, 2, 3]), torch.tensor([3, 2])]
+        >>> round(ga.train.pseudo_perplexity(model, texts, mask_token=4), 4)  # five tokens alike
+        5.0
+    """
+    if max_tokens is not None:
+        max_tokens = as_int("max_tokens", max_tokens, 1)
+    total, count = 0.0, 0
+    for example in [examples] if isinstance(examples, Tensor) else examples:
+        length = len(example if isinstance(example, Tensor) else example["tokens"])
+        positions = None
+        if max_tokens is not None and max_tokens < length:
+            drawn = torch.randperm(length, generator=generator, device=_device_of(generator))
+            positions = drawn[:max_tokens].sort().values.cpu()
+        found = pseudo_log_likelihood(
+            model, example, mask_token, positions=positions, batch_size=batch_size
+        )
+        total, count = total + length * float(found.double().mean()), count + length
+    if not count:
+        raise ValueError("examples must hold at least one sequence, got none")
+    return math.exp(-total / count) if -total / count < 700 else math.inf
+
+
+def _device_of(generator: torch.Generator | None) -> torch.device:
+    return torch.device("cpu") if generator is None else generator.device
+
+
+def _of_copies(key: str, value: Any, copies: int, device: torch.device) -> Any:
+    """Repeat a batch of one sequence for several copies of it."""
+    if key == "context":
+        return {name: _of_copies("", track, copies, device) for name, track in value.items()}
+    if isinstance(value, Tensor):
+        return value.to(device).expand(copies, *value.shape[1:])
+    return value[0]  # a structure, the same for all of them

@@ -1,0 +1,1 @@
+"""Objectives: how examples become a batch, a loss, and numbers to report."""

@@ -1,0 +1,150 @@
+"""Causal language modelling: every token is guessed from those before it."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from graphattn.graphs.arguments import as_choice, as_float
+from graphattn.train.batches.calling import answers_at, call, unwrapped
+from graphattn.train.batches.collation import collate_tokens
+from graphattn.train.objectives.likelihood import LikelihoodObjective, nats, num_right
+from graphattn.train.objectives.objective import Batch, Example, Loss
+
+
+class NextToken(LikelihoodObjective):
+    r"""Causal language modelling: the model's answer at a token is a guess of the one behind it.
+
+    The loss is the mean over all tokens but the first of every sequence, in nats per token:
+
+    .. math::
+        \frac{1}{\sum_b (N_b - 1)} \sum_b \sum_{i \geq 2} -\log p(x_{b,i} \mid x_{b,1 .. i-1})
+
+    Windows of a document are sequences of their own: nothing is guessed, and nothing seen, across
+    their borders. Evaluations report bits per token, and bits per byte where the bytes are known,
+    which compares tokenizers: bits of all guessed tokens over the bytes that these stand for.
+
+    Args:
+        bytes_per_token: of the text, on average; or a list with the bytes of every token of the
+            vocabulary, which counts exactly. 1 for bytes. None: bits per byte are not reported.
+        packed: call the model with sequences of unequal lengths one after the other in one row,
+            over graphs that keep them apart, in place of padded rows. It changes no answer.
+
+    Raises:
+        ValueError: names the argument, its value and what is allowed; in `loss`, for a model whose
+            graphs show tokens what they are to guess.
+
+    Example:
+        >>> import torch, graphattn as ga
+        >>> model = ga.models.CausalLM(256, dim=16, depth=1, heads=2)
+        >>> objective = ga.train.NextToken(bytes_per_token=1)
+        >>> texts = [b"To be, or not to be", b"that is the question"]
+        >>> batch = objective.collate([{"tokens": torch.tensor(list(text))} for text in texts])
+        >>> loss = objective.loss(model, batch)
+        >>> loss.count  # 19 + 20 bytes, two of which are the first
+        37
+        >>> sorted(objective.evaluate(model, [batch]))
+        ['accuracy', 'bits_per_byte', 'bits_per_token', 'loss', 'perplexity']
+    """
+
+    name = "causal"
+
+    def __init__(
+        self, bytes_per_token: float | Sequence[float] | None = None, *, packed: bool = False
+    ) -> None:
+        self.bytes_per_token = bytes_per_token
+        self._bytes = _as_bytes(bytes_per_token)
+        self.packed = as_choice("packed", packed, (False, True))
+
+    def collate(self, examples: Sequence[Example]) -> Batch:
+        """Sequences as one batch."""
+        return collate_tokens(examples)
+
+    def guesses(
+        self, model: nn.Module, batch: Batch, generator: torch.Generator | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Logits [n, vocab_size] of all tokens but the first of every sequence, and these [n].
+
+        The model reads whole sequences, the last token too, of which nothing is asked: their
+        lengths stay round.
+        """
+        _check_causal(unwrapped(model))
+        tokens, valid = batch["tokens"], batch.get("valid")
+        if valid is None:
+            logits, _ = call(model, tokens, batch)
+            if logits.shape[:-1] != tokens.shape:
+                raise ValueError(
+                    f"model must give logits [B, N, K] for tokens {list(tokens.shape)}, got "
+                    f"{list(logits.shape)}"
+                )
+            return logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()
+        is_guessed = torch.zeros_like(valid)
+        is_guessed[:, 1:] = valid[:, 1:] & valid[:, :-1]  # and no padding is what guesses
+        before = is_guessed.roll(-1, 1)  # (the last column gets the first one: False)
+        return answers_at(model, tokens, batch, before, packed=self.packed), tokens[is_guessed]
+
+    def loss(
+        self, model: nn.Module, batch: Batch, generator: torch.Generator | None = None
+    ) -> Loss:
+        """Nats of all tokens but the first of every sequence; "accuracy", and "bytes" if known."""
+        logits, truth = self.guesses(model, batch, generator)
+        sums = {"accuracy": num_right(logits, truth)}
+        if isinstance(self._bytes, float):
+            sums["bytes"] = self._bytes * len(truth)
+        elif self._bytes is not None:
+            if self._bytes.numel() != logits.shape[-1]:
+                raise ValueError(
+                    f"bytes_per_token must hold one number per token ({logits.shape[-1]}), got "
+                    f"{self._bytes.numel()}"
+                )
+            sums["bytes"] = float(self._bytes.to(truth.device)[truth].sum())
+        return Loss(nats(logits, truth).sum(), len(truth), sums)
+
+    def report(self, mean: float, means: dict[str, float]) -> dict[str, float]:
+        """Loss, perplexity, accuracy, bits per token and, where bytes are known, per byte."""
+        means = dict(means)
+        num_bytes = means.pop("bytes", 0.0)
+        found = super().report(mean, means)
+        found["bits_per_token"] = mean / math.log(2)
+        if num_bytes:
+            found["bits_per_byte"] = mean / math.log(2) / num_bytes
+        return found
+
+
+_CAUSAL: weakref.WeakSet[Any] = weakref.WeakSet()  # models that were looked at
+
+
+def _as_bytes(found: Any) -> float | Tensor | None:
+    if found is None:
+        return None
+    if isinstance(found, str) or not hasattr(found, "__len__"):
+        return as_float("bytes_per_token", found, positive=True)
+    try:
+        table = torch.as_tensor(found, dtype=torch.float64)
+    except (TypeError, ValueError):
+        table = torch.zeros(())
+    if table.dim() != 1 or not len(table) or not ((table >= 0) & table.isfinite()).all():
+        raise ValueError(
+            "bytes_per_token must be a number > 0, or one finite number >= 0 per token, got "
+            f"{found!r:.80}"
+        )
+    return table
+
+
+def _check_causal(model: Any) -> None:
+    """ValueError for a model whose own graphs show tokens those that follow."""
+    if not hasattr(model, "graphs") or model in _CAUSAL:
+        return
+    for place, graph in enumerate(model.graphs(4)):
+        source, target = graph.edge_index
+        if bool((source > target).any()):
+            raise ValueError(
+                "model must let a token see earlier ones alone, as CausalLM does; block "
+                f"{place} of this {type(model).__name__} shows a token what it is to guess"
+            )
+    _CAUSAL.add(model)

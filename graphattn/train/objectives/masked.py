@@ -1,0 +1,149 @@
+"""Masked tokens: a model guesses tokens that it does not see from those that it sees."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from graphattn.graphs.arguments import as_choice, as_int
+from graphattn.train.batches.calling import answers_at, unwrapped
+from graphattn.train.batches.collation import collate_tokens
+from graphattn.train.objectives.likelihood import LikelihoodObjective, nats
+from graphattn.train.objectives.masking import mask_tokens
+from graphattn.train.objectives.objective import Batch, Example, Loss
+from graphattn.train.objectives.schedules import MaskSchedule, Schedule
+
+
+class MaskedTokens(LikelihoodObjective):
+    r"""Masked-token modelling: a share of the tokens is hidden, and the model guesses them.
+
+    The share is drawn per sequence from a :class:`MaskSchedule`, and every token is masked with it
+    as its probability. The loss is the mean over all masked tokens, in nats per masked token:
+
+    .. math::
+        \frac{\sum_b \sum_{i \in M_b} -\log p(x_{b,i} \mid x_{b, \setminus M_b})}{\sum_b |M_b|}
+
+    A sequence of which no token was drawn has one masked, each as likely.
+
+    With ``weight="1/ratio"`` a sequence counts by one over its ratio r, in nats per token:
+
+    .. math::
+        \frac{\sum_b \frac{1}{r_b} \sum_{i \in M_b}
+            -\log p(x_{b,i} \mid x_{b, \setminus M_b})}{\sum_b N_b}
+
+    For the schedule "linear" its expectation is an upper bound of the negative log-likelihood of
+    the text, that of absorbing diffusion. Then no token is masked that was not drawn.
+
+    Args:
+        mask_token: the token that stands for "guess this one"; that of a
+            :class:`~graphattn.models.ProteinModel` is ``model.mask_token``.
+        schedule: "constant", "linear", "cosine", "sqrt" or "betalinear30".
+        mask_ratio: of "constant", in (0, 1].
+        replace: of the masked tokens, 80 % become the mask token, 10 % a random one and 10 % stay
+            (BERT), in place of all of them the mask token.
+        vocab_size: with `replace`, random tokens are those of 0 .. vocab_size - 1 but the mask
+            token; `mask_token` if None.
+        weight: "none" or "1/ratio".
+        packed: call the model with sequences of unequal lengths one after the other in one row,
+            over graphs that keep them apart, in place of padded rows. It changes no answer.
+
+    Raises:
+        ValueError: names the argument, its value and what is allowed.
+
+    Source:
+        BERT (Devlin et al., 2019), Section 3.1 and Appendix A.1; ESM3 (Hayes et al., 2024),
+        Appendix A.2.2; for ``weight="1/ratio"`` MDLM (Sahoo et al., 2024), Equation 10, and LLaDA
+        (Nie et al., 2025), Equation 3.
+
+    Example:
+        >>> import torch, graphattn as ga
+        >>> model = ga.models.ProteinModel(16, depth=1, heads=2)
+        >>> objective = ga.train.MaskedTokens(model.mask_token, "betalinear30")
+        >>> batch = objective.collate(
+        ...     [{"tokens": model.tokenizer.encode(text)} for text in ("MKVLAGHW", "GWKLM")])
+        >>> batch["tokens"].shape, batch["valid"].sum(1)
+        (torch.Size([2, 8]), tensor([8, 5]))
+        >>> loss = objective.loss(model, batch)
+        >>> loss.mean.backward()
+        >>> sorted(objective.evaluate(model, [batch]))
+        ['accuracy', 'loss', 'perplexity']
+    """
+
+    name = "masked"
+
+    def __init__(
+        self,
+        mask_token: int,
+        schedule: Schedule = "constant",
+        mask_ratio: float = 0.15,
+        *,
+        replace: bool = False,
+        vocab_size: int | None = None,
+        weight: Literal["none", "1/ratio"] = "none",
+        packed: bool = False,
+    ) -> None:
+        self.mask_token = as_int("mask_token", mask_token, 0)
+        self.schedule, self.mask_ratio = schedule, mask_ratio
+        self._ratios = MaskSchedule(schedule, mask_ratio)
+        self.replace = as_choice("replace", replace, (False, True))
+        self.vocab_size = vocab_size
+        self.weight = as_choice("weight", weight, ("none", "1/ratio"))
+        self.packed = as_choice("packed", packed, (False, True))
+        if vocab_size is not None and not replace:
+            raise ValueError(
+                f"vocab_size must be None without replace=True, which alone needs it, got "
+                f"{vocab_size}"
+            )
+        # Refuses a vocabulary that leaves no random token.
+        mask_tokens(torch.zeros(0).long(), mask_token, replace=replace, vocab_size=vocab_size)
+
+    def collate(self, examples: Sequence[Example]) -> Batch:
+        """Sequences, with their structures and context, as one batch."""
+        return collate_tokens(examples)
+
+    def guesses(
+        self, model: nn.Module, batch: Batch, generator: torch.Generator | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Logits [n, vocab_size] of the masked tokens, and what they were, [n]."""
+        logits, truth, _ = self._guesses(model, batch, generator)
+        return logits, truth
+
+    def loss(
+        self, model: nn.Module, batch: Batch, generator: torch.Generator | None = None
+    ) -> Loss:
+        """Nats of the masked tokens, weighted as `weight` says; "accuracy" where it is "none"."""
+        if self.weight == "none":
+            return super().loss(model, batch, generator)
+        logits, truth, ratio = self._guesses(model, batch, generator)
+        valid = batch.get("valid")
+        count = batch["tokens"].numel() if valid is None else int(valid.sum())
+        return Loss((nats(logits, truth) / ratio).sum(), count)
+
+    def _guesses(
+        self, model: nn.Module, batch: Batch, generator: torch.Generator | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Logits [n, vocab_size], the truth [n], and the ratio of the sequence of each [n]."""
+        tokens = batch["tokens"]
+        inside = unwrapped(model)
+        vocab_size = getattr(inside, "vocab_size", None)
+        if isinstance(vocab_size, int) and self.mask_token >= vocab_size:
+            raise ValueError(
+                f"mask_token must be one of the {vocab_size} tokens that this "
+                f"{type(inside).__name__} reads, got {self.mask_token}"
+            )
+        ratios = self._ratios.draw(len(tokens), generator=generator, device=tokens.device)
+        inputs, masked = mask_tokens(
+            tokens,
+            self.mask_token,
+            mask_ratio=ratios[:, None],
+            valid=batch.get("valid"),
+            generator=generator,
+            replace=self.replace,
+            vocab_size=self.vocab_size,
+            at_least_one=self.weight == "none",
+        )
+        logits = answers_at(model, inputs, batch, masked, packed=self.packed)
+        return logits, tokens[masked], ratios[:, None].expand_as(masked)[masked]

@@ -1,0 +1,124 @@
+"""Objectives, from which a model learns: how examples become a batch, and what its answers to it
+lose.
+"""
+
+from __future__ import annotations
+
+import abc
+import inspect
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from graphattn.models.proteins.scores import evaluating
+
+Example = dict[str, Any]  # "tokens" [N], or "image" [C, H, W], and what an objective needs beside
+Batch = dict[str, Any]  # tensors, and what models take beside tensors
+
+
+@dataclass
+class Loss:
+    """Loss of a model on a batch: sums, so that batches of any size add up.
+
+    Attributes:
+        total: the sum over all answers, in nats for likelihoods: a scalar with a gradient.
+        count: how many answers there were.
+        sums: other sums that are reported as means over `count`, such as right answers.
+
+    Example:
+        >>> import torch
+        >>> from graphattn.train import Loss
+        >>> Loss(torch.tensor(6.0), 3).mean
+        tensor(2.)
+    """
+
+    total: Tensor
+    count: int
+    sums: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def mean(self) -> Tensor:
+        """The loss per answer; 0 where there was none."""
+        return self.total / max(self.count, 1)
+
+
+class Objective(abc.ABC):
+    """Objective that a model learns from.
+
+    A subclass says how examples are put together (:meth:`collate`) and what a model's answers lose
+    (:meth:`loss`). Random numbers, such as those of a mask, are drawn in `loss`: from `generator`,
+    or from torch's own where it is None, so that a training run that goes on from a checkpoint
+    draws what it would have drawn.
+
+    Example:
+        >>> import torch
+        >>> from graphattn.train import Loss, Objective
+        >>> class Autoencoding(Objective):
+        ...     name = "autoencoding"
+        ...     def collate(self, examples):
+        ...         return {"image": torch.stack([example["image"] for example in examples])}
+        ...     def loss(self, model, batch, generator=None):
+        ...         apart = model(batch["image"]) - batch["image"]
+        ...         return Loss(apart.square().sum(), apart.numel())
+        ...     def report(self, mean, means):
+        ...         return {"loss": mean}
+        >>> objective = Autoencoding()
+        >>> batch = objective.collate([{"image": torch.ones(1, 2, 2)}] * 3)
+        >>> objective.evaluate(torch.nn.Dropout(1.0), [batch])  # nothing is left out
+        {'loss': 0.0}
+    """
+
+    name: str  # as it is chosen on the command line
+
+    @abc.abstractmethod
+    def collate(self, examples: Sequence[Example]) -> Batch:
+        """Examples as one batch; of unequal lengths, padded on the right with ``valid``."""
+
+    @abc.abstractmethod
+    def loss(
+        self, model: nn.Module, batch: Batch, generator: torch.Generator | None = None
+    ) -> Loss:
+        """Compute the loss of the model's answers."""
+
+    def __repr__(self) -> str:
+        given = [
+            f"{name}={getattr(self, name)!r}"
+            for name, own in inspect.signature(type(self)).parameters.items()
+            if hasattr(self, name) and repr(getattr(self, name)) != repr(own.default)
+        ]
+        return f"{type(self).__name__}({', '.join(given)})"
+
+    def report(self, mean: float, means: dict[str, float]) -> dict[str, float]:
+        """Named numbers of an evaluation, from the mean loss and the means of ``Loss.sums``."""
+        perplexity = math.exp(mean) if mean < 700 else math.inf
+        return {"loss": mean, "perplexity": perplexity, **means}
+
+    @torch.no_grad()
+    def evaluate(
+        self, model: nn.Module, batches: Iterable[Batch], seed: int = 0
+    ) -> dict[str, float]:
+        """The numbers of :meth:`report` over all batches; random numbers are those of `seed`.
+
+        All parts of the model are in evaluation mode meanwhile. Two calls give the same numbers.
+        """
+        total, count = 0.0, 0
+        sums: dict[str, float] = {}
+        with evaluating(model):
+            for place, batch in enumerate(batches):
+                found = self.loss(model, batch, evaluation_generator(batch, place, seed))
+                total, count = total + float(found.total), count + found.count
+                for key, value in found.sums.items():
+                    sums[key] = sums.get(key, 0.0) + float(value)
+        if count == 0:
+            raise ValueError("batches must hold at least one answer, got none")
+        return self.report(total / count, {key: value / count for key, value in sums.items()})
+
+
+def evaluation_generator(batch: Batch, place: int, seed: int) -> torch.Generator:
+    """The random numbers of one batch of an evaluation, whatever came before it."""
+    device = next((x.device for x in batch.values() if isinstance(x, Tensor)), torch.device("cpu"))
+    return torch.Generator(device).manual_seed(seed + 1_000_003 * place)

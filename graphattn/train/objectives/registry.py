@@ -1,0 +1,57 @@
+"""Objectives by their names, as the command line and a run's file call them."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+from typing import Any
+
+from graphattn.train.objectives.objective import Objective
+
+_OBJECTIVES = {  # name: module and class in graphattn.train
+    "masked": ("objectives.masked", "MaskedTokens"),
+    "causal": ("objectives.causal", "NextToken"),
+    "classification": ("objectives.classification", "Classification"),
+    "regression": ("objectives.regression", "ResidueRegression"),
+    "diffusion": ("diffusion", "AbsorbingDiffusion"),
+}
+
+
+def objective(name: str, **options: Any) -> Objective:
+    """The objective of a name: "masked", "causal", "classification", "regression" or "diffusion".
+
+    Args:
+        name: as ``graphattn train --objective`` takes it.
+        options: arguments of its class, such as `mask_token` of "masked".
+
+    Raises:
+        ValueError: for a name that is none, an option that it does not have, and one that it needs
+            and was not given.
+
+    Example:
+        >>> import graphattn as ga
+        >>> ga.train.objective("masked", mask_token=21, schedule="betalinear30")
+        MaskedTokens(mask_token=21, schedule='betalinear30')
+        >>> ga.train.objective("masked", mask_token=21, mask_rate=0.3)
+        Traceback (most recent call last):
+            ...
+        ValueError: objective 'masked' has no option 'mask_rate'; did you mean mask_ratio?
+    """
+    if name not in _OBJECTIVES:
+        raise ValueError(
+            f"objective must be one of {', '.join(map(repr, _OBJECTIVES))}, got {name!r}"
+        )
+    module, kind = _OBJECTIVES[name]
+    made: Any = getattr(importlib.import_module(f"graphattn.train.{module}"), kind)
+    known = inspect.signature(made).parameters
+    for option in options:
+        if option not in known:
+            near = difflib.get_close_matches(option, known, 1)
+            hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(known)}"
+            raise ValueError(f"objective {name!r} has no option {option!r}; {hint}")
+    for option, parameter in known.items():
+        if parameter.default is inspect.Parameter.empty and option not in options:
+            raise ValueError(f"objective {name!r} needs the option {option!r}")
+    found: Objective = made(**options)
+    return found

@@ -1,0 +1,193 @@
+"""Checkpoints of a run: each complete or absent, the newest and the best kept."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from graphattn.nn.files import pretrained
+from graphattn.nn.files.config import Configured
+from graphattn.train.runs.records import sync
+
+UNFINISHED = "."  # what folders being written or removed are called begins so
+STATE = "trainer_state.json"  # what transformers calls it
+NAME = re.compile(r"step-(\d{8,})")
+LEFT = re.compile(r"\.(step-\d{8,}|model)\.(unfinished|removed)")
+
+
+def checkpoint_path(folder: Path, step: int) -> Path:
+    """Return the path of a step's checkpoint in the folder of a run."""
+    return folder / "checkpoints" / f"step-{step:08d}"
+
+
+def complete_checkpoints(folder: Path) -> list[int]:
+    """The steps of all checkpoints, ascending: what has its name is complete."""
+    found = folder / "checkpoints"
+    names = [path.name for path in found.iterdir() if path.is_dir()] if found.is_dir() else []
+    return sorted(int(match[1]) for match in map(NAME.fullmatch, names) if match)
+
+
+def best_checkpoint(folder: Path) -> int | None:
+    """The step of the lowest validation loss, as the newest checkpoint knows it, or the newest."""
+    steps = complete_checkpoints(folder)
+    if not steps:
+        return None
+    text = (checkpoint_path(folder, steps[-1]) / STATE).read_text(encoding="utf-8")
+    best = json.loads(text).get("best_global_step")
+    return best if best in steps else steps[-1]
+
+
+def check_newest(folder: Path) -> None:
+    """Whether a run can go on from its newest checkpoint, of which nothing may be missing.
+
+    Raises:
+        ValueError: a file is missing or broken; the message names it.
+    """
+    steps = complete_checkpoints(folder)
+    if not steps:
+        return
+    path = checkpoint_path(folder, steps[-1])
+    random = [own.name for own in path.glob("rng_state*.pth")] or ["rng_state.pth"]
+    names = [pretrained.WEIGHTS, STATE, "running_loss.json", "optimizer.pt", "scheduler.pt"]
+    for name in (*names, *random):
+        if (wrong := _what_is_wrong(path / name)) is not None:
+            before = f"that of step {steps[-2]}" if len(steps) > 1 else "the start"
+            raise ValueError(
+                f"{path / name} {wrong}: the run cannot go on from there; without the folder "
+                f"{str(path)!r} it goes on from {before}"
+            )
+
+
+def _what_is_wrong(file: Path) -> str | None:
+    """Describe what is wrong with a file: missing, or cut off, which its ends show."""
+    from safetensors import SafetensorError, safe_open
+
+    if not file.is_file():
+        return "is missing"
+    try:
+        if file.suffix == ".json":
+            if not isinstance(json.loads(file.read_text(encoding="utf-8")), dict):
+                return "is broken"
+        elif file.suffix == ".safetensors":
+            with safe_open(file, "pt"):
+                pass
+        elif not zipfile.is_zipfile(file):  # what torch.save writes
+            return "is broken"
+    except (ValueError, SafetensorError) as error:
+        return f"is broken ({error})"
+    return None
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Remove what a killed process left behind: files and folders under their other name."""
+    for place in (folder, folder / "checkpoints"):
+        for path in place.glob(f"{UNFINISHED}*") if place.is_dir() else ():
+            if not path.is_dir():
+                if path.name.startswith((".log.jsonl.", ".run.json.", ".config.yaml.")):
+                    path.unlink(missing_ok=True)
+            elif LEFT.fullmatch(path.name):
+                shutil.rmtree(path)
+
+
+def unfinished_path(folder: Path, step: int) -> Path:
+    """Return the path where a step's checkpoint is written before it is complete."""
+    return folder / "checkpoints" / f"{UNFINISHED}step-{step:08d}.unfinished"
+
+
+def publish(aside: Path, path: Path) -> None:
+    """Give a folder that is written in full its name, everything in it being on the disk.
+
+    What had that name before is gone only after the new one has taken it over; a process killed in
+    between leaves the old one or none.
+    """
+    for parent, _, names in os.walk(aside):
+        sync(*(Path(parent) / name for name in names), Path(parent))
+    before = path.with_name(f"{UNFINISHED}{path.name}.removed")
+    shutil.rmtree(before, ignore_errors=True)
+    if path.exists():
+        path.rename(before)
+    aside.rename(path)
+    sync(path.parent)
+    shutil.rmtree(before, ignore_errors=True)
+
+
+def keep_checkpoints(folder: Path, newest: int, best: int | None) -> None:
+    """Remove all checkpoints but the `newest` last ones and the one of step `best`."""
+    steps = complete_checkpoints(folder)
+    for step in steps[:-newest]:
+        if step != best:
+            _remove(checkpoint_path(folder, step))
+
+
+def _remove(path: Path) -> None:
+    """Remove a folder, which has another name before the first of its files is gone."""
+    aside = path.with_name(f"{UNFINISHED}{path.name}.removed")
+    shutil.rmtree(aside, ignore_errors=True)
+    path.rename(aside)
+    sync(path.parent)
+    shutil.rmtree(aside)
+
+
+# Models.
+
+
+def save_model(model: nn.Module, folder: Path) -> None:
+    """Write a model as :func:`graphattn.save` does; what files cannot make again, as numbers."""
+    from safetensors.torch import save_model as save_numbers
+
+    if isinstance(model, Configured):
+        try:
+            pretrained.save(model, folder)
+            return
+        except ValueError:  # it holds parts of other classes, or is not as it was made
+            pass
+    folder.mkdir(parents=True, exist_ok=True)
+    save_numbers(model, str(folder / pretrained.WEIGHTS))
+
+
+def load_weights(model: nn.Module, folder: Path) -> None:
+    """Read the numbers of :func:`save_model` into a model of the same shapes.
+
+    Raises:
+        ValueError: the file is broken, or does not fit the model.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import load_model
+
+    path = folder / pretrained.WEIGHTS
+    try:
+        load_model(model, path, strict=True)
+    except (SafetensorError, RuntimeError) as error:
+        raise ValueError(f"{path} does not fit the model: {error}") from error
+
+
+def copy_model(source: Path, target: Path) -> None:
+    """Put the model of a checkpoint into a folder of its own."""
+
+    def write(aside: Path) -> None:
+        for name in (pretrained.WEIGHTS, pretrained.CONFIG):
+            if (source / name).is_file():
+                shutil.copyfile(source / name, aside / name)
+
+    write_folder(target, write)
+
+
+def write_folder(path: Path, write: Callable[[Path], Any]) -> None:
+    """Write a folder aside and give it its name when it is complete."""
+    aside = path.with_name(f"{UNFINISHED}{path.name}.unfinished")
+    shutil.rmtree(aside, ignore_errors=True)
+    try:
+        aside.mkdir(parents=True)
+        write(aside)
+        publish(aside, path)
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise

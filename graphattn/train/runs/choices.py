@@ -1,0 +1,344 @@
+"""Choice of a model and an objective that fit the data and each other."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+import graphattn.models
+from graphattn.models.mixers import options_taken
+from graphattn.models.presets import preset as arguments_of
+from graphattn.nn.files import pretrained
+from graphattn.train.batches.calling import unwrapped
+from graphattn.train.runs.config import RunConfig
+from graphattn.train.runs.heads import WithHead
+
+if TYPE_CHECKING:
+    from graphattn.data import Corpus
+
+MOST_PATCHES = 64  # of an image, where nothing else is said
+_TOKENS = ("text", "nucleotide", "protein", "structures")
+_KINDS = {  # what a class of models reads
+    "CausalLM": _TOKENS,
+    "SequenceEncoder": _TOKENS,
+    "ProteinModel": ("protein", "structures"),
+    "VisionTransformer": ("images",),
+    "SwinTransformer": ("images",),
+}
+_OBJECTIVES = {  # what it can learn from
+    "CausalLM": ("causal", "classification", "regression"),
+    "SequenceEncoder": ("masked", "diffusion", "classification", "regression"),
+    "ProteinModel": ("masked", "diffusion", "classification", "regression"),
+    "VisionTransformer": ("classification",),
+    "SwinTransformer": ("classification",),
+}
+_WITH_MASK = ("masked", "diffusion")
+
+
+def choose_objective(config: RunConfig, corpus: Corpus) -> RunConfig:
+    """Name the model and the objective, and refuse pairs that cannot work."""
+    names = ("masked", "diffusion", "causal", "classification", "regression")
+    if config.objective not in ("auto", *names):
+        raise ValueError(
+            f"objective must be one of {', '.join(map(repr, ('auto', *names)))}, got "
+            f"{config.objective!r}"
+        )
+    kind = corpus.kind
+    if config.model == "auto":
+        config = config.replace(model=_model_for(config.objective, kind))
+    elif os.path.isdir(config.model):
+        config = config.replace(model=os.path.abspath(config.model))
+    elif config.model not in graphattn.models.presets():
+        raise ValueError(
+            "model must be 'auto', a preset (`graphattn models` lists them) or the folder of a "
+            f"saved model, got {config.model!r}"
+        )
+    name, noise = _class_of(config)
+    if kind not in _KINDS[name]:
+        raise ValueError(
+            f"model {config.model!r} is a {name}, for {' and '.join(_KINDS[name])}, and data is of "
+            f"kind {kind!r}"
+        )
+    if config.objective == "auto":
+        if noise:
+            config = config.replace(objective="diffusion")
+        else:
+            config = config.replace(objective=_OBJECTIVES[name][0])
+    if config.objective not in _OBJECTIVES[name]:
+        raise ValueError(
+            f"objective must be {' or '.join(map(repr, _OBJECTIVES[name]))} for a {name}, got "
+            f"{config.objective!r}"
+        )
+    if noise and config.objective != "diffusion":
+        raise ValueError(
+            f"objective must be 'diffusion' for a model with noise_dim={noise}, got "
+            f"{config.objective!r}"
+        )
+    _check_labels(config, corpus)
+    return config
+
+
+def choose_model(config: RunConfig, corpus: Corpus) -> tuple[RunConfig, nn.Module]:
+    """The model that a config asks for, as large as the data needs; its options are filled in."""
+    if os.path.isdir(config.model):
+        return config, _saved_model(config, corpus)
+    made = graphattn.models.presets()[config.model]
+    kind = getattr(graphattn.models, made.model)
+    given = dict(config.model_options)
+    known = [name for name in inspect.signature(kind).parameters if name not in _OWN_OPTIONS]
+    for name in given:
+        if name in _OWN_OPTIONS:
+            raise ValueError(f"model_options must not hold {name!r}, an option of its own")
+        if name not in known:
+            raise ValueError(
+                f"model_options must hold arguments of {made.model}, got {name!r}; it takes "
+                f"{', '.join(known)}"
+            )
+    arguments = {**arguments_of(config.model, made.model, config.mixer), **given}
+    if corpus.kind == "images":
+        given |= _of_images(corpus, arguments, config)
+    elif "vocab_size" in known:
+        least = _tokens_of(corpus) + (config.objective in _WITH_MASK)
+        given.setdefault("vocab_size", least)
+        if not isinstance(given["vocab_size"], int) or given["vocab_size"] < least:
+            raise ValueError(
+                f"model_options: vocab_size must be at least {least}, the tokens of the data"
+                f"{' and a mask' if config.objective in _WITH_MASK else ''}, got "
+                f"{given['vocab_size']!r}"
+            )
+    if made.model == "SequenceEncoder" and config.objective == "diffusion":
+        given.setdefault("noise_dim", arguments.get("noise_dim") or 128)
+        given.setdefault("zero_head", True)
+    changes = {**given, **_mixing(config, arguments, known)}
+    if config.objective in ("classification", "regression") and made.model == "CausalLM":
+        given.setdefault("tie_weights", False)
+        changes.setdefault("tie_weights", False)
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(config.seed)
+            model: nn.Module = kind.from_preset(config.model, **changes)
+            if config.objective == "classification" and corpus.kind != "images":
+                model = WithHead(model, _num_classes(corpus))
+    except (ValueError, TypeError, RuntimeError) as error:  # torch's, if there is no memory
+        raise ValueError(f"model {config.model!r}: {str(error).splitlines()[0]}") from None
+    return config.replace(model_options=given), model
+
+
+def objective_options(config: RunConfig, corpus: Corpus, model: nn.Module) -> dict[str, Any]:
+    """Return the objective's options that follow from the data, where nothing else was said."""
+    options = dict(config.objective_options)
+    if config.objective in _WITH_MASK:
+        least = _tokens_of(corpus)
+        own = options.setdefault("mask_token", least)
+        if not isinstance(own, int) or own < least:
+            raise ValueError(
+                f"objective_options: mask_token must be at least {least}, behind the tokens of the "
+                f"data, got {own!r}"
+            )
+    elif config.objective == "causal" and corpus.kind == "text":
+        share = corpus.num_bytes / corpus.num_tokens
+        options.setdefault("bytes_per_token", 1 if share == 1 else share)
+    elif config.objective == "classification":
+        of_images = corpus.kind == "images"
+        num_classes = model.num_classes if of_images else _num_classes(corpus)
+        options.setdefault("num_classes", num_classes)
+        if not of_images:
+            options.setdefault("per_token", True)
+    return options
+
+
+def tokens_of_image(model: nn.Module) -> int:
+    """How many patches a model makes of an image."""
+    own: Any = unwrapped(model)
+    height, width = _pair(own.config["image_size"])
+    sides = _pair(own.config["patch_size"])
+    return (height // sides[0]) * (width // sides[1])
+
+
+_OWN_OPTIONS = ("mixer", "mixer_options", "window")
+
+
+def _model_for(objective: str, kind: str) -> str:
+    if kind == "images":
+        return "digits"
+    if objective == "causal":
+        return "dna-1m" if kind == "nucleotide" else "text-1m"
+    if objective != "auto":
+        return (
+            "protein-structure-1m"
+            if (objective, kind) == ("masked", "structures")
+            else ("encoder-1m")
+        )
+    return {
+        "text": "text-1m",
+        "nucleotide": "dna-1m",
+        "protein": "encoder-1m",
+        "structures": "protein-structure-1m",
+    }[kind]
+
+
+def _class_of(config: RunConfig) -> tuple[str, int | None]:
+    """The class of the model, and its `noise_dim` if it has one that was asked for."""
+    if not os.path.isdir(config.model):
+        made = graphattn.models.presets()[config.model]
+        return made.model, {**made.arguments, **config.model_options}.get("noise_dim")
+    path = os.path.join(config.model, pretrained.CONFIG)
+    if not os.path.isfile(path):
+        raise ValueError(
+            f"model must be a preset or the folder of a saved model, got {config.model!r}, which "
+            f"holds no {pretrained.CONFIG}"
+        )
+    with torch.device("meta"):
+        found: Any = pretrained.load(config.model, device="cpu")
+    inner = found.model if isinstance(found, WithHead) else found
+    name = type(inner).__name__
+    if name not in _KINDS:
+        raise ValueError(f"model must be one of {', '.join(_KINDS)}, got a {name}")
+    return name, getattr(inner, "noise_dim", None)
+
+
+def _saved_model(config: RunConfig, corpus: Corpus) -> nn.Module:
+    for name in ("model_options", "mixer", "mixer_options", "window"):
+        if getattr(config, name):
+            raise ValueError(
+                f"{name} must not be given with a saved model, which is as it was made, got "
+                f"{getattr(config, name)!r}"
+            )
+    model: Any = pretrained.load(config.model)
+    if corpus.kind == "images":
+        own = (model.config["channels"], *_pair(model.config["image_size"]))
+        if own != tuple(corpus.image_shape or ()):
+            raise ValueError(
+                f"model {config.model!r} takes images of (channels, height, width) = {own}, and "
+                f"those of data are {corpus.image_shape}"
+            )
+        if model.num_classes < len(corpus.classes):
+            raise ValueError(
+                f"model {config.model!r} tells {model.num_classes} classes apart, and data has "
+                f"{len(corpus.classes)}"
+            )
+    elif config.objective in ("classification", "regression"):
+        if not isinstance(model, WithHead):
+            model = WithHead(model, _num_classes(corpus))
+    else:
+        least = _tokens_of(corpus) + (config.objective in _WITH_MASK)
+        if model.vocab_size < least and not hasattr(model, "mask_token"):
+            raise ValueError(
+                f"model {config.model!r} has {model.vocab_size} tokens, and the data needs {least}"
+            )
+    return model.train()
+
+
+def _mixing(config: RunConfig, arguments: dict[str, Any], known: list[str]) -> dict[str, Any]:
+    """The mixer, and those options of the preset's that it takes."""
+    changes: dict[str, Any] = {}
+    if config.mixer is not None:
+        changes["mixer"] = config.mixer
+    own = arguments.get("mixer_options") or {}
+    if config.mixer is not None and own:
+        own = options_taken(config.mixer, _depth(arguments), own)
+    if own or config.mixer_options:
+        changes["mixer_options"] = {**own, **config.mixer_options}
+    elif arguments.get("mixer_options"):
+        changes["mixer_options"] = None
+    if config.window is not None:
+        if "window" not in inspect.signature(getattr(graphattn.models, _name(config))).parameters:
+            raise ValueError(
+                f"window must not be given for {config.model!r}, got {config.window!r}: how far a "
+                "patch of an image sees is radius or window_size, in model_options"
+            )
+        changes["window"] = config.window
+        pair = isinstance(config.window, list) and len(config.window) == 2
+        if arguments.get("window_pattern") and not pair:
+            changes["window_pattern"] = None
+    return changes
+
+
+def _name(config: RunConfig) -> str:
+    return graphattn.models.presets()[config.model].model
+
+
+def _depth(arguments: dict[str, Any]) -> int:
+    return int(arguments["depth"] if "depth" in arguments else sum(arguments["depths"]))
+
+
+def _of_images(corpus: Corpus, arguments: dict[str, Any], config: RunConfig) -> dict[str, Any]:
+    """Image size, channels and classes; and patches, where the preset's size is another."""
+    channels, *size = corpus.image_shape or (0, 0, 0)
+    here = {"image_size": size, "channels": channels, "num_classes": len(corpus.classes)}
+    given = config.model_options
+    for name in ("image_size", "channels"):
+        told = given.get(name, here[name])
+        if (list(_pair(told)) if name == "image_size" else told) != here[name]:
+            raise ValueError(
+                f"model_options: {name} must be that of the data, {here[name]}, got {told!r}"
+            )
+    if given.get("num_classes", here["num_classes"]) < here["num_classes"]:
+        raise ValueError(
+            f"model_options: num_classes must be at least {here['num_classes']}, those of the "
+            f"data, got {given['num_classes']}"
+        )
+    here |= {name: given[name] for name in here if name in given}
+    if "patch_size" not in given and "depth" in arguments:
+        sides = _pair(arguments["patch_size"])
+        if list(_pair(arguments["image_size"])) != size or any(
+            a % b for a, b in zip(size, sides, strict=True)
+        ):
+            here["patch_size"] = patch_size_for(size[0], size[1])
+    return here
+
+
+def patch_size_for(height: int, width: int) -> list[int]:
+    """The smallest patches that leave no more than 64 of an image, square ones if there are any.
+
+    Example:
+        >>> from graphattn.train.runs.choices import patch_size_for
+        >>> patch_size_for(28, 28), patch_size_for(8, 8), patch_size_for(32, 48)
+        ([4, 4], [1, 1], [8, 8])
+    """
+    pairs = [
+        (a != b, a * b, [a, b])
+        for a in range(1, height + 1)
+        for b in range(1, width + 1)
+        if height % a == 0 and width % b == 0 and height // a * (width // b) <= MOST_PATCHES
+    ]
+    return min(pairs)[2]
+
+
+def _pair(size: Any) -> tuple[int, int]:
+    return (size, size) if isinstance(size, int) else (size[0], size[1])
+
+
+def _tokens_of(corpus: Corpus) -> int:
+    return 0 if corpus.tokenizer is None else corpus.tokenizer.vocab_size
+
+
+def _num_classes(corpus: Corpus) -> int:
+    """Return the number of classes of tokens: GenBank's labels say whether a base is coding."""
+    return 2
+
+
+def _check_labels(config: RunConfig, corpus: Corpus) -> None:
+    """ValueError where an objective needs labels that the data has not."""
+    if config.objective == "regression":
+        raise ValueError(
+            "objective must be another than 'regression': files of data hold no numbers per token. "
+            "ga.train.fit takes examples that do"
+        )
+    if config.objective != "classification":
+        return
+    if corpus.kind == "images":
+        if len(corpus.classes) < 2:
+            raise ValueError(
+                "data must hold images of two classes or more: a folder per class, or a file of "
+                f"labels beside an idx file; got {len(corpus.classes)}"
+            )
+    elif "labels" not in corpus.example(0, 0, 1):
+        raise ValueError(
+            "objective must be another than 'classification': data has no labels, as GenBank "
+            f"files and images have, got kind {corpus.kind!r}"
+        )

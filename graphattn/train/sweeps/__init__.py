@@ -1,0 +1,1 @@
+"""Sweeps: many trainings that differ in mixer, learning rate and seed."""

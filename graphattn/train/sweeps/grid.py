@@ -1,0 +1,131 @@
+"""Grid of a sweep: mixers, learning rates and seeds, each combination a trial."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from graphattn.graphs.arguments import as_choice, as_int
+from graphattn.models.mixers import HALVES, KINDS, NAMES
+from graphattn.train.runs.config import RunConfig
+
+DIGITS = 4  # of the values of a range: its trials have names that can be read
+FORMS = "numbers (1e-4,3e-4), or a range with its number of values (1e-4..5e-2:7)"
+
+
+@dataclass(frozen=True, order=True)
+class Trial:
+    """One training of a sweep."""
+
+    mixer: str
+    lr: float
+    seed: int
+
+    @property
+    def name(self) -> str:
+        """Name of the trial, and of its folder below ``trials``."""
+        return f"mixer={self.mixer},lr={self.lr!r},seed={self.seed}"
+
+    def config(self, shared: RunConfig, out: str) -> RunConfig:
+        """The config of its run: `mixer_options` are those that its mixer takes."""
+        taken = _options_of(self.mixer)
+        options = {name: own for name, own in shared.mixer_options.items() if name in taken}
+        return shared.replace(
+            mixer=self.mixer, lr=self.lr, seed=self.seed, mixer_options=options, out=out
+        )
+
+
+def trials_of(mixers: Iterable[str], lrs: Iterable[float], seeds: int) -> list[Trial]:
+    """All combinations: every seed of a rate in turn, so that first results come early."""
+    return [Trial(mixer, lr, seed) for seed in range(seeds) for lr in lrs for mixer in mixers]
+
+
+def as_mixers(mixers: str | Sequence[str], options: dict[str, Any]) -> list[str]:
+    """Names of mixers, each once; `options` are options of at least one of them.
+
+    Raises:
+        ValueError: names the argument, its value and what is allowed.
+    """
+    found = [own.strip() for own in mixers.split(",")] if isinstance(mixers, str) else [*mixers]
+    if not found:
+        raise ValueError("mixers must name at least one mixer, got none")
+    for name in found:
+        as_choice("mixers", name, NAMES)
+    for option in options:
+        if not any(option in _options_of(name) for name in found):
+            raise ValueError(
+                f"mixer_options must hold options of {', '.join(found)}, got {option!r}"
+            )
+    return list(dict.fromkeys(found))
+
+
+def as_rates(lrs: str | float | Sequence[float]) -> list[float]:
+    """Learning rates in rising order, each once.
+
+    Args:
+        lrs: numbers, or text: ``1e-4,3e-4``, or ``1e-4..5e-2:7`` for 7 values from 1e-4 to 5e-2,
+            ends included, each the same multiple of the one before (rounded to 4 digits).
+
+    Raises:
+        ValueError: names the argument, its value and what is allowed.
+
+    Example:
+        >>> from graphattn.train.sweeps.grid import as_rates
+        >>> as_rates("1e-4..1e-2:3"), as_rates("1e-2..4e-2:3")
+        ([0.0001, 0.001, 0.01], [0.01, 0.02, 0.04])
+    """
+    if isinstance(lrs, str):
+        found = [rate for part in lrs.split(",") for rate in _rates(part.strip())]
+    elif isinstance(lrs, Iterable):
+        found = [_rate(own, own) for own in lrs]
+    else:
+        found = [_rate(lrs, lrs)]
+    if not found:
+        raise ValueError("lrs must hold at least one learning rate, got none")
+    for rate in found:
+        if not (math.isfinite(rate) and rate > 0):
+            raise ValueError(f"lrs must be finite numbers above 0, got {rate!r}")
+    return sorted(set(found))
+
+
+def as_seeds(seeds: Any) -> int:
+    """How often every combination is trained: with the seeds 0, 1, ..."""
+    return as_int("seeds", seeds, 1)
+
+
+def _options_of(mixer: str) -> set[str]:
+    return {option for name in HALVES.get(mixer, (mixer,)) for option in KINDS[name].options}
+
+
+def _rate(text: Any, whole: Any) -> float:
+    try:
+        return float(text)
+    except (TypeError, ValueError):
+        raise ValueError(f"lrs must be {FORMS}, got {whole!r}") from None
+
+
+def _rates(part: str) -> list[float]:
+    """The values of a number, or of ``first..last:count``."""
+    if ".." not in part:
+        return [_rate(part, part)]
+    ends, colon, number = part.partition(":")
+    first, last = (_rate(end, part) for end in ends.split("..", 1))
+    if not colon or not number.strip().isdecimal():
+        raise ValueError(f"lrs: a range must say how many values it has, {FORMS}, got {part!r}")
+    count = int(number)
+    if not (0 < first < last < math.inf):
+        raise ValueError(f"lrs: a range must rise from a number above 0, got {part!r}")
+    if count < 2:
+        raise ValueError(f"lrs: a range must have at least 2 values, its ends, got {part!r}")
+    differ = f"lrs: the values of a range must differ in {DIGITS} digits, got {part!r}"
+    if count > 9 * 10 ** (DIGITS - 1) * (math.log10(last / first) + 1) + 2:
+        raise ValueError(differ)  # there are no more of so few digits
+    ratio = math.log(last / first) / (count - 1)
+    inner = [float(f"{first * math.exp(ratio * k):.{DIGITS}g}") for k in range(1, count - 1)]
+    found = [first, *inner, last]
+    if any(high <= low for low, high in itertools.pairwise(found)):
+        raise ValueError(differ)
+    return found

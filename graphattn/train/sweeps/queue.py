@@ -1,0 +1,354 @@
+"""The trials of a sweep in Optuna's storage, from which several processes take them."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from graphattn.train.runs.config import RunConfig
+from graphattn.train.runs.folder import FREE, Run, provenance, read_run
+from graphattn.train.runs.records import Row, finite, replace_file, replace_text
+from graphattn.train.sweeps.grid import Trial
+from graphattn.train.sweeps.results import ORIGIN, RESULTS, outcome
+
+SHARED, STORAGE, LOCK, ROWS = "sweep.yaml", "trials.db", ".sweep.lock", "results.jsonl"
+OF_TRIALS = (*FREE, "mixer", "lr", "seed")  # what trials differ in, or do not depend on
+MOST_KILLED = 5  # a trial whose workers die so often is not taken again by itself
+SECONDS = 120  # for which a busy database is waited for
+NUMBERS = ("loss", "best_loss", "best_step", "step", "diverged_at", "seconds", "error")
+NAMED = "name"  # the attribute that says which trial of a sweep a trial of Optuna is
+
+Train = Callable[[RunConfig], Run]
+
+
+class Interrupted(KeyboardInterrupt):
+    """The run has saved its state because somebody asked it to stop."""
+
+
+class TrialQueue:
+    """Queue of trials, their workers and their outcomes.
+
+    Trials are put there and taken while a lock of the folder is held: SQLite alone would let two
+    processes take the same one, as reading a trial's state and writing it are two statements. A
+    trial is trained under a lock of its own, which ends with its process. Killed workers are known
+    by that lock on the same machine, and by Optuna's heartbeat from others.
+
+    Args:
+        folder: of the sweep.
+        grace: seconds without a heartbeat after which a worker counts as killed.
+    """
+
+    def __init__(self, folder: Path, grace: int) -> None:
+        try:
+            import optuna
+        except ImportError as error:
+            raise ImportError("sweeps need optuna: pip install 'graphattn[train]'") from error
+        self.optuna, self.folder = optuna, folder
+        self.lock = FileLock(folder / LOCK)
+        with self.lock, self._without_logs(), self._as_damaged():
+            storage = optuna.storages.RDBStorage(
+                f"sqlite:///{(folder / STORAGE).absolute()}",
+                engine_kwargs={"connect_args": {"timeout": SECONDS}},
+                heartbeat_interval=max(1, grace // 6),
+                grace_period=grace,
+            )
+            self.study = optuna.create_study(
+                storage=storage,
+                study_name="sweep",
+                sampler=optuna.samplers.RandomSampler(),
+                load_if_exists=True,
+            )
+        self.alone: Any = None  # the lock of the trial that is worked on
+        self.finished: Row | None = None  # the row of the trial that was worked on last
+
+    @contextmanager
+    def _as_damaged(self) -> Iterator[None]:
+        """A ValueError where the list of trials cannot be read, or is gone but for its results."""
+        from sqlalchemy.exc import SQLAlchemyError
+
+        path, rows = self.folder / STORAGE, self.folder / ROWS
+        is_empty = not path.is_file() or not path.stat().st_size
+        if is_empty and rows.is_file() and rows.stat().st_size:
+            raise ValueError(
+                f"{str(path)!r} is missing or empty, but there are results in {ROWS}: put it back, "
+                "or choose another folder as out"
+            )
+        try:
+            yield
+        except (SQLAlchemyError, self.optuna.exceptions.StorageInternalError) as error:
+            reason = str(getattr(error, "orig", None) or error)
+            raise ValueError(
+                f"{str(path)!r} cannot be read as the trials of a sweep ({reason}): put back a "
+                f"whole copy, or choose another folder as out; results are in {ROWS}"
+            ) from error
+
+    @contextmanager
+    def _without_logs(self) -> Iterator[None]:
+        """Optuna says nothing: errors are told by rows, and heartbeats work, if "experimental"."""
+        logging = self.optuna.logging
+        level = logging.get_verbosity()
+        logging.set_verbosity(logging.CRITICAL)
+        try:
+            with warnings.catch_warnings():
+                kind = self.optuna.exceptions.ExperimentalWarning
+                warnings.simplefilter("ignore", kind)
+                yield
+        finally:
+            logging.set_verbosity(level)
+
+    # What is to be done.
+
+    def add(self, trials: Iterable[Trial], *, retry_failed: bool = False) -> None:
+        """Enqueue what is not there yet, what a killed process left, and what shall be retried."""
+        with self.lock:
+            known = self._enqueue_left()
+            for tries in known.values() if retry_failed else ():
+                if _status(tries) == "failed":
+                    self._enqueue(_identity(tries[-1]))
+            for trial in trials:
+                if trial.name not in known:
+                    self._enqueue(vars(trial) | {NAMED: trial.name})
+            self._write_rows()
+
+    def _enqueue(self, attributes: dict[str, Any]) -> None:
+        self.study.enqueue_trial({}, user_attrs=attributes)
+
+    def _enqueue_left(self) -> dict[str, list[Any]]:
+        """Enqueue again what nobody works on any more and what has no result; the tries so far.
+
+        Whoever was killed, even while he did this, leaves nothing that the next one does not see.
+        """
+        states = self.optuna.trial.TrialState
+        found = self._by_name()
+        if running := [own[-1] for own in found.values() if own[-1].state == states.RUNNING]:
+            for trial in running:
+                self._fail_if_dead(trial)
+            with self._without_logs():
+                self.optuna.storages.fail_stale_trials(self.study)
+            found = self._by_name()
+        left = [tries for tries in found.values() if tries[-1].state == states.FAIL]
+        for tries in left:
+            if _status(tries) == "interrupted":
+                self._enqueue(_identity(tries[-1]))
+        return found
+
+    def _fail_if_dead(self, trial: Any) -> None:
+        """End the try of a process that is gone from this machine, and its lock with it."""
+        if trial.user_attrs.get("host") != platform.node():
+            return  # locks of other machines may not be seen here
+        states = self.optuna.trial.TrialState
+        with suppress(Timeout), self._lock_of(trial.user_attrs[NAMED]).acquire(timeout=0):
+            # Whoever was there may have ended it since it was looked up.
+            now = self.study.get_trials(deepcopy=False)[trial.number]
+            if now.state == states.RUNNING:
+                self.study.tell(trial.number, state=states.FAIL)
+
+    def _is_gone(self, trial: Any) -> bool:
+        """Whether nobody on this machine holds the lock of a trial that was taken here."""
+        if trial.user_attrs.get("host") != platform.node():
+            return False
+        with suppress(Timeout, OSError), self._lock_of(trial.user_attrs[NAMED]).acquire(timeout=0):
+            return True
+        return False
+
+    def _lock_of(self, name: str) -> FileLock:
+        folder = self.folder / ".locks"
+        folder.mkdir(exist_ok=True)
+        return FileLock(folder / name)
+
+    # Working.
+
+    def work(self, train: Train) -> Row | None:
+        """Take a trial, train it, and write what came out; None where none is waiting.
+
+        Raises:
+            Interrupted: the run was asked to stop; its trial is waiting again.
+        """
+        self.finished = None
+        self.lock.acquire()
+        try:
+            statuses = {_status(tries) for tries in self._enqueue_left().values()}
+            if not statuses & {"waiting", "interrupted"}:
+                return None
+            try:
+                # While the lock is held, nobody else can take what is waiting.
+                with self._without_logs():
+                    self.study.optimize(lambda trial: self._train(trial, train), n_trials=1)
+            except Exception:
+                # An error of the training is kept with its trial. A trial that somebody took for
+                # dead because its heartbeat stood still cannot be told of; it was taken again, and
+                # whoever did finds the run that is over.
+                if self.finished is None:
+                    raise
+        except KeyboardInterrupt:
+            self.lock.acquire()
+            self._enqueue_left()
+            self._write_rows()
+            raise
+        finally:
+            self.lock.release(force=True)
+            if self.alone is not None:  # held until Optuna knows how the trial ended
+                self.alone.release(force=True)
+                self.alone = None
+        with self.lock:
+            self._write_rows()
+        return self.finished
+
+    def _train(self, trial: Any, train: Train) -> float:
+        """Train a trial, called by Optuna while the folder's lock is held, which ends here."""
+        attributes = trial.user_attrs
+        own = Trial(attributes["mixer"], attributes["lr"], attributes["seed"])
+        self.alone = self._lock_of(own.name)
+        with suppress(Timeout):
+            self.alone.acquire(timeout=0)  # before others may ask whether anybody is there
+        trial.set_user_attr("host", platform.node())
+        self.lock.release(force=True)
+        shared = RunConfig.load(self.folder / SHARED)
+        config = own.config(shared, os.fspath(self.folder / "trials" / own.name))
+        origin = provenance(config, "cpu", 1)
+        try:
+            self.alone.acquire()  # taken for dead, somebody was alive: what he finds will be there
+            found = outcome_of(train, config)
+            self.finished = _row(own, found)
+            trial.set_user_attr("result", json.dumps(finite(found.items())))
+            return math.inf if found["loss"] is None else float(found["loss"])
+        except KeyboardInterrupt:
+            trial.set_user_attr("asked", True)
+            raise
+        except Exception as error:
+            if self.finished is None:
+                found = {"status": "failed", "error": f"{type(error).__name__}: {error}"}
+                found |= {name: origin[name] for name in ORIGIN}
+                self.finished = _row(own, found)
+                trial.set_user_attr("error", json.dumps(finite(found.items())))
+            raise
+
+    # What there is.
+
+    def is_over(self) -> bool:
+        """Whether nothing is waiting, and nobody is at work."""
+        over = (*RESULTS, "failed")
+        return all(_status(tries) in over for tries in self._by_name().values())
+
+    def rows(self) -> list[Row]:
+        """A row per trial, in the order in which they were enqueued."""
+        return [
+            _row(Trial(own["mixer"], own["lr"], own["seed"]), self._state(tries))
+            for tries in self._by_name().values()
+            for own in [tries[-1].user_attrs]
+        ]
+
+    def _state(self, tries: list[Any]) -> Row:
+        found: Row = {"status": _status(tries)}
+        attributes = tries[-1].user_attrs
+        if found["status"] in RESULTS:
+            return {**json.loads(attributes["result"])}
+        if found["status"] == "failed":
+            found["error"] = f"its process was killed {MOST_KILLED} times"
+            found |= json.loads(attributes.get("error", "{}"))
+        elif found["status"] == "running":
+            if self._is_gone(tries[-1]):
+                found["status"] = "interrupted"  # as long as nobody has taken it over
+            with suppress(FileNotFoundError, ValueError):  # a folder being made
+                run = read_run(self.folder / "trials" / attributes[NAMED])
+                found |= {"step": run.step, "config": run.info.get("config")}
+        return found
+
+    def _write_rows(self) -> None:
+        text = "".join(json.dumps(finite(row.items())) + "\n" for row in self.rows())
+        replace_text(self.folder / ROWS, text)
+
+    def _by_name(self) -> dict[str, list[Any]]:
+        """All tries of every trial, the last one last."""
+        found: dict[str, list[Any]] = {}
+        for trial in self.study.get_trials(deepcopy=False):
+            if NAMED in trial.user_attrs:
+                found.setdefault(trial.user_attrs[NAMED], []).append(trial)
+        return found
+
+
+def check_folder(folder: Path, shared: RunConfig) -> None:
+    """Refuse to work in a folder that holds something else than this sweep.
+
+    Raises:
+        ValueError: names what differs, there and here.
+    """
+    # Looked at first: another process may make the folder, whose config is there before the rest.
+    inside = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+    if not (folder / SHARED).is_file():
+        if any(name != LOCK and not name.startswith(f".{SHARED}.") for name in inside):
+            raise ValueError(
+                f"out: {str(folder)!r} holds something else than a sweep: choose another folder"
+            )
+        return
+    there, here = (_plain(own) for own in (RunConfig.load(folder / SHARED), shared))
+    names = [name for name in here if name not in OF_TRIALS and there[name] != here[name]]
+    if names:
+        told = [f"{name} is {there[name]!r} there, {here[name]!r} here" for name in names]
+        raise ValueError(
+            f"out: {str(folder)!r} holds a sweep with other options: {'; '.join(told)}. Choose "
+            "another folder, or go on with those (mixers, lrs and seeds may be added)"
+        )
+
+
+def open_folder(folder: Path, shared: RunConfig) -> None:
+    """Make the folder of a sweep, or check that it holds this one."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder / LOCK):
+        check_folder(folder, shared)
+        if not (folder / SHARED).is_file():
+            replace_file(folder / SHARED, shared.save)
+
+
+def outcome_of(train: Train, config: RunConfig) -> Row:
+    """Train, and say what came out.
+
+    Raises:
+        Interrupted: the run was asked to stop.
+    """
+    run = train(config)
+    if run.status == "interrupted":
+        raise Interrupted
+    if run.status not in RESULTS:
+        raise RuntimeError(f"the run ended as {run.status!r}: {run.info.get('error')}")
+    return outcome(run)
+
+
+def _plain(config: RunConfig) -> dict[str, Any]:
+    """Values as a file gives them back: a tuple is a list."""
+    found: dict[str, Any] = json.loads(json.dumps(config.as_dict(), default=str))
+    return found
+
+
+def _identity(trial: Any) -> dict[str, Any]:
+    return {name: trial.user_attrs[name] for name in ("mixer", "lr", "seed", NAMED)}
+
+
+def _status(tries: list[Any]) -> str:
+    """How a trial stands, by its last try and what went before."""
+    last = tries[-1]
+    state = last.state.name
+    if state == "COMPLETE":
+        return str(json.loads(last.user_attrs["result"])["status"])
+    if state == "RUNNING":
+        return "running"
+    if state == "WAITING":
+        return "waiting" if len(tries) == 1 else "interrupted"
+    if "error" in last.user_attrs:
+        return "failed"
+    killed = [own for own in tries if own.state == last.state and "asked" not in own.user_attrs]
+    return "failed" if len(killed) >= MOST_KILLED else "interrupted"
+
+
+def _row(trial: Trial, state: Row) -> Row:
+    known = {**vars(trial), "status": None, **dict.fromkeys((*NUMBERS, *ORIGIN)), **state}
+    return {**known, "folder": f"trials/{trial.name}"}
