@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "integrat
 import tiny_models as tiny
 
 from graphattn.integrations import transformers as gat
-from graphattn.integrations.transformers.modules import (
+from graphattn.integrations.transformers.conversion.modules import (
     attention_modules,
     is_cross_attention,
 )

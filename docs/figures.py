@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import graphattn as ga
-from graphattn.plot.style import COLOURS, INK
+from graphattn.plot.drawing.style import COLOURS, INK
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

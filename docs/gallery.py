@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.nn import functional
 
 import graphattn as ga
-from graphattn.plot.style import COLOURS, INK, style_axes
+from graphattn.plot.drawing.style import COLOURS, INK, style_axes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
